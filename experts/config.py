@@ -1,0 +1,47 @@
+"""The `experts` section: how many experts there are, how tokens reach them, and where they live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Text
+
+HostsByAccelerator = Annotated[
+    dict[Text, Count],
+    Field(min_length=1, json_schema_extra={"expected": "a mapping such as {A100: 4, T4: 8}"}),
+]
+"""Accelerator type -> how many hosts of it, such as {A100: 4, T4: 8}."""
+
+
+OneOrTwo = Annotated[int, Field(ge=1, le=2, json_schema_extra={"expected": "1, 2"})]
+"""Not Literal[1, 2], which would take `true` for 1."""
+
+
+class ExpertsConfig(Section):
+    """Read by the mixture-of-experts builders and by the expert hosts; a dense model ignores it."""
+
+    num_experts: Count | None = Field(None, description="experts per layer; null lets the builder choose")
+    top_k: Count = Field(2, description="experts each token is sent to")
+    hosts: NonNegativeInt | Literal["auto", "colocated"] | HostsByAccelerator = Field(
+        "auto", description="actors that own the experts; 0 keeps them inside every worker"
+    )
+    inflight: OneOrTwo | Literal["auto"] = Field("auto", description="micro-batches in flight to the experts")
+    capacity_factor: Positive | None = Field(None, description="tokens an expert may take; null drops none")
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="how the router scores experts")
+    renormalize: bool = Field(True, description="weights of the chosen experts sum to one")
+    balance: Literal["bias", "loss", "both", "none"] = Field("both", description="what keeps the load even")
+    balance_weight: NonNegative = Field(0.01, description="weight of the per-sequence balance loss")
+    z_loss_weight: NonNegative = Field(0.001, description="weight of the router's z-loss")
+    bias_rate: NonNegative = Field(0.001, description="step of the loss-free bias at each commit")
+    noise: NonNegative = Field(0.0, description="standard deviation of the noise on router logits")
+    temperature: Positive = Field(1.0, description="divides the router logits")
+    shared_expert: bool = Field(False, description="one more expert that every token visits")
+    hidden: Count | None = Field(None, description="hidden width of an expert; null lets the builder choose")
+    activation: Literal["gelu", "swiglu"] = Field("gelu", description="nonlinearity inside an expert")
+    replicas: NonNegativeInt = Field(0, description="extra copies of the busiest experts")
+    placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
+        "auto", description="which host owns which experts"
+    )
+    rebalance_every: Count | None = Field(None, description="steps between placements; null keeps the first")

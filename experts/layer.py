@@ -1,0 +1,103 @@
+"""The mixture-of-experts layer: route, sort once, run the experts, put back and weigh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.router import Routing, TopKRouter
+
+
+class MoELayer(nn.Module):
+    """Experts in place of a feed-forward.
+
+    Args:
+        router: decides where tokens go.
+        experts: `experts(x_RD sorted by expert, counts_E, splits) -> (R, D)`, e.g. GroupedExperts.
+        shared: an expert that every token visits, or None.
+    """
+
+    def __init__(self, router: TopKRouter, experts: nn.Module, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(B, S, D) -> the same shape and dtype, and the router's auxiliary loss (None in evaluation).
+
+        `valid_BS` is false for padding, which no loss and no count sees.
+        """
+        routing = self.router(x_BSD, valid_BS)
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        y_TD = self._route(x_TD, routing)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return y_TD.to(x_BSD.dtype).view_as(x_BSD), routing.aux
+
+    def _route(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        flat = routing.indices_TK.flatten()
+        splits = None
+        if routing.kept_TK is not None:
+            # what is dropped sorts behind the last expert; how much is left is read with the counts
+            flat = torch.where(routing.kept_TK.flatten(), flat, self.router.num_experts)
+            splits = routing.counts_E.tolist()
+        order = flat.argsort(stable=True)
+        order = order if splits is None else order[: sum(splits)]
+        rows_RD = dispatch(x_TD, order, top_k=self.router.top_k)
+        return combine(self.experts(rows_RD, routing.counts_E, splits), order, routing.weights_TK)
+
+
+def dispatch(x_TD: Tensor, order_R: Tensor, *, top_k: int) -> Tensor:
+    """The rows of the experts: row r is token order[r] // top_k. `order_R` are distinct places in T x K."""
+    return _Dispatch.apply(x_TD, order_R, top_k)
+
+
+class _Dispatch(torch.autograd.Function):
+    """A gather whose backward sums a token's K gradients in the order of its choices.
+
+    The backward of a plain gather adds them in the order of the rows, on CUDA in no order at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order_R)
+        ctx.shape = (x_TD.shape[0], top_k, x_TD.shape[1])
+        return x_TD.index_select(0, order_R // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        (order_R,) = ctx.saved_tensors
+        T, K, D = ctx.shape
+        return _put_back(grad_RD, order_R, T * K).view(T, K, D).sum(1), None, None
+
+
+def combine(y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
+    """Weighted sum of each token's rows, (T, D), in the order of its choices; zero for a dropped row.
+
+    Computed in the weights' dtype, float32 at least.
+    """
+    T, K = weights_TK.shape
+    y_TKD = _PutBack.apply(y_RD, order_R, T * K).view(T, K, y_RD.shape[1])
+    return (y_TKD * weights_TK.unsqueeze(-1)).sum(1)
+
+
+class _PutBack(torch.autograd.Function):
+    """`_put_back` with a gather for its backward; torch's own index_copy would keep the rows for it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(order_R)
+        return _put_back(rows_RD, order_R, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
+        (order_R,) = ctx.saved_tensors
+        return grad_PD.index_select(0, order_R), None, None
+
+
+def _put_back(rows_RD: Tensor, order_R: Tensor, size: int) -> Tensor:
+    """Row r to place order[r] of `size` places; places are distinct, so nothing is added in any order."""
+    shape = (size, rows_RD.shape[1])
+    places = rows_RD.new_empty(shape) if len(rows_RD) == size else rows_RD.new_zeros(shape)
+    return places.index_copy_(0, order_R, rows_RD)

@@ -1,0 +1,195 @@
+"""Builders of mixture-of-experts models; the one seam through which raytrain meets experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experts.config import ExpertsConfig
+from experts.expert import GroupedExperts
+from experts.layer import MoELayer
+from experts.load import LoadBook
+from experts.plan import check_experts, check_moe_mlp, expert_hidden, moe_gpt_flops, moe_mlp_flops
+from experts.router import TopKRouter
+from raytrain.models.gpt import GPT, Block, FeedForward, language_loss
+from raytrain.models.mlp import as_input, supervised
+from raytrain.models.sizes import check_gpt
+from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, need_keys
+
+
+class MoEBlock(Block):
+    """A GPT block whose feed-forward is a MoELayer; returns its auxiliary loss beside its output."""
+
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x_BSD = self.attend(x_BSD)
+        y_BSD, aux = self.feed_forward(self.norm_feed_forward(x_BSD), valid_BS)
+        return x_BSD + self.drop(y_BSD), aux
+
+
+class MoEGPT(GPT):
+    """The GPT of raytrain with experts in every block."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """As `GPT.forward`, and in training with labels "aux", the sum of the layers' auxiliary losses.
+
+        Positions whose label is -100 weigh nothing in it, as in the loss.
+        """
+        valid_BS = None if labels is None else labels != IGNORED_LABEL
+        x_BSD, terms = self.embed(input_ids), []
+        for block in self.blocks:
+            x_BSD, aux = block(x_BSD, valid_BS)
+            terms.append(aux)
+        out, aux = self.outputs(self.logits(x_BSD), labels), total(terms)
+        return out if aux is None or labels is None else out | {"aux": aux}
+
+
+class MoEMLP(nn.Module):
+    """Rows of features through residual layers of experts: x (B, ...) -> (outputs (B, classes), aux)."""
+
+    def __init__(
+        self, layers: list[MoELayer], *, features: int, width: int, classes: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.embed = nn.Linear(features, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in layers)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_BD = F.gelu(self.embed(as_input(x, self.embed.weight.dtype).flatten(1)))
+        terms = []
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            added, aux = layer(norm(y_BD).unsqueeze(1))
+            added = F.dropout(added, self.dropout, self.training) if self.dropout else added
+            y_BD = y_BD + added.squeeze(1)
+            terms.append(aux)
+        return self.head(y_BD), total(terms)
+
+
+def total(terms: Iterable[Tensor | None]) -> Tensor | None:
+    """The sum of those that are there, or None."""
+    present = [term for term in terms if term is not None]
+    return torch.stack(present).sum() if present else None
+
+
+def moe_layer(
+    width: int, experts: ExpertsConfig, *, hidden: int, residual_scale: float, scope: str = "sequence"
+) -> MoELayer:
+    """One layer as the `experts` section says; the shared expert has the size and kind of the others."""
+    router = TopKRouter(
+        width,
+        check_experts(experts),
+        experts.top_k,
+        score=experts.score,
+        renormalize=experts.renormalize,
+        balance=experts.balance,
+        balance_scope=scope,
+        balance_weight=experts.balance_weight,
+        z_loss_weight=experts.z_loss_weight,
+        bias_rate=experts.bias_rate,
+        capacity_factor=experts.capacity_factor,
+        noise=experts.noise,
+        temperature=experts.temperature,
+    )
+    kind = {"activation": experts.activation, "residual_scale": residual_scale}
+    shared = SharedExpert(width, hidden, **kind) if experts.shared_expert else None
+    return MoELayer(router, GroupedExperts(router.num_experts, width, hidden, **kind), shared)
+
+
+class SharedExpert(nn.Module):
+    """An expert that every token visits, (T, D) -> (T, D); the kinds of GroupedExperts."""
+
+    def __init__(self, width: int, hidden: int, *, activation: str, residual_scale: float) -> None:
+        super().__init__()
+        self.inner = FeedForward(width, hidden)
+        self.gate = nn.Linear(width, hidden, bias=False) if activation == "swiglu" else None
+        for linear in self.inner.up, self.inner.out, self.gate:
+            if linear is not None:
+                scale = residual_scale if linear is self.inner.out else 1.0
+                nn.init.normal_(linear.weight, std=0.02 * scale)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.inner(x_TD)
+        return self.inner.out(F.silu(self.inner.up(x_TD)) * self.gate(x_TD))
+
+
+def moe_gpt(
+    *,
+    layers: int,
+    heads: int,
+    width: int,
+    context: int,
+    dropout: float = 0.0,
+    vocab_size: int,
+    experts: ExpertsConfig,
+) -> Trainable:
+    """Build a GPT with experts in every block, in this process.
+
+    Args:
+        experts: the section; 4 experts where num_experts is null, 4 x width hidden where hidden is null.
+    Raises ValueError for sizes that do not fit each other.
+    """
+    check_gpt(
+        layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size
+    )
+    hidden, scale = expert_hidden(experts, width), 1 / math.sqrt(2 * layers)
+    blocks = [
+        MoEBlock(width, heads, dropout, moe_layer(width, experts, hidden=hidden, residual_scale=scale))
+        for _ in range(layers)
+    ]
+    module = MoEGPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
+    flops = moe_gpt_flops(layers=layers, width=width, context=context, vocab_size=vocab_size, experts=experts)
+    return _trainable(module, language_loss, flops, blocks="blocks")
+
+
+def moe_mlp(
+    *,
+    width: int = 128,
+    layers: int = 2,
+    num_features: int | None = None,
+    num_classes: int | None = None,
+    dropout: float = 0.0,
+    experts: ExpertsConfig,
+) -> Trainable:
+    """Build a residual network of expert layers on batches {"x": (B, ...), "labels": (B,)}.
+
+    A row is no sequence: the balance loss takes the shares of the last committed step.
+    Raises ValueError for sizes that cannot be built.
+    """
+    check_moe_mlp(
+        width=width, layers=layers, num_features=num_features, num_classes=num_classes, dropout=dropout
+    )
+    hidden, classes = expert_hidden(experts, width), num_classes or 1
+    stack = [
+        moe_layer(width, experts, hidden=hidden, residual_scale=1 / math.sqrt(layers), scope="batch")
+        for _ in range(layers)
+    ]
+    module = MoEMLP(stack, features=num_features, width=width, classes=classes, dropout=dropout)
+    flops = moe_mlp_flops(width=width, layers=layers, features=num_features, classes=classes, experts=experts)
+    return _trainable(module, _row_loss, flops)
+
+
+def _row_loss(module: nn.Module, batch: Batch) -> LossOutput:
+    need_keys(batch, "x", "labels")
+    outputs, aux = module(batch["x"])
+    plain = supervised(outputs, batch["labels"], training=module.training)
+    return LossOutput(plain.loss, aux=aux, metrics=plain.metrics)
+
+
+def _trainable(module: nn.Module, loss: object, flops: float, *, blocks: str | None = None) -> Trainable:
+    book = LoadBook([part for part in module.modules() if isinstance(part, TopKRouter)])
+    return Trainable(
+        module,
+        loss,
+        blocks=blocks,
+        flops_per_sample=flops,
+        counts=book.pending,
+        between_steps=book.commit,
+        log_metrics=book.metrics,
+    )

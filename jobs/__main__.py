@@ -1,0 +1,136 @@
+"""The command line: `raytrain VERB ...`, the same as `python -m jobs VERB ...`. Verbs are imported after parsing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from raytrain.errors import InputError, RaytrainError
+
+INTERRUPTED = 130
+
+
+class _Verbs(click.Group):
+    """Every failure that we explain ourselves is one message on stderr and its exit code."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        from jobs.runtime import Interrupted
+
+        try:
+            return super().main(*args, **{**extra, "standalone_mode": False})
+        except click.exceptions.Exit as error:
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(2)
+        except RaytrainError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt, Interrupted):
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """(JOB.yaml or None, `section.key=value` overrides) of a verb's arguments.
+
+    Raises:
+        InputError: two files.
+    """
+    files = [item for item in arguments if "=" not in item]
+    if len(files) > 1:
+        raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and section.key=value")
+    return (Path(files[0]) if files else None), [item for item in arguments if "=" in item]
+
+
+def _keys_option(sections: tuple[str, ...]) -> Any:
+    """`--help` of a verb ends with the keys it reads and their defaults."""
+
+    class Command(click.Command):
+        def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+            from jobs.keys import key_lines
+
+            with formatter.section("Keys, as section.key=value, with their defaults"):
+                for line in key_lines(sections):
+                    formatter.write_text(line)
+
+    return Command
+
+
+ALL = (
+    "name", "seed", "model", "data", "optim", "precision", "loop", "save", "scale", "retry", "experts",
+    "telemetry", "cluster",
+)  # fmt: skip
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="raytrain", prog_name="raytrain")
+def main() -> None:
+    """Train any PyTorch model on a Ray cluster, or on this machine."""
+
+
+@main.command(cls=_keys_option(ALL))
+@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
+@click.option("--resume", metavar="RUN_DIR", help="go on with this run; `auto`: with the newest unfinished one")
+@click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
+def train(arguments: tuple[str, ...], resume: str | None, verbose: bool) -> None:
+    """Train; without a file, the built-in recipe."""
+    from rich.console import Console
+
+    from jobs.train import run_train
+
+    path, overrides = split_arguments(arguments)
+    result = run_train(path, overrides, resume=resume, verbose=verbose, console=Console(highlight=False))
+    code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # the fit thread of an interrupted run may still wait inside Ray or gloo; nothing of ours is left to do
+    os._exit(code)
+
+
+@main.command(cls=_keys_option(ALL))
+@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
+@click.option("--json", "as_json", is_flag=True, help="print plan.json instead of a table")
+@click.option("--build", is_flag=True, help="import torch and build the model to know its size")
+@click.option("--full", is_flag=True, help="list the keys left at their defaults too")
+@click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead")
+def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inventory_file: str | None) -> None:
+    """Show what a run would do, with every reason; starts nothing."""
+    from jobs.plan import plan_verb
+
+    path, overrides = split_arguments(arguments)
+    sys.exit(
+        plan_verb(path, overrides, as_json=as_json, build=build, full=full, inventory_file=inventory_file)
+    )
+
+
+@main.command()
+@click.argument("runs", nargs=-1, metavar="[RUN_DIR ...]")
+def report(runs: tuple[str, ...]) -> None:
+    """Write the report of a run folder (default: runs/latest); of several, a comparison too."""
+    from jobs.report import report as write
+
+    sys.exit(write(list(runs)))
+
+
+def _later(verb: str, does: str) -> None:
+    @main.command(name=verb, help=f"{does} (not built yet)", context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def refuse(arguments: tuple[str, ...]) -> None:
+        from jobs.spec import load_spec, refuse_later
+
+        path, overrides = split_arguments(tuple(item for item in arguments if not item.startswith("-")))
+        refuse_later(load_spec(path, overrides).spec, verb)
+
+
+_later("tune", "Search batch size and precision")
+_later("infer", "Batch inference over many workers")
+_later("check", "Check machines, then train two steps")
+_later("submit", "Run any verb as a Ray job")
+
+if __name__ == "__main__":
+    main()

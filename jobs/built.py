@@ -1,0 +1,93 @@
+"""Exact sizes of a job: imports torch, opens the data and builds the model, without memory if it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jobs.plan import facts_of_model
+from jobs.spec import JobSpec
+from raytrain.data.sources import Source, open_source
+from raytrain.errors import InputError, RaytrainError
+from raytrain.models.registry import call_builder, resolve, to_trainable
+from raytrain.plan import DataFacts, ModelFacts
+from raytrain.session import source_facts
+from raytrain.trainable import Trainable
+
+
+def opened(spec: JobSpec) -> Source:
+    """The job's data, opened on this machine.
+
+    Raises:
+        InputError: whatever is wrong with the section, its files or their contents.
+    """
+    return open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+
+
+def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
+    """Exact sizes of the model and the data; the model is built unless a formula knows it.
+
+    Raises:
+        InputError: the builder cannot be found or called, or fails.
+    """
+    shapes = source_facts(source)
+    return facts_of_model(spec, shapes) or built_facts(spec, shapes), source.facts
+
+
+def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
+    """Builds the job's model on the meta device, or on the CPU where it cannot be, and counts it.
+
+    Args:
+        shapes: what the source fills in where the builder asks for it, such as vocab_size.
+
+    Raises:
+        InputError: the builder cannot be found or called, or fails.
+    """
+    trainable, where = build(spec, shapes)
+    parameters = list(trainable.module.parameters())  # tied ones stand once
+    return ModelFacts(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        activation_bytes_per_sample=None,
+        flops_per_sample=trainable.flops_per_sample,
+        reason=f"built on {where}",
+    )
+
+
+def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
+    """(the job's model, the device it was built on), leaving torch's random state as it was."""
+    if spec.model.module is not None:
+        return to_trainable(spec.model.module), "your object"
+    assert spec.model.builder is not None  # jobs.spec lets neither through
+    function = resolve(spec.model.builder, "model.builder")
+    sections = {
+        name: getattr(spec, name) for name in type(spec).model_fields if name not in ("model", "data")
+    }
+
+    def call() -> Trainable:
+        result = call_builder(function, spec.model.keys, sections=sections, source_facts=shapes)
+        return to_trainable(result)
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return call(), "the meta device"
+        except RaytrainError:
+            raise
+        except Exception:  # code that reads its own weights cannot run on meta; the CPU tells what is wrong
+            return _on_cpu(call, spec.model.builder), "the CPU"
+
+
+def _on_cpu(call: Any, name: str) -> Trainable:
+    try:
+        return call()
+    except RaytrainError:
+        raise
+    except Exception as error:  # whatever a user's builder raises is its input being wrong
+        raise InputError(
+            "model.builder",
+            seen=f"{type(error).__name__} from {name}: {error}",
+            expected="a builder that builds",
+        ) from error

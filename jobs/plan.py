@@ -1,0 +1,220 @@
+"""The verb `plan`: job -> machines -> facts -> Plan, shown with its reasons. It starts no Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.inventory import Inventory, local_inventory
+from cluster.nvidia import narrow_visible
+from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from raytrain.config import DataConfig
+from raytrain.decode import encode
+from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan_machines import pick_devices
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")
+"""Last words of keys that a user's own source takes for paths."""
+
+
+def plan_verb(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    as_json: bool = False,
+    inventory_file: str | Path | None = None,
+    build: bool = False,
+    full: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Prints the plan of a job as a table or as JSON, and returns the exit code 0.
+
+    Args:
+        path: the JOB.yaml, None for the built-in recipe.
+        overrides: ``section.key=value`` of the command line.
+        inventory_file: machines to plan for instead of this one.
+        build: import torch, open the data and build the model, to know their sizes.
+        full: also list the keys left at their defaults.
+
+    Raises:
+        InputError: a mistake in the job, its files, or what it asks of the machines.
+    """
+    loaded = load_spec(path, overrides)
+    refuse_later(loaded.spec, "plan")
+    inventory = None
+    if inventory_file is not None:
+        from jobs.nodes_file import inventory_from_file
+
+        inventory = inventory_from_file(inventory_file)
+    plan = plan_job(loaded, inventory=inventory, build=build)
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        print_plan(plan, console or Console(highlight=False), full=full)
+    return 0
+
+
+def plan_job(
+    loaded: LoadedSpec,
+    *,
+    inventory: Inventory | None = None,
+    build: bool = False,
+    model_facts: ModelFacts | None = None,
+    data_facts: DataFacts | None = None,
+) -> Plan:
+    """The plan of a job, with its whole configuration and where each value came from.
+
+    Args:
+        inventory: the machines, by default this one as this process may use it.
+        build: open the data and build the model for what is not given below; else what only that can tell
+            is left to the start.
+        model_facts, data_facts: for whoever has opened and built them already (`jobs.built.facts_from`).
+
+    Raises:
+        InputError: what the job asks for cannot be had, or its data cannot be read; it names the key.
+    """
+    spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+    if build and (model_facts is None or data_facts is None):
+        from jobs.built import facts_from, opened
+
+        built, read = facts_from(spec, opened(spec))
+        model_facts, data_facts = model_facts or built, data_facts or read
+    data_facts = data_facts or facts_of_data(spec)
+    plan = make_plan(
+        model=spec.model,
+        data=spec.data,
+        optim=spec.optim,
+        precision=spec.precision,
+        loop=spec.loop,
+        save=spec.save,
+        scale=spec.scale,
+        experts_hosts=spec.experts.hosts if has_experts(spec) else None,
+        cluster=spec.cluster,
+        seed=spec.seed,
+        inventory=inventory or local_inventory(),
+        model_facts=model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts)),
+        data_facts=data_facts,
+        name=spec.name,
+    )
+    return replace(plan, config=encode(spec), sources=dict(loaded.sources))
+
+
+def has_experts(spec: JobSpec) -> bool:
+    """Whether the model is one of ours with experts, or a user's that is told their number."""
+    return (spec.model.builder or "").startswith("experts.") or spec.experts.num_experts is not None
+
+
+def facts_of_data(spec: JobSpec) -> DataFacts | None:
+    """Sizes of the data without reading it whole; None where only opening it can tell."""
+    from raytrain.data.sources import describe_source
+
+    return describe_source(spec.data, context=spec.model.keys.get("context"))
+
+
+def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
+    """What a builder may take from the data (vocab_size, ...), as far as it is known without opening it."""
+    from raytrain.data.sources import describe_shapes
+
+    shapes = describe_shapes(spec.data)
+    if data_facts is not None and data_facts.vocab_size is not None:
+        shapes["vocab_size"] = data_facts.vocab_size
+    return shapes
+
+
+def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
+    """Sizes of a built-in model by formula; None for others, and where `shapes` does not tell enough."""
+    from experts.plan import expert_facts
+    from raytrain.models.sizes import model_facts
+
+    builder, keys = spec.model.builder, spec.model.keys
+    if builder is None:
+        return None
+    return model_facts(builder, keys, shapes) or expert_facts(builder, keys, shapes, spec.experts)
+
+
+def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
+    """The CUDA_VISIBLE_DEVICES to set on this machine before a local cluster starts; None leaves it alone.
+
+    With it Ray and torch see only the GPUs that `scale.accelerator` picked.
+    """
+    text = plan.choices()["accelerator"]
+    if not isinstance(text, Resolved) or text.value in ("cpu", "cuda"):
+        return None
+    return narrow_visible(os.environ, [device.index for device in pick_devices(text.value, inventory)])
+
+
+def resolve_paths(data: DataConfig) -> DataConfig:
+    """The section with relative paths made absolute, as the driver sees them; URIs stay as they are.
+
+    A built-in source says itself which keys hold paths. What a user's own key means only their function
+    knows: there a string is a path where its key says so (`path`, `..._path`, `_file`, `_dir`) and it exists.
+    """
+    from raytrain.data.keys import path_keys
+
+    own = ":" in (data.source or "")
+    ours = path_keys(data.source)
+    changed = {
+        key: _absolute(value, must_exist=own)
+        for key, value in data.keys.items()
+        if key in ours or (own and key.rsplit("_", 1)[-1] in PATH_WORDS)
+    }
+    return data.model_copy(update=changed) if changed else data
+
+
+def _absolute(value: Any, *, must_exist: bool) -> Any:
+    if isinstance(value, list | tuple):
+        return [_absolute(item, must_exist=must_exist) for item in value]
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text or "://" in text:
+        return value
+    path = os.path.abspath(os.path.expanduser(text))
+    return path if not must_exist or os.path.exists(path) else value
+
+
+def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
+    """The machines, the decisions with their reasons, the warnings, and the configuration with its sources.
+
+    `full` lists defaults too; plan.json always holds them.
+    """
+    from rich.table import Table
+
+    machines = plan.inventory
+    console.print(f"{machines['source']}: {machines['summary']}", markup=False)
+    for note in machines["notes"]:
+        console.print(f"  {note}", style="dim", markup=False)
+    console.print()
+
+    table = Table("what", "value", "why", box=None, pad_edge=False, header_style="bold")
+    for name, value, reason in plan.rows():
+        table.add_row(name.replace("_", " "), value, reason)
+    console.print(table)
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    given = [row for row in config_rows(plan) if full or row[2] != "default"]
+    settings = Table("key", "value", "from", box=None, pad_edge=False, header_style="bold")
+    for row in given:
+        settings.add_row(*row)
+    console.print()
+    console.print(settings)
+    left = len(plan.sources) - len(given)
+    if left:
+        console.print(f"and {left} keys at their defaults", style="dim")
+
+
+def config_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(dotted key, value, source) of the whole configuration."""
+    return [(key, json.dumps(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
+
+
+def _lookup(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return config[section][name] if name else config[section]

@@ -1,0 +1,72 @@
+"""`--resume`: which run goes on, with which job, and what may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
+from raytrain.decode import apply_overrides, load_yaml
+from raytrain.errors import InputError
+from raytrain.run_folder import RunFolder, find_unfinished
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on. `changed` lists the dotted keys that differ from the run's own job."""
+
+    run: RunFolder
+    loaded: LoadedSpec
+    changed: list[str]
+    finished: bool = False
+
+
+def open_resumed(
+    resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None
+) -> Resumed | None:
+    """The run to go on with; None for "auto" where there is none.
+
+    Args:
+        resume: a run folder, or "auto" (then `loaded` is the job that looks for its newest unfinished run).
+        path: a JOB.yaml given beside it, which may change some keys only.
+        overrides: changes on the command line, under the same rule.
+
+    Raises:
+        InputError: no such run, one that is still alive (naming host and pid), a key that may not change.
+    """
+    if resume == "auto":
+        assert loaded is not None
+        found = find_unfinished(
+            loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job")
+        )
+        return None if found is None else Resumed(found, loaded, [])
+    run = RunFolder.open(resume)
+    if not run.exists(run.job_mapping):
+        raise InputError("--resume", seen=f"{resume} (no job.json in it)", expected="the folder of a run")
+    alive = run.alive()
+    if alive:
+        raise InputError(
+            "--resume",
+            seen=f"{run.path}, still being trained by pid {alive['pid']} on {alive['host']}",
+            expected="a run that has ended",
+            remedy="stop it first, or wait",
+        )
+    original = run.read_json(run.job_mapping)
+    given = load_yaml(Path(path).read_text(), origin=str(path)) if path else original
+    mapping, _ = apply_overrides(given, overrides)
+    changed = changed_keys(original, mapping)
+    refused = [key for key in changed if not may_change_on_resume(key)]
+    if refused:
+        raise InputError(
+            refused[0],
+            seen="a change beside --resume",
+            expected="the value the run began with",
+            remedy="a new run may have it: leave --resume away",
+        )
+    return Resumed(run, load_spec(mapping=mapping), changed, finished=run.finished() and not _extended(changed))
+
+
+def _extended(changed: list[str]) -> bool:
+    """A finished run with a new length is not finished any more."""
+    return bool({"loop.max_steps", "loop.epochs"} & set(changed))

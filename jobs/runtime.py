@@ -1,0 +1,147 @@
+"""Starting Ray for a command, stopping it, and turning signals into a stop. Driver side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from cluster.environment import ray_environment
+from raytrain.errors import InputError
+
+#: Ray sets this in the driver of a submitted job: there the cluster is the one the job was submitted to.
+JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+#: Signals closer together than this are one.
+SAME_SIGNAL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connected Ray. `local` = started by us, on loopback, for this command alone; `folder` is its private place."""
+
+    local: bool
+    address: str
+    folder: str
+
+
+def cluster_address(configured: str | None) -> str:
+    """`cluster.address`, else the cluster this job was submitted to, else "local"."""
+    if configured:
+        return configured
+    if os.environ.get(JOB_ENVIRONMENT):
+        return os.environ.get("RAY_ADDRESS") or "auto"
+    return "local"
+
+
+@contextlib.contextmanager
+def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> Iterator[Cluster]:
+    """Connect to `address`, or start a private cluster where it is "local"; shut down at the end.
+
+    A local cluster listens on loopback alone; its token and its files lie in a new directory that only this user
+    can read. Runs in the main thread (Ray ties the cluster's life to the thread that started it).
+
+    Args:
+        num_cpus, num_gpus: logical resources a local cluster declares.
+
+    Raises:
+        InputError: the address cannot be reached.
+    """
+    local = address == "local"
+    for name, value in ray_environment(local_cluster=local).items():
+        os.environ.setdefault(name, value)
+    folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
+    if local:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    import ray
+
+    from raytrain.trainer import quiet_ray
+
+    options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
+    if local:
+        options |= {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "include_dashboard": False,
+            "_temp_dir": os.path.join(folder, "r"),
+            "_node_ip_address": "127.0.0.1",
+        }
+    try:
+        try:
+            ray.init(address=address, ignore_reinit_error=True, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if local:
+                raise
+            raise InputError(
+                "cluster.address", seen=f"{address} ({error})", expected="the address of a running Ray cluster"
+            ) from error
+        if not verbose:
+            quiet_ray()
+        yield Cluster(local, address, folder)
+    finally:
+        with contextlib.suppress(KeyboardInterrupt):
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_token(folder: str) -> str:
+    path = os.path.join(folder, "token")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+class Interrupted(BaseException):
+    """A stop arrived where nothing has to be saved yet. Not an Exception, so that no library swallows it."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT of this process while a command runs.
+
+    Before `training` is set, a signal ends the command at once by raising `Interrupted`; afterwards the first sets
+    `asked` (the workers save and return) and the second leaves at once. Outside the main thread (a notebook's
+    executor) signals are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.training = False
+        self.times = 0
+        self._last = float("-inf")
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Take over both signals; called again after `ray.init`, which replaces SIGTERM's."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous = signal.signal(number, self._arrived)
+            self._previous.setdefault(number, previous)
+
+    def restore(self) -> None:
+        """Give both signals back."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous = {}
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells send one stop twice, to the process and its group
+            self.times += 1
+        self._last = now
+        self.asked.set()
+        if not self.training:
+            raise Interrupted(signal.Signals(number).name)

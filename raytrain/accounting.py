@@ -1,0 +1,74 @@
+"""Where the time of a run went, from its events: pure, records in, seconds out (`time` in result.json).
+
+A run consists of commands (each from `driver_start` to `driver_end`, or to its last sign of life), a command of
+attempts. What an attempt did after its last account and before its end is lost; what lies between the end of one
+attempt and the beginning of the next, inside one command, is restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PURPOSES = ("startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other")
+
+
+def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
+    """{"wall_s": total over all commands, "time": {purpose: seconds}} of a run.
+
+    Args:
+        events: rows of events.jsonl, in order.
+        now: unix seconds; the end of a command that has not written its own.
+    """
+    total = dict.fromkeys(PURPOSES, 0.0)
+    wall = 0.0
+    commands = _commands(events)
+    for index, rows in enumerate(commands):
+        begin = rows[0]["process_start"]
+        ended = next((row["time"] for row in rows if row["kind"] == "driver_end"), None)
+        if ended is None:
+            later = commands[index + 1][0] if index + 1 < len(commands) else None
+            ended = max(rows[-1]["time"], (later or {}).get("last_sign_of_life") or 0.0) if later else now
+        wall += ended - begin
+        _add_command(total, rows, begin=begin, ended=ended)
+    total["other"] = wall - sum(value for name, value in total.items() if name != "other")
+    if total["other"] < 0:  # clocks of two processes: what overlaps is taken from the largest
+        largest = max(total, key=lambda name: total[name])
+        total[largest] += total["other"]
+        total["other"] = 0.0
+    return {"wall_s": wall, "time": total}
+
+
+def _commands(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    commands: list[list[dict[str, Any]]] = []
+    for row in events:
+        if row["kind"] == "driver_start":
+            commands.append([row])
+        elif commands:
+            commands[-1].append(row)
+    return commands
+
+
+def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: float, ended: float) -> None:
+    starts = [index for index, row in enumerate(rows) if row["kind"] == "attempt"]
+    if not starts:
+        total["startup"] += ended - begin
+        return
+    total["startup"] += rows[starts[0]]["time"] - begin
+    for position, start in enumerate(starts):
+        last = position + 1 == len(starts)
+        mine = rows[start : len(rows) if last else starts[position + 1]]
+        closed = next((row["time"] for row in mine if row["kind"] == "attempt_end"), None)
+        accounts = [row for row in mine if row["kind"] in ("checkpoint", "account") and "seconds" in row]
+        for name, seconds in (accounts[-1]["seconds"] if accounts else {}).items():
+            total[name] += seconds
+        if closed is not None and last:
+            continue
+        safe = accounts[-1]["time"] if accounts else mine[0]["time"]
+        if last:
+            total["lost"] += max(0.0, ended - safe) if closed is None else 0.0
+            continue
+        following = rows[starts[position + 1]]
+        faults = [row["failed_at"] for row in rows if row["kind"] == "fault" and row.get("failed_attempt") == mine[0]["attempt"]]
+        failed = min(max(faults[0], safe), following["time"]) if faults else safe
+        total["lost"] += failed - safe
+        total["restart"] += following["time"] - failed

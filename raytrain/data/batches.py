@@ -1,0 +1,136 @@
+"""Which rows make up a step, and which of them are this rank's: pure functions of (seed, epoch, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from raytrain.data.contract import Batch, Split
+from raytrain.data.resident import place
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where training stands in the data: `position` rows of `epoch` (from 0) are consumed.
+
+    It knows nothing of ranks or micro-batches, so a run may go on with other numbers of either.
+    """
+
+    epoch: int = 0
+    position: int = 0
+
+
+class Window(NamedTuple):
+    """The rows of one step over all ranks, in order, and where the next step begins."""
+
+    handles: np.ndarray
+    next: Cursor
+
+
+def rank_micro_batches(handles: np.ndarray, *, micro_batch: int, rank: int, world: int) -> list[np.ndarray]:
+    """This rank's micro-batches of one window, in order.
+
+    The window is cut into M micro-batches of `micro_batch` rows (the last may be shorter); rank r takes
+    M // world of them, one more where r < M % world, all next to each other. Ranks that get none give [].
+    """
+    micros = -(-len(handles) // micro_batch)
+    share, more = divmod(micros, world)
+    first = rank * share + min(rank, more)
+    mine = range(first, first + share + (rank < more))
+    return [handles[i * micro_batch : (i + 1) * micro_batch] for i in mine]
+
+
+class StepBatches:
+    """The batches of training, step by step; any position is reached in constant time.
+
+    Args:
+        split: rows as the source opened them; placed here.
+        seed: the job's; with the epoch it fixes the order of the rows.
+        global_batch: rows of one step over all ranks.
+        micro_batch: rows of one forward pass at most.
+        rank, world: this worker among all.
+        device: where batches must be.
+        storage: "resident" or "stream" (`raytrain.data.resident.place`).
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        storage: Literal["resident", "stream"] = "resident",
+    ) -> None:
+        if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world}"
+            )
+        self.split = place(split, storage, device)
+        self.seed = seed
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.world = world
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that see every row once; the last may be smaller than the global batch."""
+        return -(-len(self.split) // self.global_batch)
+
+    def window(self, cursor: Cursor) -> Window:
+        """The global window that begins at `cursor`. The last of an epoch holds what is left."""
+        if cursor.position >= len(self.split):
+            cursor = Cursor(cursor.epoch + 1)
+        order = self._epoch_order(cursor.epoch)
+        end = min(cursor.position + self.global_batch, len(order))
+        following = Cursor(cursor.epoch + 1) if end == len(order) else Cursor(cursor.epoch, end)
+        return Window(order[cursor.position : end], following)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._order, self._epoch = self.split.order(self.seed, epoch), epoch
+        return self._order
+
+    def rank_handles(self, handles: np.ndarray) -> list[np.ndarray]:
+        """This rank's micro-batches of a window, as handles."""
+        return rank_micro_batches(handles, micro_batch=self.micro_batch, rank=self.rank, world=self.world)
+
+    def micro_batches(self, handles: np.ndarray) -> Iterator[tuple[Batch, int]]:
+        """This rank's micro-batches of a window: (batch on the device, its rows)."""
+        for rows in self.rank_handles(handles):
+            yield self.split.gather(rows), len(rows)
+
+    def global_weight(self, handles: np.ndarray) -> int | None:
+        """What the mean loss of the whole window averages over; None where only the batches can tell."""
+        return self.split.weights(handles)
+
+    def epoch_handles(self, epoch: int) -> Iterator[np.ndarray]:
+        """All micro-batches of this rank in one epoch; as lists, a `batch_sampler` for torch's DataLoader."""
+        cursor = Cursor(epoch)
+        while cursor.epoch == epoch:
+            handles, cursor = self.window(cursor)
+            yield from self.rank_handles(handles)
+
+
+def eval_batches(
+    split: Split, *, micro_batch: int, rank: int = 0, world: int = 1, limit: int | None = None
+) -> list[np.ndarray]:
+    """This rank's handles of an evaluation, one array for each batch, in file order.
+
+    Together the ranks cover the split exactly once. `limit` counts batches over all ranks, from the first,
+    so that the rows scored do not depend on the number of workers.
+    """
+    order = split.eval_order()
+    if limit is not None:
+        order = order[: limit * micro_batch]
+    return rank_micro_batches(order, micro_batch=micro_batch, rank=rank, world=world)

@@ -1,0 +1,165 @@
+"""Sizes and shapes of the data for the plan: from file sizes, headers and metadata, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from raytrain.data.columns import convert
+from raytrain.data.files import STDLIB, stdlib_files
+from raytrain.data.idx import IMAGES, describe_idx, read_shape
+from raytrain.data.keys import TABLES, as_paths, idx_files, is_own, source_keys
+from raytrain.data.tables import choose, class_names, parquet_sizes, read_tables
+from raytrain.data.text import describe_bytes, describe_text
+from raytrain.errors import InputError
+from raytrain.plan import DataFacts
+
+if TYPE_CHECKING:
+    from raytrain.config import DataConfig
+
+FLOAT_BYTES = 4
+LABEL_BYTES = 8
+
+
+def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | None:
+    """Sizes of the data from file sizes, headers and metadata; torch is not imported.
+
+    Args:
+        data: the section.
+        context: `model.context`, for text.
+    Returns:
+        None for the user's own source, which only a run can know.
+    Raises:
+        InputError: whatever is wrong with the section or its files.
+    """
+    keys = source_keys(data)
+    fraction = data.eval_fraction
+    if data.train is not None:
+        return _describe_memory(data, keys, context)
+    if is_own(data.source or ""):
+        return None
+    if data.source == "text":
+        return describe_text(
+            as_paths(keys["path"]),
+            as_paths(keys["eval_path"]),
+            context=context,
+            fraction=fraction,
+            vocabulary=keys["vocabulary"],
+        )
+    if data.source == "stdlib":
+        size = min(keys["max_bytes"], stdlib_files(keys["max_bytes"])[1])
+        return describe_bytes(size, context=context, fraction=fraction, origin=STDLIB, key="data.max_bytes")
+    if data.source == "idx":
+        return describe_idx(*idx_files(keys), fraction=fraction)
+    return _describe_table(data.source or "", keys, fraction=fraction)
+
+
+def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> DataFacts:
+    rows, row_bytes = _table_size(kind, as_paths(keys["path"]), keys, key="data.path")
+    held = int(rows * fraction)
+    train = rows - held
+    if keys["eval_path"] is not None:
+        train, held = rows, _table_size(kind, as_paths(keys["eval_path"]), keys, key="data.eval_path")[0]
+    reason = f"{kind}: {train:,} rows to train on, {held:,} for evaluation"
+    return DataFacts(
+        train_rows=train,
+        eval_rows=held,
+        row_bytes=row_bytes,
+        tokens_per_row=None,
+        total_bytes=(train + held) * row_bytes,
+        vocab_size=None,
+        reason=reason,
+    )
+
+
+def _table_size(kind: str, paths: list[str], keys: Mapping[str, Any], *, key: str) -> tuple[int, int]:
+    """(rows, bytes of a row as they will be stored); of Parquet from the metadata alone."""
+    if kind == "parquet":
+        schema, rows, sizes = parquet_sizes(paths, key=key)
+        choice = choose(schema, features=keys["features"], label=keys["label"], key=key)
+        stored = FLOAT_BYTES * len(choice.stacked) + (LABEL_BYTES if choice.label else 0)
+        return rows, int(stored + sum(sizes.get(name, LABEL_BYTES) for name in choice.named))
+    table = read_tables(paths, kind=kind, key=key)
+    choice = choose(table.schema, features=keys["features"], label=keys["label"], key=key)
+    columns = convert(table, choice, classes=class_names([table], keys["label"]), key=key)
+    arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
+    return table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows)
+
+
+def describe_shapes(data: DataConfig) -> dict[str, Any]:
+    """What a builder may take from the source, as far as it is known without opening it, and without torch.
+
+    Returns:
+        Some of vocab_size, image_shape (C, H, W) and num_features.
+    """
+    keys = source_keys(data)
+    if data.train is not None or is_own(data.source or ""):
+        return {}
+    if data.source == "stdlib" or keys.get("vocabulary") == "bytes":
+        return {"vocab_size": 256}
+    if data.source == "idx":
+        shape = read_shape(as_paths(keys["images"])[0], key="data.images", **IMAGES)[1:]
+        image = (1, *shape) if len(shape) == 2 else shape
+        return {"image_shape": image, "num_features": image[0] * image[1] * image[2]}
+    if data.source == "parquet":
+        schema = parquet_sizes(as_paths(keys["path"]), key="data.path")[0]
+    elif data.source in TABLES:
+        schema = read_tables(as_paths(keys["path"]), kind=data.source, key="data.path").schema
+    else:
+        return {}
+    stacked = choose(schema, features=keys["features"], label=keys["label"], key="data.path").stacked
+    return {"num_features": len(stacked)} if stacked else {}
+
+
+def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> DataFacts:
+    if isinstance(data.train, bytes):
+        size = 0 if data.eval is None else len(data.eval)
+        return describe_bytes(
+            len(data.train),
+            size,
+            context=context,
+            fraction=data.eval_fraction,
+            vocabulary=keys["vocabulary"],
+            origin="text in memory",
+            key="data.train",
+        )
+    train, stored = _object_size(data.train, key="data.train")
+    held = int(train * data.eval_fraction)
+    train, evaluation = (
+        (train - held, held) if data.eval is None else (train, _object_size(data.eval, key="data.eval")[0])
+    )
+    return DataFacts(
+        train_rows=train,
+        eval_rows=evaluation,
+        row_bytes=stored,
+        tokens_per_row=None,
+        total_bytes=(train + evaluation) * stored,
+        vocab_size=None,
+        reason=f"{type(data.train).__name__} in memory: {train:,} rows, {evaluation:,} more for evaluation",
+    )
+
+
+def _object_size(value: Any, *, key: str) -> tuple[int, int]:
+    """(rows, bytes of a row) of an object in memory, by what it says of itself."""
+    try:
+        if isinstance(value, Mapping):
+            columns = list(value.values())
+            rows, stored = len(columns[0]), sum(_bytes_of(column) for column in columns)
+        else:
+            rows = len(value)
+            stored = _bytes_of(value) or (rows * _bytes_of(value[0]) if rows else 0)
+    except (TypeError, IndexError, KeyError):
+        rows, stored = 0, 0
+    if not rows:
+        raise InputError(key, seen=f"a {type(value).__name__} without rows", expected="at least one row")
+    return rows, -(-stored // rows)
+
+
+def _bytes_of(value: Any) -> int:
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    parts = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    )
+    return sum(_bytes_of(part) if not isinstance(part, (int, float)) else FLOAT_BYTES for part in parts)

@@ -1,0 +1,139 @@
+"""From the `data` section to rows: `describe_source` for the plan (no torch), `open_source` for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from raytrain.data.contract import Source
+from raytrain.data.describe import describe_shapes, describe_source
+from raytrain.data.files import STDLIB, read_stdlib
+from raytrain.data.idx import open_idx
+from raytrain.data.keys import as_paths, idx_files, is_own, path_keys, source_keys
+from raytrain.data.tables import read_tables
+from raytrain.data.text import open_text, text_source
+from raytrain.errors import InputError
+
+if TYPE_CHECKING:
+    from raytrain.config import DataConfig
+
+__all__ = [
+    "Source",
+    "describe_shapes",
+    "describe_source",
+    "hand_over",
+    "handed_over",
+    "open_source",
+    "path_keys",
+    "read_stdlib",
+    "text_source",
+]
+
+
+def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
+    """Open the data, everything on the host.
+
+    Args:
+        data: the section; relative paths are taken from the working directory.
+        context: `model.context`, for text.
+        seed: the job's; a function of the user's with a parameter `seed` gets it. What is held out for
+            evaluation does not depend on it.
+    Raises:
+        InputError: whatever is wrong with the section, its files or their contents.
+    """
+    keys = source_keys(data)
+    if data.train is not None:
+        return _open_memory(data, keys, context)
+    name = data.source or ""
+    if is_own(name):
+        return _open_own(data, seed)
+    if name == "text":
+        return open_text(
+            as_paths(keys["path"]),
+            as_paths(keys["eval_path"]),
+            context=context,
+            fraction=data.eval_fraction,
+            vocabulary=keys["vocabulary"],
+        )
+    if name == "stdlib":
+        return _open_stdlib(read_stdlib(keys["max_bytes"]), data, context)
+    if name == "idx":
+        return open_idx(*idx_files(keys), fraction=data.eval_fraction)
+    from raytrain.data.memory import table_pair
+
+    paths, eval_paths = as_paths(keys["path"]), as_paths(keys["eval_path"])
+    return table_pair(
+        read_tables(paths, kind=name, key="data.path"),
+        read_tables(eval_paths, kind=name, key="data.eval_path") if eval_paths else None,
+        features=keys["features"],
+        label=keys["label"],
+        fraction=data.eval_fraction,
+        origin=name,
+    )
+
+
+def _open_stdlib(text: bytes, data: DataConfig, context: int | None) -> Source:
+    return text_source(
+        text, context=context, eval_fraction=data.eval_fraction, origin=STDLIB, key="data.max_bytes"
+    )
+
+
+def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> Source:
+    from raytrain.data.memory import as_table, is_table, memory_source, table_pair
+
+    if isinstance(data.train, bytes):
+        return text_source(
+            data.train,
+            context=context,
+            vocabulary=keys["vocabulary"],
+            eval_fraction=data.eval_fraction,
+            eval_text=data.eval,
+            key="data.train",
+        )
+    if is_table(data.train) and (data.eval is None or is_table(data.eval)):
+        return table_pair(
+            as_table(data.train, key="data.train"),
+            None if data.eval is None else as_table(data.eval, key="data.eval"),
+            features=keys["features"],
+            label=keys["label"],
+            fraction=data.eval_fraction,
+            keys=("data.train", "data.eval"),
+            origin="a table in memory",
+        )
+    return memory_source(data.train, data.eval, fraction=data.eval_fraction)
+
+
+def _open_own(data: DataConfig, seed: int) -> Source:
+    """Call the user's function and take what it returns."""
+    from raytrain.data.memory import KINDS, memory_source
+    from raytrain.models.registry import call_builder, resolve
+
+    name = data.source or ""
+    result = call_builder(resolve(name, key="data.source"), data.keys, sections={"seed": seed}, key="data")
+    expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
+    if not isinstance(result, Mapping):
+        raise InputError("data.source", seen=f"{name} returned a {type(result).__name__}", expected=expected)
+    unknown = [str(part) for part in result if part not in ("train", "eval")]
+    if unknown or result.get("train") is None:
+        seen = f"the keys {', '.join(map(str, result)) or 'none'}"
+        raise InputError("data.source", seen=f"{name} returned a dict with {seen}", expected=expected)
+    fraction = 0.0 if "eval" in result else data.eval_fraction
+    return memory_source(
+        result["train"],
+        result.get("eval"),
+        fraction=fraction,
+        keys=(f"data.source, train of {name}", f"data.source, eval of {name}"),
+        origin=name,
+    )
+
+
+def hand_over(data: DataConfig) -> bytes | None:
+    """What the driver reads for all workers: text that may differ from machine to machine, else None."""
+    if data.train is None and data.source == "stdlib":
+        return read_stdlib(source_keys(data)["max_bytes"])
+    return None
+
+
+def handed_over(sent: bytes | None, data: DataConfig, *, context: int | None) -> Source | None:
+    """The source of what `hand_over` gave; None where that was None, and the worker opens the data itself."""
+    return None if sent is None else _open_stdlib(sent, data, context)

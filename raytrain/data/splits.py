@@ -1,0 +1,203 @@
+"""Splits of tensors: rows of fixed shape, and windows of one long text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain.data.contract import IGNORED_LABEL, Batch, Split, generator, nonfinite, row_order
+from raytrain.errors import InputError
+
+__all__ = ["Split", "TensorSplit", "TextSplit", "check_finite", "host_tensor", "is_integer", "label_counts"]
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether `tensor` holds whole numbers, bool included (as `raytrain.trainable` counts labels)."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def host_tensor(values: object) -> Tensor:
+    """A CPU tensor of an array, tensor or list of numbers, sharing memory where it can.
+
+    Raises:
+        TypeError, ValueError: not numbers, or ragged.
+    """
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    array = np.ascontiguousarray(values) if isinstance(values, np.ndarray) else np.asarray(values)
+    if not isinstance(values, np.ndarray) and array.dtype == np.float64:
+        array = array.astype(np.float32)  # torch's own default for Python floats
+    if array.dtype == np.uint16:
+        array = array.astype(np.int32)  # torch cannot index uint16 everywhere
+    if array.dtype.kind not in "biufc":
+        raise TypeError(f"values of type {array.dtype}")
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(values))
+
+
+def check_finite(name: str, tensor: Tensor, *, key: str, rows: np.ndarray | None = None) -> None:
+    """InputError naming column and row if a float tensor (rows, ...) holds NaN or infinity.
+
+    `rows` are the offsets of ragged rows (rows + 1) where `tensor` holds their values one after the other.
+    """
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+        return
+    at = int((~torch.isfinite(tensor)).reshape(-1).to(torch.uint8).argmax())
+    place = at // max(tensor[0].numel(), 1)
+    row = place if rows is None else int(np.searchsorted(rows, place, side="right")) - 1
+    raise nonfinite(key, value=float(tensor.reshape(-1)[at]), column=name, row=row)
+
+
+def label_counts(labels: Tensor | None) -> np.ndarray | None:
+    """Labels other than -100 of each row (int64), counted once on the host.
+
+    None where every row weighs the same 1: no labels, or labels that are no class numbers.
+    """
+    if labels is None or not is_integer(labels):
+        return None
+    counts = (labels != IGNORED_LABEL).reshape(labels.shape[0], -1).sum(1).numpy()
+    return None if bool((counts == 1).all()) else counts
+
+
+class TensorSplit:
+    """Columns of tensors (rows, ...) with one row count. Batches hold the same names.
+
+    Integer `labels` become int64 in the batch; every other column keeps its type.
+
+    Args:
+        columns: tensor of each column; kept as they are, not copied.
+        divisors: columns that are stored compactly and become `float32 / divisor` in the batch.
+        counts: `label_counts` of the rows where they are known already (by `to`), else counted here.
+    """
+
+    tokens_per_row: int | None = None
+
+    def __init__(
+        self,
+        columns: Mapping[str, Tensor],
+        *,
+        divisors: Mapping[str, float] | None = None,
+        counts: np.ndarray | None = None,
+        counted: bool = False,
+    ) -> None:
+        self.columns = dict(columns)
+        self.divisors = dict(divisors or {})
+        self._rows = next(iter(self.columns.values())).shape[0]
+        self.counts = counts if counted else label_counts(self.columns.get("labels"))
+        self.device = next(iter(self.columns.values())).device
+        labels = self.columns.get("labels")
+        self._widen = labels is not None and is_integer(labels) and labels.dtype != torch.int64
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns as they are stored."""
+        return sum(column.numel() * column.element_size() for column in self.columns.values())
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        return row_order(self._rows, seed=seed, epoch=epoch)
+
+    def eval_order(self) -> np.ndarray:
+        return np.arange(self._rows)
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        index = torch.from_numpy(handles).to(self.device, non_blocking=True)
+        batch = {name: column.index_select(0, index) for name, column in self.columns.items()}
+        for name, divisor in self.divisors.items():
+            batch[name] = batch[name].to(torch.float32).div_(divisor)
+        if self._widen:
+            batch["labels"] = batch["labels"].to(torch.int64)
+        return batch
+
+    def weights(self, handles: np.ndarray) -> int:
+        return len(handles) if self.counts is None else int(self.counts[handles].sum())
+
+    def select(self, rows: np.ndarray) -> TensorSplit:
+        index = torch.from_numpy(rows).to(self.device)
+        chosen = {name: column.index_select(0, index) for name, column in self.columns.items()}
+        counts = None if self.counts is None else self.counts[rows]
+        return TensorSplit(chosen, divisors=self.divisors, counts=counts, counted=True)
+
+    def to(self, device: torch.device | str) -> TensorSplit:
+        """Every column on `device`, moved once; itself where it is there already."""
+        moved = {name: column.to(device) for name, column in self.columns.items()}
+        if all(moved[name] is column for name, column in self.columns.items()):
+            return self
+        return TensorSplit(moved, divisors=self.divisors, counts=self.counts, counted=True)
+
+
+class TextSplit:
+    """Windows of `context` tokens of one text; a handle is the token where the window starts.
+
+    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the token after each. Tokens stay in their
+    compact type and are widened in the batch.
+
+    Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from
+    (seed, epoch), and there are as many windows in each epoch. Evaluation goes through the whole text from
+    its first token; what is left over at the end is less than a window.
+
+    Args:
+        tokens: (N,) uint8, uint16 or int32 array, or a tensor.
+        context: T, tokens of a window.
+        key: what an error names, for a text that is too short.
+    Raises:
+        InputError: no window fits.
+    """
+
+    def __init__(self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path") -> None:
+        self.tokens = tokens if isinstance(tokens, Tensor) else torch.from_numpy(compact_tokens(tokens))
+        self.context = self.tokens_per_row = context
+        self._length = self.tokens.shape[0]
+        if self._length < context + 1:
+            raise InputError(
+                key,
+                seen=f"a text of {self._length} tokens",
+                expected=f"at least {context + 1}: one window of model.context {context} and a token",
+                remedy="give more text, a smaller model.context, or data.eval_fraction 0 for no evaluation",
+            )
+        self.device = self.tokens.device
+        self._windows = self.tokens.unfold(0, context, 1)
+
+    def __len__(self) -> int:
+        """Windows of one training epoch, the same in each: whatever the offset, they fit."""
+        return (self._length - self.context) // self.context
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens as they are stored."""
+        return self._length * self.tokens.element_size()
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        draw = generator(seed, epoch)
+        offset = int(draw.integers(self.context))
+        return offset + draw.permutation(len(self)) * self.context
+
+    def eval_order(self) -> np.ndarray:
+        return np.arange((self._length - 1) // self.context) * self.context
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        starts = torch.from_numpy(handles).to(self.device, non_blocking=True)
+        return {
+            "input_ids": self._windows.index_select(0, starts).to(torch.int64),
+            "labels": self._windows.index_select(0, starts + 1).to(torch.int64),
+        }
+
+    def weights(self, handles: np.ndarray) -> int:
+        return len(handles) * self.context
+
+    def to(self, device: torch.device | str) -> TextSplit:
+        """The tokens on `device`, moved once; itself where they are there already."""
+        moved = self.tokens.to(device)
+        return self if moved is self.tokens else TextSplit(moved, context=self.context)
+
+
+def compact_tokens(tokens: np.ndarray) -> np.ndarray:
+    """A writable array of a type that torch can index on every device: uint8, int16 or int32, or as given."""
+    if tokens.dtype == np.uint16:
+        small = not len(tokens) or int(tokens.max()) < 2**15
+        tokens = tokens.view(np.int16) if small else tokens.astype(np.int32)
+    return tokens if tokens.flags.writeable else tokens.copy()

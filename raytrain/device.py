@@ -1,0 +1,88 @@
+"""Device selection and determinism on a worker, obeying the plan; and the check that names a tensor elsewhere."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from raytrain.errors import DevicePlacementError
+
+
+def worker_device(kind: str, *, local_rank: int) -> torch.device:
+    """The one device of this worker, index always explicit, so that `cuda` never stands beside `cuda:0`.
+
+    Args:
+        kind: "cpu" or "cuda" (also ROCm), as planned.
+        local_rank: rank among the workers of this node; Ray shows a Train worker all of its node's worker GPUs.
+
+    Raises:
+        DevicePlacementError: a GPU was planned and torch sees none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise DevicePlacementError(
+            f"the plan gives this worker a GPU, but torch {torch.__version__} sees none "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
+            "install a torch build for this machine's driver or set scale.mode=cpu"
+        )
+    device = torch.device("cuda", local_rank if local_rank < count else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_determinism(*, deterministic: bool) -> None:
+    """`loop.deterministic`: kernels that give the same bits each time, at their price (on a GPU; a CPU has no others)."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic:
+        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def seed_everything(seed: int) -> None:
+    """Python, numpy and torch (all devices): the generators a model or a user's dataset may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Every generator's state as tensors and plain numbers (no pickle), for the checkpoint."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `rng_state` took."""
+    torch.set_rng_state(state["torch"].to(torch.uint8))
+    kept = state["numpy"]
+    np.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": kept["key"].numpy().astype(np.uint32), "pos": kept["pos"]},
+            "has_gauss": kept["has_gauss"],
+            "gauss": kept["gauss"],
+        }
+    )
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8), device)

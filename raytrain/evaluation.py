@@ -1,0 +1,53 @@
+"""The evaluation pass: the whole eval split, shared by the workers, without a trace on the training state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain.gradients import Workers
+from raytrain.step import MicroBatch, TrainingStep
+
+
+def evaluate(step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Workers) -> dict[str, Any]:
+    """Mean loss and metrics over all workers' batches, each weighted by its samples or tokens.
+
+    Dropout is off, no gradient is kept, no random number is drawn by us; counters of a router are not advanced
+    (modules count in training mode only). A failing batch raises; none is skipped.
+
+    Returns:
+        {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
+    """
+    module = step.trainable.module
+    total: dict[str, Tensor] = {}
+    weight = 0
+    module.eval()
+    try:
+        with torch.no_grad():
+            for micro in batches:
+                output = step.forward(micro.batch, global_weight=micro.weight)
+                share = float(micro.weight)
+                for name, value in {"loss": output.loss, **output.metrics}.items():
+                    total[name] = total.get(name, torch.zeros((), dtype=torch.float64, device=step.device)) + (
+                        value.detach().double() * share
+                    )
+                weight += micro.weight
+    finally:
+        module.train()
+    names = _agreed_names(list(total), workers)
+    zero = torch.zeros((), dtype=torch.float64, device=step.device)
+    sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])
+    workers.sum_([sums])
+    *values, count = sums.tolist()
+    return {name: value / count for name, value in zip(names, values, strict=True)} if count else {"loss": float("nan")}
+
+
+def _agreed_names(names: list[str], workers: Workers) -> list[str]:
+    """A worker without eval rows still takes part in the sum: names come from whoever has them."""
+    for row in workers.gather_bytes(",".join(names).encode()):
+        if row:
+            return row.decode().split(",")
+    return ["loss"]

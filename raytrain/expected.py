@@ -1,0 +1,170 @@
+"""What a key expects, in words, and what was seen instead: the sentences of every configuration error.
+
+The words come from the annotations of the sections, so a range is written once. Nothing here reads YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from raytrain.errors import InputError
+
+_KINDS = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false",
+          "null": "null", "object": "a mapping", "array": "a list"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_LONGEST = 80
+_NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(?:e[-+]?[0-9]+)?|true|false", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """One key as `--help` lists it."""
+
+    key: str
+    expected: str
+    default: str
+    meaning: str
+
+
+def key_rows(cls: type[BaseModel], *, prefix: str = "") -> list[KeyRow]:
+    """Every key of a section, sections inside it included, in the order of their declaration."""
+    rows = []
+    for name, field in cls.model_fields.items():
+        dotted = join(prefix, name)
+        section = section_of(field)
+        if section is not None:
+            rows += key_rows(section, prefix=dotted)
+            continue
+        default = "required" if field.is_required() else render(field.get_default(call_default_factory=True))
+        rows.append(KeyRow(dotted, expected_text(cls, name), default, field.description or ""))
+    return rows
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section class that a field holds, or None for a plain value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def join(prefix: str, key: object) -> str:
+    """The dotted key of something inside `prefix`, which is empty at the root."""
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+def expected_text(cls: type[BaseModel], name: str) -> str:
+    """Words for what a key takes, such as ``an integer >= 1 or null``; from the section's JSON schema."""
+    words = _words(cls.model_json_schema()["properties"][name])
+    words = [word for word in words if word != "null"] + [word for word in words if word == "null"]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """One phrase for each alternative of a schema."""
+    if "expected" in schema:
+        return [schema["expected"]]
+    if "anyOf" in schema:
+        return [word for member in schema["anyOf"] for word in _words(member)]
+    if "const" in schema or "enum" in schema:
+        return [str(word) for word in _choices(schema)]
+    kind = schema.get("type")
+    if kind == "array" and "prefixItems" in schema:
+        members = schema["prefixItems"]
+        return [f"a list of {len(members)}, each {' or '.join(_words(members[0]))}"]
+    if kind == "array":
+        return [f"a list, each {' or '.join(_words(schema.get('items', {})))}"]
+    if kind == "string" and schema.get("minLength"):
+        return ["a string that is not empty"]
+    bounds = " and ".join(f"{sign} {schema[name]:.10g}" for name, sign in _BOUNDS.items() if name in schema)
+    return [f"{_KINDS.get(kind, 'a Python object, given from Python')} {bounds}".rstrip()]
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """Every word that a key takes as it stands."""
+    members = [word for member in schema.get("anyOf", []) for word in _choices(member)]
+    return [*schema.get("enum", []), *([schema["const"]] if "const" in schema else []), *members]
+
+
+def render(value: Any) -> str:
+    """A value as YAML would write it, on one line; objects by the name of their class."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {render(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(render(item) for item in value) + "]"
+    return repr(value) if isinstance(value, (int, float)) else f"<{type(value).__qualname__}>"
+
+
+def describe(value: Any) -> str:
+    """A value and its type, such as ``"7" (a string)``."""
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
+             tuple: "a list", dict: "a mapping"}
+    text = render(value)
+    text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if value is None else f"{text} ({names.get(type(value), 'a Python object')})"
+
+
+def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> InputError:
+    """The error for a value of the wrong type or out of range: one sentence, also for a union."""
+    expected, remedy = expected_text(cls, name), _remedy(cls, name, value)
+    return InputError(join(prefix, name), seen=describe(value), expected=expected, remedy=remedy)
+
+
+def _remedy(cls: type[BaseModel], name: str, value: Any) -> str:
+    field, schema = cls.model_fields[name], cls.model_json_schema()["properties"][name]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "it must be finite"
+    if isinstance(value, str):
+        close = difflib.get_close_matches(value.lower(), [str(word) for word in _choices(schema)], n=1)
+        if close:
+            return f"did you mean {close[0]}?"
+        if _NUMBER_OR_BOOLEAN.fullmatch(value.strip()):
+            return "write it without underscores" if "_" in value else "write it without quotes"
+    if isinstance(value, (bool, int, float)) and _takes_text(schema):
+        return "write it in quotes"
+    default = PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
+    is_useful = default is not None and default is not PydanticUndefined
+    return f"leave it out for the default, {render(default)}" if is_useful else ""
+
+
+def _takes_text(schema: Mapping[str, Any]) -> bool:
+    is_text = schema.get("type") == "string" and not _choices(schema)
+    return is_text or any(_takes_text(member) for member in schema.get("anyOf", []))
+
+
+def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseModel]) -> InputError:
+    """The error for a key that a section does not have: the nearest one, and all it has."""
+    known = list(cls.model_fields)
+    near = _nearest(key, known)
+    elsewhere = [join(name, key) for name, field in root.model_fields.items()
+                 if (section := section_of(field)) is not None and key in section.model_fields]
+    guess = elsewhere[0] if elsewhere and (near is None or not prefix) else near and join(prefix, near)
+    owner = f"a key of the section {prefix}" if prefix else "a section or key of a job"
+    return InputError(
+        join(prefix, key),
+        seen="an unknown key" if prefix else "an unknown section",
+        expected=f"{owner}: {', '.join(known)}",
+        remedy=f"did you mean {guess}?" if guess else "",
+    )
+
+
+def _nearest(key: str, known: list[str]) -> str | None:
+    """The key that was probably meant; `learning_rate` is `lr` by its initials."""
+    text = key.lower().replace("-", "_")
+    initials = "".join(word[:1] for word in text.split("_"))
+    if initials in known:
+        return initials
+    close = difflib.get_close_matches(text, known, n=1, cutoff=0.5)
+    return close[0] if close else None

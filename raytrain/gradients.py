@@ -1,0 +1,163 @@
+"""Gradients as views into flat buffers, and their reduction over the workers in a fixed order.
+
+A plain list of buffers in registration order sums the same way in a fresh process and in an old one; DDP, which
+rebuilds its buckets after its first backward, does not, and a resumed run of three workers would differ from the
+unbroken one in its last bits. One pass over few large buffers also makes the norm, the clip and the unscaling cheap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raytrain.errors import RunError
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class GradientBuffers:
+    """Flat gradient buffers whose views are the parameters' `.grad`.
+
+    Buffers are filled in registration order; a new one begins at `bucket_bytes` or where the dtype or the device
+    changes. A parameter without a gradient in a step keeps zeros, never None.
+
+    Args:
+        parameters: the trainable parameters (each once).
+        bucket_bytes: size at which a buffer is closed, in bytes.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self.buffers: list[Tensor] = []
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in parameters:
+            fits = not bucket or (
+                parameter.dtype == bucket[0].dtype
+                and parameter.device == bucket[0].device
+                and size + parameter.numel() * parameter.element_size() <= bucket_bytes
+            )
+            if not fits:
+                self._close(bucket)
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+        if bucket:
+            self._close(bucket)
+
+    def _close(self, bucket: list[nn.Parameter]) -> None:
+        flat = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        self.buffers.append(flat)
+        start = 0
+        for parameter in bucket:
+            view = flat[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+            parameter.grad = view
+            self._views.append((parameter, view))
+
+    def zero_(self) -> None:
+        """Zero all gradients and make sure that autograd will add into the buffers.
+
+        Somebody's module may have set a `.grad` to None or to a tensor of its own; the views are put back.
+        """
+        for flat in self.buffers:
+            flat.zero_()
+        for parameter, view in self._views:
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def check(self) -> None:
+        """After backward: every gradient still lives in its buffer.
+
+        Raises:
+            RunError: a gradient was replaced during backward, so the reduction would miss it.
+        """
+        for parameter, view in self._views:
+            if parameter.grad is not view:
+                raise RunError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was replaced during backward; "
+                    "sparse gradients and hooks that assign .grad are not supported"
+                )
+
+    def sum_of_squares(self) -> Tensor:
+        """Sum of squares of all gradients, a float64 scalar on the device: the same number for any split into buffers
+        up to float64 rounding."""
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in self.buffers]
+        if len(norms) == 1:
+            return norms[0].square()
+        return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply all gradients by a device scalar (the clip coefficient)."""
+        for flat in self.buffers:
+            flat.mul_(factor.to(flat.dtype))
+
+
+class Workers:
+    """The workers as one training step sees them: sums over the group, and nothing at all for a single worker.
+
+    Uses torch's default process group for device tensors and a gloo group for CPU flags (the same one where the
+    default is gloo). Runs in every worker process; each call is a collective that all workers make.
+    """
+
+    def __init__(self) -> None:
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._flags = None
+        if self.world > 1 and dist.get_backend() != "gloo":
+            self._flags = dist.new_group(backend="gloo")
+        self.wait_s = 0.0
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Sum tensors over the workers in place, in the order given."""
+        if self.world == 1:
+            return
+        begin = time.perf_counter()
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        self.wait_s += time.perf_counter() - begin
+
+    def sum_flags(self, values: list[int]) -> list[int]:
+        """Sum small host integers over the workers; never touches the device."""
+        if self.world == 1:
+            return values
+        begin = time.perf_counter()
+        vector = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(vector, group=self._flags)
+        self.wait_s += time.perf_counter() - begin
+        # numpy shares memory with a CPU tensor: no device read is made or counted
+        return [int(value) for value in vector.numpy()]
+
+    def gather_floats(self, values: list[float]) -> list[list[float]]:
+        """One row of host floats for each worker, on every worker."""
+        if self.world == 1:
+            return [values]
+        own = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(rows, own, group=self._flags)
+        return [[float(value) for value in row.numpy()] for row in rows]
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """One byte string for each worker, on every worker (used for small records: RNG states, names)."""
+        if self.world == 1:
+            return [payload]
+        sizes = [int(row[0]) for row in self.gather_floats([float(len(payload))])]
+        own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
+        rows = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(rows, own, group=self._flags)
+        return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values on every worker."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def close(self) -> None:
+        """Forget the flag group (torch destroys it with the default group)."""
+        self._flags = None

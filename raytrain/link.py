@@ -1,0 +1,42 @@
+"""The line between the driver and rank 0: a flag one way, progress the other. An asyncio object, made a Ray actor
+by `trainer.py` (no CPU reserved); nothing here imports Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class RunLink:
+    """Runs in an actor of its own. Every method is async, so that a long poll blocks nobody."""
+
+    def __init__(self) -> None:
+        self._stop = asyncio.Event()
+        self._status: dict[str, Any] = {}
+        self._said: list[str] = []
+
+    async def stop(self) -> None:
+        """Driver: ask the workers to save at the next step boundary and return."""
+        self._stop.set()
+
+    async def wait_stop(self) -> bool:
+        """Rank 0: returns when a stop is asked for (a thread waits in this call)."""
+        await self._stop.wait()
+        return True
+
+    async def push(self, status: dict[str, Any]) -> None:
+        """Rank 0: the newest progress: {"phase", "step", "row", ...}."""
+        self._status.update(status)
+
+    async def status(self) -> dict[str, Any]:
+        """Driver: what was pushed last."""
+        return self._status
+
+    async def say(self, text: str) -> None:
+        """Rank 0: something its code printed, for the driver's terminal."""
+        self._said.append(text)
+
+    async def heard(self) -> str:
+        """Driver: what was printed since the last call."""
+        said, self._said = "".join(self._said), []
+        return said

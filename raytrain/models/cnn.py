@@ -1,0 +1,69 @@
+"""A small convolutional network for images, without batch statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.models.mlp import as_input, row_loss
+from raytrain.models.sizes import check_cnn, check_count_list
+from raytrain.trainable import Trainable
+
+
+class CNN(nn.Module):
+    """Stages of 3 x 3 convolution, ReLU and 2 x 2 pooling, then one linear map.
+
+    Batch statistics are left out so that a step does not depend on how its batch is split.
+    """
+
+    def __init__(
+        self, channels: Sequence[int], image: tuple[int, int, int], classes: int, dropout: float
+    ) -> None:
+        super().__init__()
+        depth, height, width = image
+        self.image, self.dropout = image, dropout
+        self.stages = nn.ModuleList(
+            nn.Conv2d(a, b, kernel_size=3, padding=1)
+            for a, b in zip([depth, *channels], channels, strict=False)
+        )
+        shrunk = (height >> len(channels)) * (width >> len(channels))
+        self.head = nn.Linear(shrunk * ([depth, *channels][-1]), classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, C, H, W), (B, H, W) or (B, C*H*W), bytes or floats -> (B, classes)."""
+        y = as_input(x, self.head.weight.dtype).reshape(-1, *self.image)
+        for stage in self.stages:
+            y = F.max_pool2d(F.relu(stage(y)), 2)
+        y = y.flatten(1)
+        return self.head(F.dropout(y, self.dropout, self.training) if self.dropout else y)
+
+
+def cnn(
+    *,
+    channels: Sequence[int] | int = (32, 64),
+    image_shape: Sequence[int] | None = None,
+    num_classes: int | None = None,
+    dropout: float = 0.0,
+) -> Trainable:
+    """Build a CNN on batches {"x": images, "labels": (B,)}.
+
+    Args:
+        channels: one stage each.
+        image_shape: [H, W] or [C, H, W]; the source's where it is not given.
+        num_classes: outputs; the source's where it is not given, and one for numbers to regress.
+    Raises ValueError for sizes that cannot be built.
+    """
+    image = check_cnn(channels=channels, image_shape=image_shape, num_classes=num_classes, dropout=dropout)
+    module = CNN(check_count_list("channels", channels), image, num_classes or 1, dropout)
+    return Trainable(module, row_loss, flops_per_sample=_flops(module))
+
+
+def _flops(module: CNN) -> float:
+    """6 per weight and place it is applied at."""
+    _, height, width = module.image
+    total = 6.0 * module.head.weight.numel()
+    for number, stage in enumerate(module.stages):
+        total += 6.0 * stage.weight.numel() * (height >> number) * (width >> number)
+    return total

@@ -1,0 +1,166 @@
+"""A decoder-only transformer: pre-norm, learned positions, tied head, no biases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.models.sizes import check_gpt, language_flops
+from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accuracy, need_keys
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused projection; no bias (its key bias would have no gradient)."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        B, S, D = x_BSD.shape
+        parts = self.qkv(x_BSD).split(D, dim=2)
+        q, k, v = (part.view(B, S, self.heads, D // self.heads).transpose(1, 2) for part in parts)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, S, D))
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.out = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm block around any feed-forward (..., D) -> (..., D)."""
+
+    def __init__(self, width: int, heads: int, dropout: float, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.norm_attention = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads, dropout)
+        self.norm_feed_forward = nn.LayerNorm(width, bias=False)
+        self.feed_forward = feed_forward
+        self.dropout = dropout
+
+    def attend(self, x_BSD: Tensor) -> Tensor:
+        """The first half of the block: x plus its attention."""
+        return x_BSD + self.drop(self.attention(self.norm_attention(x_BSD)))
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Dropout on a residual branch."""
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = self.attend(x_BSD)
+        return x_BSD + self.drop(self.feed_forward(self.norm_feed_forward(x_BSD)))
+
+
+class GPT(nn.Module):
+    """Token ids in, next-token logits out; `blocks` decide the rest.
+
+    Args:
+        blocks: modules (B, S, D) -> (B, S, D); their residual projections are named `out`.
+        width, context, vocab_size: D, the longest S, V.
+        dropout: on the embedding (the blocks have their own).
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], *, width: int, context: int, vocab_size: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.context, self.dropout = context, dropout
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Parameter(torch.empty(context, width))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """normal(0, 0.02); what writes into the residual stream is scaled down by its 2L writers."""
+        residual = INIT_STD / math.sqrt(2 * max(1, len(self.blocks)))
+        nn.init.normal_(self.positions, std=INIT_STD)
+        nn.init.normal_(self.tokens.weight, std=INIT_STD)
+        for name, module in self.blocks.named_modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=residual if name.endswith(".out") else INIT_STD)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(B, S) ids -> (B, S, D). Raises ValueError where S is longer than the context."""
+        S = input_ids.shape[1]
+        if self.context < S:
+            raise ValueError(f"a sequence of {S} tokens is longer than the context of {self.context}")
+        positions = self.positions if self.context == S else self.positions[:S]
+        x_BSD = self.tokens(input_ids) + positions
+        return F.dropout(x_BSD, self.dropout, self.training) if self.dropout else x_BSD
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """Final norm and the tied head: (B, S, D) -> (B, S, V)."""
+        return self.head(self.norm(x_BSD))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """{"logits"} without labels; with them {"loss"}, and "logits" too in evaluation.
+
+        Args:
+            input_ids: (B, S) int64.
+            labels: (B, S) int64, labels[t] the token after input_ids[t], -100 where none counts.
+        """
+        x_BSD = self.embed(input_ids)
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        return self.outputs(self.logits(x_BSD), labels)
+
+    def outputs(self, logits_BSV: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+        """What `forward` returns; while training the logits are not kept alive beside the loss."""
+        if labels is None:
+            return {"logits": logits_BSV}
+        loss = token_loss(logits_BSV, labels)
+        return {"loss": loss} if self.training else {"loss": loss, "logits": logits_BSV}
+
+
+def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Mean cross entropy over the labels other than -100, in float32 at least."""
+    logits = logits_BSV.flatten(0, 1)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def language_loss(module: nn.Module, batch: Batch) -> LossOutput:
+    """Loss of one batch {"input_ids", "labels"}; next-token accuracy in evaluation only."""
+    need_keys(batch, "input_ids", "labels")
+    out = module(input_ids=batch["input_ids"], labels=batch["labels"])
+    metrics = {"accuracy": accuracy(out["logits"], batch["labels"])} if "logits" in out else {}
+    return LossOutput(out["loss"], aux=out.get("aux"), metrics=metrics)
+
+
+def gpt(
+    *, layers: int, heads: int, width: int, context: int, dropout: float = 0.0, vocab_size: int
+) -> Trainable:
+    """Build a GPT on batches {"input_ids": (B, S), "labels": (B, S)} with S <= context.
+
+    Raises ValueError for sizes that do not fit each other.
+    """
+    check_gpt(
+        layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size
+    )
+    blocks = [Block(width, heads, dropout, FeedForward(width, 4 * width)) for _ in range(layers)]
+    module = GPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
+    parameters = sum(p.numel() for p in module.parameters()) - module.positions.numel()
+    flops = language_flops(matmul_parameters=parameters, layers=layers, width=width, context=context)
+    return Trainable(module, language_loss, blocks="blocks", flops_per_sample=flops)

@@ -1,0 +1,253 @@
+"""Sizes of the built-in dense models by formula, and the checks of their keys; no torch here.
+
+`raytrain plan` answers without importing torch, so what a builder takes and how large its model gets stand
+here once: the builders use the same checks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from raytrain.errors import InputError
+from raytrain.plan import ModelFacts
+
+FLOAT_BYTES = 4
+"""Master weights and the estimate of activations are in fp32."""
+
+SOURCE_KEYS = ("vocab_size", "num_features", "num_classes", "image_shape")
+"""Keys of a builder that the source fills where they are not given."""
+
+
+class SizeError(ValueError):
+    """A key of a built-in builder has a value that cannot be built; `key` names it without its section."""
+
+    def __init__(self, key: str, *, seen: str, expected: str) -> None:
+        self.key, self.seen, self.expected = key, seen, expected
+        super().__init__(f"{key} is {seen}, expected {expected}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_size_error, (self.key, self.seen, self.expected))
+
+
+def _rebuild_size_error(key: str, seen: str, expected: str) -> SizeError:
+    return SizeError(key, seen=seen, expected=expected)
+
+
+def check_counts(**values: Any) -> None:
+    """Every value must be a whole number of at least 1; raises SizeError naming the first that is not."""
+    for key, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SizeError(key, seen=repr(value), expected="a whole number of at least 1")
+
+
+def check_count_list(key: str, values: Any) -> list[int]:
+    """A list of whole numbers of at least 1, or one such number; raises SizeError."""
+    listed = [values] if isinstance(values, int) else values
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise SizeError(key, seen=repr(values), expected="a list of whole numbers")
+    for value in listed:
+        check_counts(**{key: value})
+    return list(listed)
+
+
+def check_dropout(dropout: Any) -> None:
+    """Raises SizeError unless `dropout` is a number in [0, 1)."""
+    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+        raise SizeError("dropout", seen=repr(dropout), expected="a number from 0 to less than 1")
+
+
+def check_gpt(*, layers: Any, heads: Any, width: Any, context: Any, dropout: Any, vocab_size: Any) -> None:
+    """Raises SizeError for keys of `gpt` that cannot be built."""
+    check_counts(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
+    if width % heads:
+        raise SizeError("width", seen=str(width), expected=f"a multiple of heads ({heads})")
+    check_dropout(dropout)
+
+
+def check_mlp(*, hidden: Any, num_features: Any, num_classes: Any, dropout: Any) -> list[int]:
+    """The widths of an `mlp`, input and output included. Raises SizeError."""
+    if num_features is None:
+        raise SizeError("num_features", seen="null", expected="a number, as this source does not say it")
+    check_counts(num_features=num_features, num_classes=1 if num_classes is None else num_classes)
+    check_dropout(dropout)
+    return [num_features, *check_count_list("hidden", hidden), num_classes or 1]
+
+
+def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any) -> tuple[int, int, int]:
+    """The image of a `cnn` as (C, H, W). Raises SizeError, also where the pooling leaves nothing of it."""
+    if image_shape is None:
+        raise SizeError("image_shape", seen="null", expected="[H, W] or [C, H, W]: this source says none")
+    shape = check_count_list("image_shape", image_shape)
+    if len(shape) not in (2, 3):
+        raise SizeError("image_shape", seen=repr(image_shape), expected="[H, W] or [C, H, W]")
+    depth, height, width = [1, *shape] if len(shape) == 2 else shape
+    check_counts(num_classes=1 if num_classes is None else num_classes)
+    check_dropout(dropout)
+    stages = len(check_count_list("channels", channels))
+    if min(height, width) >> stages < 1:
+        raise SizeError(
+            "channels", seen=f"{stages} stages", expected=f"fewer: each halves an image of {height} x {width}"
+        )
+    return depth, height, width
+
+
+def language_flops(*, matmul_parameters: int, layers: int, width: int, context: int) -> float:
+    """Forward and backward of one full window: 6 per parameter and token, and attention's two products."""
+    return 6.0 * matmul_parameters * context + 12.0 * layers * width * context * context
+
+
+def gpt_parameters(*, layers: int, width: int, context: int, vocab_size: int, feed_forward: int) -> int:
+    """Parameters of a GPT whose blocks' feed-forwards hold `feed_forward` each; tied weights once."""
+    block = 4 * width * width + 2 * width + feed_forward
+    return (vocab_size + context) * width + layers * block + width
+
+
+def gpt_activations(
+    *, layers: int, heads: int, width: int, context: int, vocab_size: int, dropout: float, feed_forward: float
+) -> int:
+    """Bytes autograd keeps for one window in fp32; `feed_forward` numbers per token of each feed-forward.
+
+    A block keeps its two norms' inputs and outputs (4 D), query, key, value and result (4 D), and with each
+    norm two statistics; attention one number per head. With dropout attention keeps its S x S weights.
+    """
+    block = 8 * width + heads + 4 + feed_forward
+    if dropout:
+        block += 2 * width + 3 * heads * context
+    ends = 2 * width + 2 + vocab_size + (width if dropout else 0)
+    return round(FLOAT_BYTES * context * (layers * block + ends))
+
+
+@dataclass(frozen=True)
+class BuilderKeys:
+    """What a built-in builder takes, as its signature says; `facts` computes its sizes from them all."""
+
+    required: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    facts: Callable[..., ModelFacts]
+
+
+def _gpt_facts(**keys: Any) -> ModelFacts:
+    check_gpt(**keys)
+    layers, width, context, vocab = (keys[k] for k in ("layers", "width", "context", "vocab_size"))
+    sizes = {"layers": layers, "width": width, "context": context}
+    parameters = gpt_parameters(**sizes, vocab_size=vocab, feed_forward=8 * width * width)
+    activations = gpt_activations(
+        **sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], feed_forward=8 * width
+    )
+    flops = language_flops(**sizes, matmul_parameters=parameters - context * width)
+    return facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
+
+
+def _mlp_facts(**keys: Any) -> ModelFacts:
+    widths = check_mlp(**keys)
+    matmuls = sum(a * b for a, b in pairwise(widths))
+    kept = widths[0] + (3 if keys["dropout"] else 2) * sum(widths[1:-1]) + widths[-1]
+    return facts(matmuls + sum(widths[1:]), FLOAT_BYTES * kept, 6.0 * matmuls, f"formula of mlp {widths}")
+
+
+def _cnn_facts(**keys: Any) -> ModelFacts:
+    depth, height, width = check_cnn(**keys)
+    parameters, flops, kept = 0, 0.0, depth * height * width
+    for channels in check_count_list("channels", keys["channels"]):
+        parameters += (9 * depth + 1) * channels
+        flops += 6.0 * 9 * depth * channels * height * width
+        # the activation, and after pooling its values with their int64 places
+        kept += channels * (height * width + 3 * (height // 2) * (width // 2))
+        depth, height, width = channels, height // 2, width // 2
+    classes, features = keys["num_classes"] or 1, depth * height * width
+    parameters += (features + 1) * classes
+    flops += 6.0 * features * classes
+    return facts(parameters, FLOAT_BYTES * (kept + classes), flops, "formula of cnn")
+
+
+def facts(parameters: int, activations: int, flops: float, reason: str) -> ModelFacts:
+    """ModelFacts of a model that trains every parameter."""
+    return ModelFacts(
+        parameters=parameters,
+        trainable_bytes=FLOAT_BYTES * parameters,
+        activation_bytes_per_sample=activations,
+        flops_per_sample=flops,
+        reason=reason,
+    )
+
+
+DENSE_BUILDERS = {
+    "raytrain.models.gpt:gpt": BuilderKeys(
+        ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0}, _gpt_facts
+    ),
+    "raytrain.models.mlp:mlp": BuilderKeys(
+        (), {"hidden": (256, 256), "num_features": None, "num_classes": None, "dropout": 0.0}, _mlp_facts
+    ),
+    "raytrain.models.cnn:cnn": BuilderKeys(
+        (), {"channels": (32, 64), "image_shape": None, "num_classes": None, "dropout": 0.0}, _cnn_facts
+    ),
+}
+
+
+def model_facts(builder: str, keys: Mapping[str, Any], source_facts: Mapping[str, Any]) -> ModelFacts | None:
+    """Sizes of a built-in dense model.
+
+    Args:
+        builder: "module:function".
+        keys: the section's keys but ours.
+        source_facts: vocab_size, num_features, num_classes, image_shape where the source knows them.
+    Returns:
+        None for any other builder, and where only the opened source can tell a size.
+    Raises:
+        InputError: a key that the builder does not take, misses, or cannot build.
+    """
+    known = DENSE_BUILDERS.get(builder)
+    return known_facts(builder, known, keys, source_facts) if known else None
+
+
+def known_facts(
+    builder: str,
+    known: BuilderKeys,
+    keys: Mapping[str, Any],
+    source_facts: Mapping[str, Any],
+    **sections: Any,
+) -> ModelFacts | None:
+    """The sizes of one known builder; arguments and errors as in `model_facts`."""
+    accepted = [*known.required, *known.defaults]
+    for name in keys:
+        if name not in accepted:
+            raise unknown_key("model", name, builder, accepted)
+    filled = {k: v for k, v in source_facts.items() if k in SOURCE_KEYS and k in accepted and v is not None}
+    given = filled | dict(keys)
+    for name in known.required:
+        if name not in given and name not in SOURCE_KEYS:
+            raise missing_key("model", name, builder, accepted)
+    values = {**known.defaults, **given}
+    unknown = [name for name in accepted if name in SOURCE_KEYS and values.get(name) is None]
+    if unknown and unknown != ["num_classes"]:
+        return None
+    try:
+        return known.facts(**values, **sections)
+    except SizeError as error:
+        raise InputError(f"model.{error.key}", seen=error.seen, expected=error.expected) from error
+
+
+def unknown_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:
+    """The error for a key that a builder or dataset function does not take."""
+    accepted = sorted(accepted)
+    near = difflib.get_close_matches(name, accepted, n=1)
+    return InputError(
+        f"{section}.{name}",
+        seen=f"a key that {function} does not take",
+        expected=f"one of {', '.join(accepted) or 'no further key'}",
+        remedy=f"did you mean {section}.{near[0]}?" if near else "",
+    )
+
+
+def missing_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:
+    """The error for a key that a builder or dataset function needs and nobody gave."""
+    return InputError(
+        f"{section}.{name}",
+        seen="no value",
+        expected=f"one, as {function} needs it",
+        remedy=f"it takes {', '.join(sorted(accepted))}",
+    )

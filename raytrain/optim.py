@@ -1,0 +1,88 @@
+"""Parameter groups, the built-in optimizers and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain.config import OptimConfig
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices (two and more dimensions) decay, vectors and scalars do not; frozen parameters are left out.
+
+    A parameter reachable under two names (tied weights) stands in one group only.
+    """
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for _, parameter in named:
+        if parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            (decay if parameter.dim() >= 2 else plain).append(parameter)
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizers(module: nn.Module, optim: OptimConfig, *, lr: float) -> list[torch.optim.Optimizer]:
+    """The optimizers of `optim.name` over `module`'s trainable parameters.
+
+    The fused kernels are used where the parameters' device has them: one pass over memory, and they take the
+    "skip this step" flag as a tensor, so that a non-finite gradient costs no device read.
+    """
+    groups = parameter_groups(module.named_parameters(), weight_decay=optim.weight_decay)
+    fused = fused_available(module)
+    if optim.name == "sgd":
+        return [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
+    return [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
+
+
+def fused_available(module: nn.Module) -> bool:
+    """Whether torch has fused optimizer kernels for all trainable parameters: floating, on a CPU or a CUDA device."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    return bool(parameters) and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+
+
+def takes_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` skips by a `found_inf` tensor (torch's fused optimizers do, `Optimizer._step_supports_amp_scaling`)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class Schedule:
+    """Learning rate as a pure function of the step: linear warm-up, then cosine, linear or constant.
+
+    Step numbers count from 1. With warm-up w, steps 1..w have peak * step / (w + 1), so that the first step
+    already moves and step w + 1 is the first at the peak; the last step ends at `final_lr_fraction` of it.
+    """
+
+    def __init__(self, optim: OptimConfig, *, lr: float, warmup_steps: int, max_steps: int) -> None:
+        self.kind = optim.schedule
+        self.peak = lr
+        self.final_fraction = optim.final_lr_fraction
+        self.warmup_steps = warmup_steps
+        self.max_steps = max_steps
+
+    def factor(self, step: int) -> float:
+        """Share of the peak learning rate at `step` (1-based)."""
+        if step <= self.warmup_steps:
+            return step / (self.warmup_steps + 1)
+        if self.kind == "constant":
+            return 1.0
+        span = max(1, self.max_steps - self.warmup_steps - 1)
+        done = min(1.0, (step - self.warmup_steps - 1) / span)
+        if self.kind == "linear":
+            return 1.0 - done * (1.0 - self.final_fraction)
+        return self.final_fraction + 0.5 * (1.0 - self.final_fraction) * (1.0 + math.cos(math.pi * done))
+
+    def apply(self, optimizers: list[torch.optim.Optimizer], step: int) -> float:
+        """Set every group's learning rate for `step`, keeping the ratios between groups, and return the main one."""
+        factor = self.factor(step)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = group["initial_lr"] * factor
+        return self.peak * factor

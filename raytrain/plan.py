@@ -1,0 +1,271 @@
+"""The plan: every `auto` of a job becomes one value with its reason, before anything is started.
+
+`make_plan` is pure: sections, machines and facts in, a frozen `Plan` out. It imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.inventory import Inventory
+from raytrain.config import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    SaveConfig,
+    ScaleConfig,
+)
+from raytrain.plan_machines import Machines, choose_machines, choose_precision
+from raytrain.plan_steps import (
+    choose_batches,
+    choose_checkpoint_every,
+    choose_eval_every,
+    choose_global_batch,
+    choose_length,
+    choose_lr,
+    choose_storage,
+    choose_warmup,
+    estimate_bytes,
+)
+from raytrain.plan_values import (
+    Choice,
+    DataFacts,
+    Deferred,
+    ModelFacts,
+    Resolved,
+    choice_from_json,
+    size_text,
+)
+from raytrain.plan_workers import choose_placement, choose_threads, count_workers, spread
+
+__all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
+
+IN_BYTES = ("memory", "checkpoint_bytes")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do; written to the run folder as plan.json and handed to the workers.
+
+    Every choice is a `Resolved` or a `Deferred`. `warnings` lists each fall-back and each doubtful setting;
+    `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
+    from (default, recipe, file, python or command line).
+    """
+
+    mode: Choice
+    device: Choice
+    accelerator: Choice
+    workers: Choice
+    placement: Choice
+    strategy: Choice
+    backend: Choice
+    threads: Choice
+    precision: Choice
+    global_batch_size: Choice
+    micro_batch_size: Choice
+    accumulation: Choice
+    effective_batch: Choice
+    steps_per_epoch: Choice
+    max_steps: Choice
+    warmup_steps: Choice
+    lr: Choice
+    optimizer_impl: Choice
+    eval_every: Choice
+    checkpoint_every: Choice
+    storage: Choice
+    hosts: Choice
+    deterministic: Choice
+    parameters: Choice
+    memory: Choice
+    checkpoint_bytes: Choice
+    files: Choice
+    warnings: list[str] = field(default_factory=list)
+    model_facts: ModelFacts | None = None
+    data_facts: DataFacts | None = None
+    inventory: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def choices(self) -> dict[str, Choice]:
+        """The decisions by name, in the order of the table."""
+        named = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in named if isinstance(value, Resolved | Deferred)}
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of each decision, as text for a table."""
+        return [(name, _shown(name, choice), _reason(choice)) for name, choice in self.choices().items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `Plan.from_json` of it equals this plan."""
+        return {
+            "choices": {name: choice.to_json() for name, choice in self.choices().items()},
+            "warnings": list(self.warnings),
+            "model_facts": self.model_facts.to_json() if self.model_facts else None,
+            "data_facts": self.data_facts.to_json() if self.data_facts else None,
+            "inventory": self.inventory,
+            "config": self.config,
+            "sources": dict(self.sources),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Plan:
+        """The plan that `to_json` wrote."""
+        model, data = record["model_facts"], record["data_facts"]
+        return cls(
+            **{name: choice_from_json(row) for name, row in record["choices"].items()},
+            warnings=list(record["warnings"]),
+            model_facts=ModelFacts(**model) if model else None,
+            data_facts=DataFacts(**data) if data else None,
+            inventory=dict(record["inventory"]),
+            config=dict(record["config"]),
+            sources=dict(record["sources"]),
+        )
+
+
+def _shown(name: str, choice: Choice) -> str:
+    """A value, or what it may become."""
+    if isinstance(choice, Resolved):
+        value = choice.value
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, float):
+            return f"{value:g}"
+        if isinstance(value, int):
+            return size_text(value) if name in IN_BYTES else f"{value:,}"
+        return str(value)
+    if not choice.bounds:
+        return "later"
+    if all(isinstance(bound, str) for bound in choice.bounds):
+        return " or ".join(choice.bounds)
+    low, high = choice.bounds
+    return f"{low:,} to {high:,}" if high is not None else f"{low:,} or more"
+
+
+def _reason(choice: Choice) -> str:
+    if isinstance(choice, Resolved):
+        return choice.reason
+    return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
+
+
+def make_plan(
+    *,
+    model: ModelConfig,
+    data: DataConfig,
+    optim: OptimConfig,
+    precision: PrecisionConfig,
+    loop: LoopConfig,
+    save: SaveConfig,
+    scale: ScaleConfig,
+    experts_hosts: Any,
+    cluster: ClusterConfig,
+    seed: int,
+    inventory: Inventory,
+    model_facts: ModelFacts | None,
+    data_facts: DataFacts | None,
+    name: str = "run",
+) -> Plan:
+    """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
+
+    `experts_hosts` is None for a dense model; facts are None where only a start can tell; run folders begin
+    with `name`. Raises InputError, naming the key, for what these machines or this data cannot give.
+    """
+    warnings: list[str] = []
+    total = choose_global_batch(loop, data_facts)
+    machines = choose_machines(scale, inventory, warnings)
+    choices = _machine_choices(scale, precision, machines, inventory, total, warnings)
+    length = choose_length(loop, global_batch=total, data_facts=data_facts)
+    batches = choose_batches(loop, workers=choices["workers"].value, warnings=warnings)
+    room, share = _room(machines, inventory, workers=choices["workers"].value)
+    allowed = int(cluster.memory_fraction * room / share) if room else None
+    storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
+    estimates = estimate_bytes(
+        model_facts,
+        optim,
+        precision=choices["precision"],
+        micro=batches["micro_batch_size"].value,
+        resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
+    )
+    _warn_of_memory(estimates["memory"], allowed, warnings)
+    return Plan(
+        **choices,
+        global_batch_size=Resolved(total, "loop.global_batch_size"),
+        **batches,
+        **length,
+        warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
+        lr=choose_lr(optim, global_batch=total),
+        optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
+        eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
+        checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
+        storage=storage,
+        hosts=_hosts(experts_hosts),
+        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
+        **estimates,
+        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
+        warnings=warnings,
+        model_facts=model_facts,
+        data_facts=data_facts,
+        inventory=inventory.to_json(),
+    )
+
+
+def _machine_choices(
+    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, inventory: Inventory, total: int,
+    warnings: list[str],
+) -> dict[str, Choice]:  # fmt: skip
+    """What depends on the machines alone, and on how many rows (`total`) there are to share out."""
+    workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    counts = spread(workers.value, machines, inventory)
+    strategy = Resolved("data_parallel", "every worker holds the whole model")
+    if scale.strategy != "auto":
+        strategy = Resolved(scale.strategy, "scale.strategy")
+    return {
+        "mode": machines.mode,
+        "device": machines.device,
+        "accelerator": machines.accelerator,
+        "workers": workers,
+        "placement": choose_placement(counts, machines),
+        "strategy": strategy,
+        "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
+        "threads": choose_threads(scale, counts, machines, inventory, warnings),
+        "precision": choose_precision(precision, machines, inventory, warnings),
+    }
+
+
+def _room(machines: Machines, inventory: Inventory, *, workers: int) -> tuple[int | None, int]:
+    """(free bytes of the smallest device, or of the tightest CPU node; processes that share them)."""
+    if machines.on_gpu:
+        gpus = machines.gpus
+        return min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in gpus) or None, 1
+    counts = spread(workers, machines, inventory)
+    rooms = [
+        (node.memory_bytes if node.free_bytes is None else node.free_bytes, counts[node.host])
+        for node in inventory.nodes
+        if node.host in counts
+    ]
+    free, share = min(rooms, key=lambda pair: pair[0] / pair[1])
+    return free or None, share
+
+
+def _is(choice: Choice, value: Any) -> bool:
+    return isinstance(choice, Resolved) and choice.value == value
+
+
+def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str]) -> None:
+    if isinstance(estimate, Resolved) and allowed is not None and estimate.value > allowed:
+        warnings.append(
+            f"{size_text(estimate.value)} are estimated for each worker, but it may take"
+            f" {size_text(allowed)}: lower loop.micro_batch_size"
+        )
+
+
+def _hosts(asked: Any) -> Resolved:
+    if asked is None:
+        return Resolved("none", "the model has no experts")
+    if asked == "auto":
+        return Resolved(0, "in-process: separate expert hosts come with a later version")
+    return Resolved(asked, "experts.hosts")

@@ -1,0 +1,123 @@
+"""The probe measures: the real model, the real batch, in the real worker; and leaves everything as it was.
+
+Weights, optimizer state, generators, buffers and the order of the data are the same before and after (a test hashes
+them): gradients are zeroed at the start of the next step, buffers and generators are put back here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.device import rng_state, set_rng_state
+from raytrain.gradients import GradientBuffers, Workers
+from raytrain.precision import PrecisionPolicy, policy_for
+from raytrain.search import PrecisionTrial
+from raytrain.step import MicroBatch
+from raytrain.trainable import Trainable
+
+#: Rounds are taken in turn over the candidates until the time is up, at least `MIN_ROUNDS` of them.
+BUDGET_S = 2.0
+MIN_ROUNDS = 3
+MAX_ROUNDS = 12
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Whatever runs inside leaves buffers, generators and gradients of `module` as they were."""
+    generators = rng_state(device)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    training = module.training
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        module.train(training)
+        set_rng_state(generators, device)
+
+
+def compare_precisions(
+    trainable: Trainable,
+    micro: MicroBatch,
+    *,
+    candidates: list[str],
+    gradients: GradientBuffers,
+    workers: Workers,
+    device: torch.device,
+    budget_s: float = BUDGET_S,
+) -> list[PrecisionTrial]:
+    """Time forward and backward of one micro-batch in each precision, in alternating rounds on all workers.
+
+    The first round of each candidate is its warm-up and is dropped. Every worker returns the same trials: the
+    slowest worker's median, rank 0's loss and norm.
+    """
+    policies = [policy_for(name) for name in candidates]
+    times: dict[str, list[float]] = {policy.name: [] for policy in policies}
+    values: dict[str, tuple[float, float]] = {}
+    errors: dict[str, str] = {}
+    with untouched(trainable.module, device):
+        begin = time.perf_counter()
+        for round_number in range(MAX_ROUNDS + 1):
+            for policy in policies:
+                if policy.name in errors:
+                    continue
+                state = rng_state(device)
+                try:
+                    seconds, loss, norm = _measure(trainable, micro, policy, gradients, device)
+                except RuntimeError as error:  # an operation without a kernel in this dtype: that is a result
+                    errors[policy.name] = str(error).splitlines()[0]
+                    continue
+                set_rng_state(state, device)  # the same dropout for every arm
+                values[policy.name] = (loss, norm)
+                if round_number:
+                    times[policy.name].append(seconds)
+            spent = time.perf_counter() - begin
+            enough = round_number >= MIN_ROUNDS and spent > budget_s
+            if workers.sum_flags([int(enough)])[0]:
+                break
+    medians = [statistics.median(times[p.name]) if times[p.name] else float("inf") for p in policies]
+    failed = [float(p.name in errors) for p in policies]
+    rows = workers.gather_floats([*medians, *failed, *(v for p in policies for v in values.get(p.name, (0.0, 0.0)))])
+    count = len(policies)
+    return [
+        PrecisionTrial(
+            precision=policy.name,
+            seconds=max(row[index] for row in rows),
+            loss=rows[0][2 * count + 2 * index],
+            grad_norm=rows[0][2 * count + 2 * index + 1],
+            error=errors.get(policy.name, "it failed on another worker") if any(r[count + index] for r in rows) else None,
+        )
+        for index, policy in enumerate(policies)
+    ]
+
+
+def _measure(
+    trainable: Trainable, micro: MicroBatch, policy: PrecisionPolicy, gradients: GradientBuffers, device: torch.device
+) -> tuple[float, float, float]:
+    gradients.zero_()
+    _synchronize(device)
+    begin = time.perf_counter()
+    with policy.autocast(device):
+        call: Callable[..., object] = trainable.loss
+        extra = {"num_items_in_batch": micro.weight} if trainable.takes_global_count else {}
+        output = call(trainable.module, micro.batch, **extra)
+    loss: Tensor = output.loss if output.aux is None else output.loss + output.aux  # type: ignore[attr-defined]
+    loss.backward()
+    _synchronize(device)
+    seconds = time.perf_counter() - begin
+    return seconds, float(loss.detach()), float(gradients.sum_of_squares().sqrt())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,104 @@
+"""Failure rules, pure: faults in, a decision out (DESIGN section 7). Rank 0 applies them at the start of an attempt.
+
+The rules, in order:
+  1. a failure that raytrain explains itself (wrong device, unreadable data) will not go away: stop.
+  2. the same traceback at the same step twice, under the same precision, or three times at any step: a bug; stop with
+     its cause.
+  3. an operation that failed inside a reduced-precision step (torch raises RuntimeError), with `precision.fallback`:
+     go on in fp32, once.
+  4. `retry.restarts_without_progress` restarts without a new committed step: stop.
+  5. otherwise a lost worker: restart from the newest good checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from raytrain.config import RetryConfig
+
+#: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is somebody's mistake.
+OPERATION_ERRORS = ("RuntimeError", "NotImplementedError")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One failure of one attempt, as the failing worker (or the controller, for a dead one) recorded it.
+
+    Attributes:
+        attempt: the attempt that failed.
+        rank: the worker.
+        step: the optimizer step it was in (0 = before the first), None where a process just died.
+        error: exception type name, or "WorkerDied".
+        message: the first line of the exception.
+        traceback: the text of the traceback ("" for a death).
+        precision: `precision.dtype` in force.
+        reduced: whether the step ran under autocast.
+        final: raytrain's own explanation; will not go away by itself.
+        from_step: the step the attempt had started from.
+        time: unix seconds.
+    """
+
+    attempt: int
+    rank: int
+    step: int | None
+    error: str
+    message: str
+    traceback: str
+    precision: str
+    reduced: bool
+    final: bool
+    from_step: int
+    time: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the next attempt does: `go_on`, `raise_precision` (to `precision`) or `stop`; and why."""
+
+    action: Literal["go_on", "raise_precision", "stop"]
+    reason: str
+    precision: str | None = None
+
+
+def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> Decision:
+    """The decision after the newest of `faults`.
+
+    Args:
+        faults: of this command, oldest first (one for each failed attempt: the first that was recorded).
+        retry: the limits.
+        fallback: `precision.fallback`.
+        resumed_from: the step each attempt of this command started from, oldest first, the coming one last.
+    """
+    if not faults:
+        return Decision("go_on", "no fault so far")
+    newest = faults[-1]
+    what = f"{newest.error}: {newest.message}" if newest.message else newest.error
+    if newest.final:
+        return Decision("stop", what)
+    alike = [fault for fault in faults[:-1] if newest.traceback and _same_place(fault, newest)]
+    if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
+        return Decision("stop", f"the same error twice at step {newest.step}, so it is no accident: {what}")
+    if len(alike) >= 2:
+        return Decision("stop", f"the same error three times, so it is no accident: {what}")
+    if newest.reduced and fallback and newest.error in OPERATION_ERRORS:
+        return Decision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
+    without_progress = 0
+    for earlier, later in zip(resumed_from[:-1], resumed_from[1:], strict=True):
+        without_progress = 0 if later > earlier else without_progress + 1
+    if without_progress >= retry.restarts_without_progress:
+        return Decision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
+    return Decision("go_on", f"rank {newest.rank} failed at step {newest.step} ({what}); restarted from the newest checkpoint")
+
+
+def _same_place(one: Fault, other: Fault) -> bool:
+    """Failures are alike when type and frames are; addresses and numbers in the message may differ."""
+
+    def frames(text: str) -> list[str]:
+        return [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+
+    return one.error == other.error and frames(one.traceback) == frames(other.traceback)

@@ -1,0 +1,172 @@
+"""The report page of one run: records in, HTML out. Every text of a record passes through `esc`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from raytrain.figures import outcome, plain_number, seconds, size
+from raytrain.findings import Finding, diagnose
+from raytrain.reading import RunRecords, number, series
+from raytrain.report_charts import Curve, Mark, chart, smoothed
+from raytrain.report_style import esc, page
+from raytrain.report_tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
+from raytrain.summary import summarise
+
+TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}
+_ROUGH = 30
+"""From this many points on a curve is drawn smoothed, with the raw one faint behind it."""
+
+
+def report_page(records: RunRecords) -> str:
+    """The whole page of a run; sections without records are left out."""
+    summary = summarise(records)
+    findings = diagnose(records)
+    sections = [
+        ("findings", "What stands out", _findings(findings)),
+        ("curves", "Curves", _curves(records)),
+        ("sample", "A sample of its text", sample(records)),
+        ("time", "Where the time went", time_table(records)),
+        ("plan", "The plan and its reasons", plan_table(records.plan)),
+        ("timeline", "Timeline", timeline(records.events)),
+        ("epochs", "Epochs", epochs(records)),
+        ("machine", "Machine", machine(records)),
+        ("config", "Configuration", configuration(records)),
+    ]
+    shown = [(key, title, body) for key, title, body in sections if body]
+    links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in shown)
+    body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in shown)
+    head = _head(records, summary)
+    return page(
+        f"{records.name} - raytrain", f"{head}<nav>{links}</nav>{_tiles(summary)}{body}{_foot(records)}"
+    )
+
+
+def _head(records: RunRecords, summary: dict[str, Any]) -> str:
+    state = outcome(records)
+    tone = TONES.get(state.status, "info")
+    began = next((number(row.get("time")) for row in records.events), None) or number(
+        records.environment.get("time")
+    )
+    facts = [
+        f"started {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC" if began else "",
+        f"host {records.environment['host']}" if records.environment.get("host") else "",
+        str(summary["devices"]) if records.plan else "",
+        f"{summary['attempts']} attempts" if (summary["attempts"] or 0) > 1 else "",
+        f"{plain_number(summary['parameters'])} parameters" if summary["parameters"] else "",
+    ]
+    meta = "".join(f"<span>{esc(fact)}</span>" for fact in facts if fact)
+    return (
+        f'<header><p class="brand">raytrain report</p><div class="head"><h1>{esc(records.name)}</h1>'
+        f'<span class="pill {tone}">{esc(state.status)}</span></div>'
+        f'<p class="lead">{esc(state.sentence)}</p><p class="meta">{meta}</p></header>'
+    )
+
+
+def _tiles(summary: dict[str, Any]) -> str:
+    rate = "tokens_per_s" if summary["tokens_per_s"] else "samples_per_s"
+    best_at = f"step {summary['best_eval_step']:,}" if summary["best_eval_step"] else ""
+    accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
+    p50, p95 = (
+        seconds(ms / 1000) if ms is not None else ""
+        for ms in (summary["step_ms_p50"], summary["step_ms_p95"])
+    )
+    tiles = [
+        ("Final loss", _figure(summary["final_loss"]), f"first {_figure(summary['first_loss'])}"),
+        ("Best eval loss", _figure(summary["best_eval_loss"]), best_at),
+        ("Accuracy", accuracy, "eval"),
+        (
+            "Steps",
+            f"{summary['steps']:,}",
+            f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else "",
+        ),
+        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", "all attempts"),
+        (rate.split("_")[0].capitalize() + " per second", _figure(summary[rate]), "median"),
+        ("Step time", p50, f"p95 {p95}"),
+        (
+            "Peak memory",
+            size(summary["peak_memory_bytes"]) if summary["peak_memory_bytes"] else "",
+            "per worker",
+        ),
+    ]
+    cells = "".join(
+        f'<dl class="tile"><dt>{esc(name)}</dt><dd>{esc(value)}<small>{esc(note)}</small></dd></dl>'
+        for name, value, note in tiles
+        if value and value != "-"
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _figure(value: float | None) -> str:
+    return plain_number(value)
+
+
+def _findings(findings: Sequence[Finding]) -> str:
+    cards = (
+        f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
+        f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
+        f"{f'<p class=mend>{esc(item.remedy)}</p>' if item.remedy else ''}</article>"
+        for item in findings
+    )
+    inner = "".join(cards)
+    return f'<div class="findings">{inner}</div>' if inner else ""
+
+
+def marks(records: RunRecords) -> list[Mark]:
+    """Restarts and checkpoints as marks on the step axis."""
+    again = [row for row in records.of_kind("attempt")[1:] if number(row.get("from_step")) is not None]
+    saved = [row for row in records.of_kind("checkpoint", "save") if number(row.get("step")) is not None]
+    restarts = [
+        Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again
+    ]
+    return restarts + [Mark(float(row["step"]), "checkpoint") for row in saved]
+
+
+def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> list[Curve]:
+    """A curve that scatters: smoothed, with its raw points faint behind."""
+    if len(points) < _ROUGH:
+        return [Curve(label, points, colour)]
+    return [Curve(label, points, colour, "faint"), Curve(f"{label} (smoothed)", smoothed(points), colour)]
+
+
+def _curves(records: RunRecords) -> str:
+    seen: dict[str, list[tuple[float, float]]] = {}
+    for key in ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_time_s", "load_imbalance"):
+        seen[key] = series(records.train, key)
+    rate, clip = (
+        "tokens_per_s" if seen["tokens_per_s"] else "samples_per_s",
+        records.configured("optim.max_grad_norm"),
+    )
+    limit = number(clip)
+    norms = rough("gradient norm", seen["grad_norm"], "c4") if seen["grad_norm"] else []
+    if norms and limit and max(y for _, y in seen["grad_norm"]) > 0.5 * limit:
+        ends = seen["grad_norm"]
+        norms.append(Curve("clip", [(ends[0][0], limit), (ends[-1][0], limit)], "c8", "dashed"))
+    evals = [Curve("eval", series(records.evals, "loss"), "c2", "dots")]
+    accuracy = [Curve("eval", series(records.evals, "accuracy"), "c2", "dots")]
+    accuracy += [Curve("train", series(records.train, "accuracy"), "c1")]
+    memory = series(records.train, "peak_memory_bytes")
+    name = rate.split("_")[0]
+    figures = [
+        chart("Loss", rough("train", seen["loss"], "c1") + evals, marks=marks(records), wide=True),
+        chart("Accuracy", accuracy, write=lambda y: f"{y:.2%}", tick=lambda y: f"{y:.3g}"),
+        chart("Gradient norm", norms),
+        chart("Learning rate", [Curve("lr", seen["lr"], "c3")], from_zero=True),
+        chart("Throughput", [Curve(f"{name} per second", seen[rate], "c6")], from_zero=True),
+        chart(
+            "Step time", rough("step", seen["step_time_s"], "c5"), from_zero=True, write=seconds, tick=seconds
+        ),
+        chart("Expert load", [Curve("busiest / mean", seen["load_imbalance"], "c7")]),
+        chart("Peak memory", [Curve("per worker", memory, "c8")], from_zero=True, write=size, tick=size)
+        if len({y for _, y in memory}) > 2
+        else "",
+    ]
+    inner = "".join(figures)
+    return f'<div class="charts">{inner}</div>' if inner else ""
+
+
+def _foot(records: RunRecords) -> str:
+    torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
+    files = "history.csv, training_metrics.png, training_metrics.json, performance_summary.txt and .json"
+    return f"<footer>{torn}<p>{esc(records.path)}</p><p>Beside this page: {files}.</p></footer>"

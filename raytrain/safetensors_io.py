@@ -1,0 +1,146 @@
+"""Tensors in safetensors files: our own streaming writer, and a reader through the safetensors library.
+
+The writer hashes while it writes and never holds a second copy of the data. Both the hash and the write
+release the GIL, so that a background thread does not hold up the training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from raytrain.errors import CheckpointError
+
+CHUNK_BYTES = 16 * 2**20
+SHARD_BYTES = 2 * 2**30
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class HashingStream:
+    """Passes bytes on to `file` in bounded pieces and hashes them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Writes all of `data`; an unbuffered file may take less than it is offered."""
+        view = memoryview(data)
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            self._hash.update(piece)
+            self._bytes += len(piece)
+            while piece:
+                taken = self._file.write(piece)
+                piece = piece[len(piece) if taken is None else taken :]
+
+    def written(self) -> WrittenFile:
+        """Size and hash so far."""
+        return WrittenFile(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+
+def sha256_of(pieces: Iterable[bytes]) -> str:
+    """The hash of a file read in pieces."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> WrittenFile:
+    """Writes one safetensors file: header length, JSON header, raw little-endian data.
+
+    Args:
+        tensors: on the CPU, any strides. Larger element sizes go first, which keeps every tensor aligned
+            (the format allows no gaps).
+        metadata: text beside the tensors.
+
+    Errors: CheckpointError for a dtype that the format or we do not know.
+    """
+    names = _in_file_order(tensors)
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    stream = HashingStream(file)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        stream.write(_raw(tensors[name]))
+    return stream.written()
+
+
+def shards(tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES) -> Iterator[dict[str, Tensor]]:
+    """Splits tensors over files of at most `shard_bytes`; a larger tensor gets a file of its own."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name in _in_file_order(tensors):
+        nbytes = tensors[name].numel() * tensors[name].element_size()
+        if shard and size + nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensors[name]
+        size += nbytes
+    if shard:
+        yield shard
+
+
+def read_tensors(path: str) -> dict[str, Tensor]:
+    """All tensors of a local safetensors file. Errors: CheckpointError for anything that is not one.
+
+    They are copies: the library's own tensors are maps of the file, which may be deleted while they live.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: no readable safetensors file ({error})") from error
+
+
+def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name}: a tensor of {tensor.dtype} cannot be saved in a safetensors file")
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())

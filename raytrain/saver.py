@@ -1,0 +1,122 @@
+"""When a checkpoint is due, and what the workers do together to take one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+
+from raytrain.checkpoint import CheckpointWriter, solve_interval
+from raytrain.gradients import Workers
+from raytrain.loop import Clock, LoopState, Reporter
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+from raytrain.snapshot import flatten, unflatten
+
+#: `save.every: auto`: the stall may cost this share of the time ...
+STALL_BUDGET = 0.03
+#: ... and at most this many seconds of work may be lost to a failure, budget permitting.
+WORK_AT_RISK_S = 30.0
+#: The first automatic checkpoint, which measures the stall.
+FIRST_STEP = 10
+
+
+class CheckpointSaver:
+    """The loop's `Saver`: rank 0 snapshots and writes, the others send their random generators.
+
+    Args:
+        session: whose state is saved.
+        run: the run folder.
+        every: steps between checkpoints, or "auto" (from the measured stall).
+        keep: how many to keep besides the best.
+        reporter: rank 0's, for events and the fence against a newer attempt.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunFolder,
+        *,
+        every: int | str,
+        keep: int | str,
+        asynchronous: bool,
+        reporter: Reporter,
+        clock: Clock,
+        fence: Any,
+    ) -> None:
+        self.session = session
+        self.workers: Workers = session.workers
+        self.reporter = reporter
+        self.clock = clock
+        self._every = every
+        self._interval = every if isinstance(every, int) else None
+        self._last_step = session.state.step
+        self._begin = time.perf_counter()
+        self._begin_step = session.state.step
+        self._writer = (
+            CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence) if self.workers.rank == 0 else None
+        )
+
+    def due(self, step: int) -> bool:
+        """Rank 0: whether a checkpoint is due after `step`."""
+        if self._every == "auto" and self._interval is None:
+            return step - self._begin_step >= FIRST_STEP
+        if self._every == "auto":
+            return step - self._last_step >= (self._interval or 1)
+        return step % int(self._every) == 0
+
+    def save(self, state: LoopState, *, final: bool) -> None:
+        """Collective: gather the generators, snapshot on rank 0, write in the background (wait if it is the last)."""
+        flat = flatten(self.session.generator_state())
+        gathered = self.workers.gather_bytes(_pack(flat.tensors, flat.skeleton))
+        self._last_step = state.step
+        if self._writer is None:
+            return
+        generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}
+        step_s = (time.perf_counter() - self._begin) / max(1, state.step - self._begin_step)
+        eval_loss = state.last_eval["loss"] if state.last_eval and state.last_eval["step"] == state.step else None
+        stall = self._writer.save(
+            {**self.session.parts(), "rng": generators},
+            {
+                "loop": state.to_json(),
+                "world_size": self.workers.world,
+                "precision": self.session.precision,
+                "seed": self.session.job.seed,
+            },
+            step=state.step,
+            eval_loss=eval_loss,
+        )
+        self._solve(stall, step_s, state.step)
+        if final:
+            self._writer.wait()
+        self.reporter.event("checkpoint", step=state.step, stall_s=stall, seconds=dict(self.clock.seconds))
+
+    def _solve(self, stall: float, step_s: float, step: int) -> None:
+        if self._every != "auto":
+            return
+        least = max(1, int(WORK_AT_RISK_S / max(step_s, 1e-9)))
+        solved = solve_interval(stall_s=stall, step_time_s=step_s, budget=STALL_BUDGET, minimum=least)
+        interval = int(solved.value)
+        if self._interval is None or not 0.75 <= interval / self._interval <= 1.33:
+            self.reporter.event("decision", what="checkpoint_every", value=interval, reason=solved.reason, step=step)
+        self._interval = interval
+
+    def close(self) -> None:
+        """Wait for the last write."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:
+    """A nested state for the wire, without pickle: length of the JSON, the JSON, the tensors as safetensors."""
+    text = json.dumps(skeleton).encode()
+    return len(text).to_bytes(8, "little") + text + tensors_to_bytes(tensors)
+
+
+def _unpack(payload: bytes) -> tuple[dict[str, Any], Any]:
+    """What `_pack` packed."""
+    size = int.from_bytes(payload[:8], "little")
+    return tensors_from_bytes(payload[8 + size :]), json.loads(payload[8 : 8 + size])

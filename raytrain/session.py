@@ -1,0 +1,304 @@
+"""One attempt on one worker, without Ray: build everything a plan names, restore, train, export.
+
+`worker.py` calls this inside a Ray Train worker; benches and tests call it in a plain process, so that there is one
+way to set up a run and not three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain.checkpoint import LoadedCheckpoint
+from raytrain.config import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RetryConfig,
+    SaveConfig,
+)
+from raytrain.data.batches import StepBatches
+from raytrain.feed import Feed
+from raytrain.data.resident import place, verify_placement
+from raytrain.data.sources import Source, open_source
+from raytrain.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.errors import CheckpointError
+from raytrain.evaluation import evaluate
+from raytrain.gradients import Workers
+from raytrain.loop import LoopLimits, LoopState, NeverSaves, Reporter, Saver, TrainingLoop
+from raytrain.models.registry import call_builder, resolve, to_trainable
+from raytrain.optim import Schedule, build_optimizers
+from raytrain.plan import Plan, Resolved
+from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.probe import compare_precisions
+from raytrain.search import choose_precision
+from raytrain.step import TrainingStep
+from raytrain.trainable import Trainable
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What a worker is told: the sections it obeys, the plan, and where the run folder is. Pickled to the workers.
+
+    Attributes:
+        builder_sections: sections a builder may ask for by parameter name, such as {"experts": ...}.
+        run_path: the run folder.
+        import_path: the directory of the command, importable on workers (appended, never first).
+        owner: the driver process, {host, pid, start}.
+        first_attempt: the first attempt number of this command; older faults are history.
+    """
+
+    seed: int
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    precision: PrecisionConfig
+    loop: LoopConfig
+    save: SaveConfig
+    retry: RetryConfig
+    observers: list[str]
+    tensorboard: bool
+    plan: Plan
+    run_path: str
+    import_path: str
+    owner: dict[str, Any] = field(default_factory=dict)
+    first_attempt: int = 1
+    builder_sections: dict[str, Any] = field(default_factory=dict)
+
+    def planned(self, name: str) -> Any:
+        """The value of a resolved choice.
+
+        Raises:
+            TypeError: the choice is deferred to a measurement.
+        """
+        choice = getattr(self.plan, name)
+        if not isinstance(choice, Resolved):
+            raise TypeError(f"{name} is deferred: {choice.reason}")
+        return choice.value
+
+
+def source_facts(source: Source) -> dict[str, Any]:
+    """What a builder may take from the data by parameter name, where the YAML does not give it."""
+    facts: dict[str, Any] = {"vocab_size": source.vocab_size, "num_classes": source.classes}
+    sample = source.train.gather(source.train.eval_order()[:1])
+    x = sample.get("x")
+    if isinstance(x, torch.Tensor):
+        facts["num_features"] = int(x[0].numel())
+        facts["image_shape"] = tuple(x.shape[1:]) if x.ndim == 4 else None
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def build_trainable(job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any]) -> Trainable:
+    """Call the builder (or take the module given in Python) and wrap the result.
+
+    Raises:
+        InputError: a builder that cannot be imported, keys it does not take, a result that is no module.
+    """
+    if job_model.module is not None:
+        return to_trainable(job_model.module)
+    builder = resolve(job_model.builder or "", key="model.builder")
+    return to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+
+
+class Session:
+    """Everything one worker holds during one attempt.
+
+    Args:
+        job: what to do.
+        workers: the group (world 1 in a plain process).
+        local_rank: rank on this node, for the device index.
+        source: opened data, where the caller already has it (tests, handed-over data).
+    """
+
+    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None) -> None:
+        self.job = job
+        self.workers = workers
+        self.device = worker_device(job.planned("device"), local_rank=local_rank)
+        set_determinism(deterministic=job.loop.deterministic)
+        threads = job.planned("threads")
+        if threads:
+            torch.set_num_threads(int(threads))
+        seed_everything(job.seed)
+        self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
+        self.facts = source_facts(self.source)
+        self.trainable = build_trainable(job.model, sections=job.builder_sections, facts=self.facts)
+        self.state = LoopState()
+        self.precision: str | None = None
+
+    def prepare(self, precision: str) -> None:
+        """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
+        job, module = self.job, self.trainable.module
+        self.precision = precision
+        self.policy = policy_for(precision)
+        self.matmul = apply_matmul(self.policy)
+        module.to(device=self.device, dtype=self.policy.master_dtype)
+        module.train()
+        verify_placement(module, self.device, name="")
+        self.workers.broadcast_([*module.parameters(), *module.buffers()])
+        lr = float(job.planned("lr"))
+        optim = job.optim.model_copy(update={"lr": lr})
+        make = self.trainable.optimizers
+        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr)
+        schedule = Schedule(
+            optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
+        )
+        self.step = TrainingStep(
+            self.trainable,
+            optimizers=self.optimizers,
+            policy=self.policy,
+            scale=LossScale(self.device, enabled=self.policy.scales_loss),
+            workers=self.workers,
+            schedule=schedule,
+            max_grad_norm=job.optim.max_grad_norm,
+            device=self.device,
+        )
+        self.feed = self._feed()
+        if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
+            seed_everything(job.seed + self.workers.rank)
+
+    def _feed(self) -> Feed:
+        job = self.job
+        batches = StepBatches(
+            self.source.train,
+            seed=job.seed,
+            global_batch=int(job.planned("global_batch_size")),
+            micro_batch=int(job.planned("micro_batch_size")),
+            rank=self.workers.rank,
+            world=self.workers.world,
+            device=self.device,
+            storage=job.planned("storage"),
+        )
+        return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
+
+    def measure_precision(self, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
+        """`precision.dtype: auto` on the real model: needs `prepare("fp32")` first; changes nothing it measures."""
+        handles, _ = self.feed.window(self.state.cursor)
+        rows = handles[: self.feed.batches.micro_batch]  # the first micro-batch of the window, the same on every worker
+        trials = compare_precisions(
+            self.trainable,
+            self.feed.one(rows),
+            candidates=candidates,
+            gradients=self.step.gradients,
+            workers=self.workers,
+            device=self.device,
+        )
+        return choose_precision(trials), [trial.to_json() for trial in trials]
+
+    def use_precision(self, precision: str) -> None:
+        """Change how the step computes; weights and optimizer state keep their dtype."""
+        self.precision = precision
+        self.policy = self.step.policy = policy_for(precision)
+        self.matmul = apply_matmul(self.policy)
+        self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
+
+    # -- checkpoint: what a run consists of -------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        """Everything with tensors, by part of a checkpoint (see `raytrain.checkpoint`)."""
+        parts: dict[str, Any] = {
+            "model": self.trainable.module.state_dict(),
+            "optimizer": {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)},
+        }
+        if self.step.scale.enabled:
+            parts["scaler"] = self.step.scale.state_dict()
+        own = self.trainable.state_parts() if self.trainable.state_parts else {}
+        return {**parts, **{f"part_{name}": part.state_dict() for name, part in own.items()}}
+
+    def generator_state(self) -> dict[str, Any]:
+        """This worker's random generators."""
+        return rng_state(self.device)
+
+    def restore(self, loaded: LoadedCheckpoint) -> None:
+        """Take weights, optimizer, scale, generators and position out of a checkpoint.
+
+        A checkpoint of another world size restores everything but the generators, which are seeded anew from
+        (seed, step, rank): each row is still seen exactly once per epoch.
+
+        Raises:
+            CheckpointError: it belongs to another model (names and shapes of the first five differences).
+        """
+        load_module(self.trainable.module, loaded.parts["model"])
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(loaded.parts["optimizer"][str(index)])
+        self.step.scale.load_state_dict(loaded.parts.get("scaler", {}))
+        own = self.trainable.state_parts() if self.trainable.state_parts else {}
+        for name, part in own.items():
+            part.load_state_dict(loaded.parts[f"part_{name}"])
+        self.state = LoopState.from_json(loaded.state["loop"])
+        if loaded.state["world_size"] == self.workers.world:
+            set_rng_state(loaded.parts["rng"][str(self.workers.rank)], self.device)
+        else:
+            seed_everything(self.job.seed + 1_000_003 * self.state.step + self.workers.rank)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def limits(self) -> LoopLimits:
+        """The resolved numbers of the loop."""
+        loop = self.job.loop
+        every = self.job.planned("eval_every")
+        return LoopLimits(
+            max_steps=int(self.job.planned("max_steps")),
+            log_every=loop.log_every,
+            eval_every=int(every) if every else None,
+            eval_batches=loop.eval_batches,
+            patience=loop.patience,
+            min_delta=loop.min_delta,
+            nonfinite_steps=self.job.retry.nonfinite_steps,
+        )
+
+    def loop(self, *, reporter: Reporter, saver: Saver | None = None, should_stop: Callable[[], bool]) -> TrainingLoop:
+        """A loop over this session's step and batches; without a saver it never saves."""
+        return TrainingLoop(
+            self.step,
+            feed=self.feed,
+            evaluate=self.evaluate if self.source.eval is not None else None,
+            limits=self.limits(),
+            reporter=reporter,
+            saver=saver or NeverSaves(),
+            should_stop=should_stop,
+            peak_memory=self.peak_memory,
+        )
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Loss and metrics over the eval split, the same on every worker."""
+        batches = self.feed.eval_batches(self._eval_split(), limit=self.job.loop.eval_batches)
+        return evaluate(self.step, batches, workers=self.workers)
+
+    def _eval_split(self) -> Any:
+        if not hasattr(self, "_placed_eval"):
+            self._placed_eval = place(self.source.eval, self.job.planned("storage"), self.device)
+        return self._placed_eval
+
+    def peak_memory(self) -> int:
+        """Peak bytes of this worker: the device allocator's on a GPU, the process's resident set on a CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        from cluster.telemetry import process_memory
+
+        return process_memory().peak
+
+
+def load_module(module: nn.Module, state: dict[str, Any]) -> None:
+    """Load weights, or say which names and shapes do not fit.
+
+    Raises:
+        CheckpointError: first five differences, by name.
+    """
+    own = module.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in state]
+    wrong += [f"{name} is not in the model" for name in state if name not in own]
+    wrong += [
+        f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
+        for name in own
+        if name in state and hasattr(own[name], "shape") and state[name].shape != own[name].shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(wrong[:5]) + more)
+    module.load_state_dict(state)

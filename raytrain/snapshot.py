@@ -1,0 +1,228 @@
+"""A snapshot: the training state copied into memory, as named tensors and JSON.
+
+Any nesting of dicts, lists and tuples with tensors and scalars (a module's or optimizer's state_dict) is
+split into tensors with readable names and a skeleton in JSON, and put together again without loss.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain.errors import CheckpointError
+
+PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_RESERVED = frozenset({"manifest", "state"})
+
+
+class Flat(NamedTuple):
+    """`tensors` by name (views, not copies) and the JSON `skeleton` that they hang on."""
+
+    tensors: dict[str, Tensor]
+    skeleton: Any
+
+
+@dataclass
+class Snapshot:
+    """The state after `step` steps, apart from the live training: written at leisure.
+
+    Attributes:
+        tensors: part -> name -> CPU tensor, each distinct one once.
+        state: the caller's JSON state, in skeleton form.
+        skeletons: part -> how its tensors hang together.
+        tied: part -> other name of a tensor -> the name it is kept under.
+    """
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: Any
+    skeletons: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def flatten(state: Any) -> Flat:
+    """Splits a nested state; see `unflatten`. Errors: CheckpointError naming a value it cannot hold."""
+    tensors: dict[str, Tensor] = {}
+    return Flat(tensors, _skeleton(state, (), tensors))
+
+
+def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
+    """The nested state again: keys keep their type and order, tuples stay tuples, floats their bits.
+
+    Errors: CheckpointError for a tensor that is missing or a skeleton of another kind.
+    """
+    if skeleton is None or isinstance(skeleton, (bool, int, float, str)):
+        return skeleton
+    if not isinstance(skeleton, dict) or len(skeleton) != 1:
+        raise CheckpointError(f"state of an unknown form: {str(skeleton)[:80]}")
+    ((kind, content),) = skeleton.items()
+    if kind == "dict":
+        return {key: unflatten(tensors, item) for key, item in content.items()}
+    if kind == "items":
+        return {unflatten({}, key): unflatten(tensors, item) for key, item in content}
+    if kind in ("list", "tuple"):
+        values = [unflatten(tensors, item) for item in content]
+        return values if kind == "list" else tuple(values)
+    if kind == "float":
+        return float(content)
+    if kind == "tensor":
+        return _tensor_named(tensors, content)
+    if kind == "array":
+        raw = _tensor_named(tensors, content["tensor"]).numpy()
+        return raw.view(np.dtype(content["dtype"])).reshape(content["shape"]).copy()
+    if kind == "bytes":
+        return _tensor_named(tensors, content).numpy().tobytes()
+    raise CheckpointError(f"state of an unknown kind: {kind}")
+
+
+def _tensor_named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise CheckpointError(f"the tensor {name} is missing")
+    return tensors[name]
+
+
+def _skeleton(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):  # numpy's float64 is one
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, Tensor):
+        return {"tensor": _add(value, path, tensors)}
+    if isinstance(value, Mapping):
+        if all(type(key) is str for key in value):
+            return {"dict": {key: _skeleton(item, (*path, key), tensors) for key, item in value.items()}}
+        return {
+            "items": [
+                [_key(key, path), _skeleton(item, (*path, str(key)), tensors)] for key, item in value.items()
+            ]
+        }
+    if type(value) in (list, tuple, torch.Size):
+        kind = "list" if type(value) is list else "tuple"
+        return {kind: [_skeleton(item, (*path, str(index)), tensors) for index, item in enumerate(value)]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        raw = torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy())
+        name = _add(raw, path, tensors)
+        return {"array": {"tensor": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
+    if isinstance(value, np.generic):
+        return _skeleton(value.item(), path, tensors)
+    if type(value) in (bytes, bytearray):
+        return {"bytes": _add(torch.from_numpy(np.frombuffer(value, np.uint8).copy()), path, tensors)}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointError(
+        f"{'.'.join(path) or 'state'}: a {kind} cannot be saved; "
+        "a state holds tensors, numbers, strings, and lists, tuples and dicts of them"
+    )
+
+
+def _key(key: Any, path: tuple[str, ...]) -> Any:
+    if key is None or type(key) in (bool, int, str, float):
+        return _skeleton(key, path, {})
+    raise CheckpointError(f"{'.'.join(path)}: a dict key of {type(key).__name__} cannot be saved")
+
+
+def _add(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> str:
+    stem = ".".join(path) or "value"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{stem}: only dense tensors with data can be saved, not {tensor.layout} on {tensor.device}"
+        )
+    name, number = stem, 2
+    while name in tensors:  # {"a.b": x, "a": {"b": y}}
+        name, number = f"{stem}~{number}", number + 1
+    tensors[name] = tensor.detach()
+    return name
+
+
+def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that are one and the same memory are kept under their first name; the others are its aliases.
+
+    Returns: the distinct tensors, and alias -> kept name.
+    """
+    first: dict[tuple[Any, ...], str] = {}
+    distinct: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and place in first:
+            tied[name] = first[place]
+        else:
+            first[place] = name
+            distinct[name] = tensor
+    return distinct, tied
+
+
+class Staging:
+    """CPU buffers that a snapshot is copied into, used again by the next one: at most one is in flight.
+
+    Buffers for CUDA tensors are pinned; their copies run on a side stream and are complete on return.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+    def copy(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Copies part -> name -> tensor; what an earlier call returned is overwritten."""
+        wanted = {(part, name): tensor for part, named in parts.items() for name, tensor in named.items()}
+        self._buffers = {key: self._fitting(key, tensor) for key, tensor in wanted.items()}
+        devices = {tensor.device for tensor in wanted.values() if tensor.is_cuda}
+        for device in devices:  # the copies come after everything that the training has queued so far
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for key, tensor in wanted.items():
+            if tensor.is_cuda:
+                with torch.cuda.stream(self._streams[tensor.device]):
+                    self._buffers[key].copy_(tensor, non_blocking=True)
+            else:
+                self._buffers[key].copy_(tensor)
+        for device in devices:
+            self._streams[device].synchronize()
+        return {part: {name: self._buffers[part, name] for name in named} for part, named in parts.items()}
+
+    def _fitting(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        held = self._buffers.get(key)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def take_snapshot(
+    parts: Mapping[str, Any], state: Mapping[str, Any], *, step: int, staging: Staging | None = None
+) -> Snapshot:
+    """Takes the state of every part; with a `staging` the training may change its tensors right after.
+
+    Args:
+        parts: part -> nested state, or an object with `state_dict()`. A part becomes a file, so its name is
+            of letters, digits, `_` and `-`.
+        state: small JSON state (step, cursor, ...), without tensors.
+        staging: where the copies go. None: no copy, the snapshot looks at the live tensors (CPU ones).
+
+    Errors: CheckpointError naming what cannot be saved.
+    """
+    tensors, skeletons, tied = {}, {}, {}
+    for part, value in parts.items():
+        if not PART_NAME.fullmatch(part) or part in _RESERVED:
+            raise CheckpointError(f"{part!r} cannot name a part of a checkpoint")
+        flat = flatten(value.state_dict() if hasattr(value, "state_dict") else value)
+        tensors[part], aliases = split_tied(flat.tensors)
+        skeletons[part] = flat.skeleton
+        if aliases:
+            tied[part] = aliases
+    flat = flatten(dict(state))
+    if flat.tensors:
+        raise CheckpointError(f"state: tensors ({', '.join(flat.tensors)}) belong into a part")
+    if staging is not None:
+        tensors = staging.copy(tensors)
+    return Snapshot(step=step, tensors=tensors, state=flat.skeleton, skeletons=skeletons, tied=tied)

@@ -1,0 +1,169 @@
+"""One optimizer step: micro-batches, one reduction, one agreement, one commit.
+
+    zero -> for each micro-batch: forward, scaled backward (no communication)
+         -> sum gradients over the workers, buffer by buffer
+         -> unscale, float64 sum of squares, agree (norm and skip are one value for everybody)
+         -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
+
+The loss is normalised by the *global* weight of the step (samples or tokens), so that one worker with four
+micro-batches, two with two and four with one take the same step. Nothing here reads a device value, except for an
+optimizer that cannot skip on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain.gradients import GradientBuffers, Workers
+from raytrain.optim import Schedule, takes_skip_on_device
+from raytrain.precision import LossScale, PrecisionPolicy
+from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens)."""
+
+    batch: Batch
+    weight: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step leaves behind, all of it still on the device (float64 scalars).
+
+    Attributes:
+        loss: this worker's share of the global mean loss, without auxiliary losses; shares add up over workers.
+        aux_loss: the same for the auxiliary losses.
+        norm: global gradient norm before clipping.
+        skip: True where the step was dropped for a non-finite gradient.
+        lr: the learning rate used (a host number).
+        compute_s, communication_s: host seconds inside forward/backward/optimizer, and blocked in reductions.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    norm: Tensor
+    skip: Tensor
+    lr: float
+    compute_s: float
+    communication_s: float
+
+
+def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
+    """Without experts elsewhere: gradients were already summed, so every worker holds the same squares.
+
+    Only the counts (tokens per expert) still have to be added up.
+    """
+    if local.counts is not None:
+        workers.sum_([local.counts])
+    return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
+
+
+class TrainingStep:
+    """Everything that is constant from step to step, and the verb `run`.
+
+    Args:
+        trainable: the model with its loss; its module is on the device in the master dtype.
+        optimizers: torch optimizers over the module's parameters.
+        policy: precision of forward and backward.
+        scale: the loss scale (enabled for fp16 only), the only one there is.
+        workers: the group to reduce over.
+        schedule: learning rate by step.
+        max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
+    """
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        *,
+        optimizers: list[torch.optim.Optimizer],
+        policy: PrecisionPolicy,
+        scale: LossScale,
+        workers: Workers,
+        schedule: Schedule,
+        max_grad_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        self.trainable = trainable
+        self.optimizers = optimizers
+        self.policy = policy
+        self.scale = scale
+        self.workers = workers
+        self.schedule = schedule
+        self.max_grad_norm = max_grad_norm or None
+        self.device = device
+        self.gradients = GradientBuffers(p for p in trainable.module.parameters() if p.requires_grad)
+        self._skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
+
+    def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
+        """Loss of one micro-batch under the run's precision."""
+        with self.policy.autocast(self.device):
+            if self.trainable.takes_global_count:
+                return self.trainable.loss(self.trainable.module, batch, num_items_in_batch=global_weight)
+            return self.trainable.loss(self.trainable.module, batch)
+
+    def backward(self, micro_batches: Iterable[MicroBatch], *, global_weight: int) -> tuple[Tensor, Tensor]:
+        """Accumulate gradients of this worker's micro-batches; returns its shares of the loss and auxiliary loss."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.gradients.zero_()
+        for micro in micro_batches:
+            output = self.forward(micro.batch, global_weight=global_weight)
+            share = 1.0 if self.trainable.takes_global_count else micro.weight / global_weight
+            loss, aux = output.loss, output.aux
+            total = loss if aux is None else loss + aux
+            if share != 1.0:
+                total = total * share
+            loss_sum += loss.detach().double() * share
+            if aux is not None:
+                aux_sum += aux.detach().double() * share
+            self.scale.scale(total).backward()
+        self.gradients.check()
+        return loss_sum, aux_sum
+
+    def run(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int) -> StepOutput:
+        """Take optimizer step number `step` (1-based). Collective over the workers."""
+        begin, waited = time.perf_counter(), self.workers.wait_s
+        loss, aux = self.backward(micro_batches, global_weight=global_weight)
+        self.workers.sum_(self.gradients.buffers)
+        self.scale.unscale_(self.gradients.buffers)
+        squares = self.gradients.sum_of_squares()
+        counts = self.trainable.counts() if self.trainable.counts is not None else None
+        local = LocalStep(step=step, sum_of_squares=squares, nonfinite=~torch.isfinite(squares), counts=counts)
+        agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
+        lr = self.commit(agreed, step=step)
+        waited = self.workers.wait_s - waited
+        return StepOutput(
+            loss=loss,
+            aux_loss=aux,
+            norm=agreed.norm,
+            skip=agreed.skip,
+            lr=lr,
+            compute_s=time.perf_counter() - begin - waited,
+            communication_s=waited,
+        )
+
+    def commit(self, agreed: GlobalStep, *, step: int) -> float:
+        """Clip by the agreed norm, step every optimizer unless the step is skipped, tell the trainable. Returns the lr."""
+        if self.max_grad_norm is not None:
+            coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
+            self.gradients.scale_(coefficient)
+        lr = self.schedule.apply(self.optimizers, step)
+        if self._skips_on_device:
+            found = agreed.skip.to(torch.float32)
+            for optimizer in self.optimizers:
+                optimizer.found_inf, optimizer.grad_scale = found, None  # pyright: ignore[reportAttributeAccessIssue]
+                optimizer.step()
+        elif not bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.scale.update(agreed.skip)
+        if self.trainable.between_steps is not None:
+            self.trainable.between_steps(step, agreed.counts, agreed.skip)
+        return lr

@@ -1,0 +1,297 @@
+"""Where files live: a local directory or an object store, behind the same few verbs.
+
+Torch-free. pyarrow is imported only when a URI is opened, so that `plan` on a local path stays fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import posixpath
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from raytrain.errors import RunError
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # network file systems
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name in a directory; `size` in bytes (0 for a directory)."""
+
+    name: str
+    is_dir: bool
+    size: int
+
+
+@contextlib.contextmanager
+def explained_writes(path: str) -> Iterator[None]:
+    """Turns an OSError of a write to `path` into a RunError naming the file, the room left and the key."""
+    try:
+        yield
+    except OSError as error:
+        # pyarrow puts the cause into the text alone where the errno gets lost on its way through C++.
+        full = error.errno in _DISK_FULL or "No space left" in str(error)
+        free = f", {_free(path)} free there" if full else ""
+        remedy = (
+            "make room, lower save.keep or point save.dir at a larger disk"
+            if full
+            else "see that save.dir can be written"
+        )
+        reason = error.strerror or str(error)
+        raise RunError(f"{path}: cannot be written: {reason}{free}; {remedy}") from error
+
+
+def _free(path: str) -> str:
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if "://" in path or not place.exists():
+        return "an unknown number of bytes"
+    return f"{shutil.disk_usage(place).free / 2**20:.1f} MiB"
+
+
+class Store(Protocol):
+    """A tree of files below `uri`; every name is relative to it, with forward slashes.
+
+    Reading verbs raise FileNotFoundError (OSError), writing verbs RunError.
+    """
+
+    uri: str
+    is_local: bool
+
+    def read_bytes(self, name: str) -> bytes: ...
+    def read_head(self, name: str, size: int) -> bytes: ...
+    def write_bytes(self, name: str, data: bytes) -> None: ...
+    def create_exclusive(self, name: str, data: bytes) -> bool: ...
+    def open_write(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]: ...
+    def local_copy(self, name: str, scratch: str) -> str: ...
+    def exists(self, name: str) -> bool: ...
+    def entries(self, name: str) -> list[Entry]: ...
+    def changed(self, name: str) -> float | None: ...
+    def delete(self, name: str) -> None: ...
+    def delete_tree(self, name: str) -> None: ...
+    def make_dir(self, name: str) -> None: ...
+    def sync_dir(self, name: str) -> None: ...
+
+
+class LocalStore:
+    """A directory of a local or shared file system."""
+
+    is_local = True
+
+    def __init__(self, root: str) -> None:
+        self.uri = os.path.abspath(os.path.expanduser(root))
+
+    def at(self, name: str) -> str:
+        """Absolute path of `name`."""
+        return os.path.join(self.uri, name) if name else self.uri
+
+    def read_bytes(self, name: str) -> bytes:
+        return Path(self.at(name)).read_bytes()
+
+    def read_head(self, name: str, size: int) -> bytes:
+        """The first `size` bytes, or fewer."""
+        with open(self.at(name), "rb") as file:
+            return file.read(size)
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Atomic: a reader sees the old content or the new one, also after a power cut."""
+        path = self.at(name)
+        folder, last = os.path.split(path)
+        temporary = os.path.join(folder, f".{last}.{secrets.token_hex(4)}.tmp")
+        with explained_writes(path):
+            os.makedirs(folder, exist_ok=True)
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+
+    def create_exclusive(self, name: str, data: bytes) -> bool:
+        """False if `name` exists. Name and content appear together (a hard link of a whole file)."""
+        path = self.at(name)
+        temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+        with explained_writes(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            try:
+                Path(temporary).write_bytes(data)
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except PermissionError:  # a file system without hard links
+                return self._create_in_place(path, data)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+        return True
+
+    @staticmethod
+    def _create_in_place(path: str, data: bytes) -> bool:
+        try:
+            with open(path, "xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
+        """An unbuffered new file; it is on the disk (fsync) when the block ends."""
+        path = self.at(name)
+        with explained_writes(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb", buffering=0) as file:
+                yield file
+                os.fsync(file.fileno())
+
+    def local_copy(self, name: str, scratch: str) -> str:
+        """Path of a local file with this content: here the file itself."""
+        return self.at(name)
+
+    def exists(self, name: str) -> bool:
+        return os.path.exists(self.at(name))
+
+    def entries(self, name: str) -> list[Entry]:
+        """Sorted; empty where the directory does not exist."""
+        try:
+            with os.scandir(self.at(name)) as found:
+                rows = [
+                    Entry(e.name, e.is_dir(), 0 if e.is_dir() else e.stat(follow_symlinks=False).st_size)
+                    for e in found
+                ]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(rows, key=lambda entry: entry.name)
+
+    def changed(self, name: str) -> float | None:
+        """Time of the last change in unix seconds; None where it does not exist."""
+        try:
+            return os.stat(self.at(name)).st_mtime_ns / 1e9
+        except FileNotFoundError:
+            return None
+
+    def delete(self, name: str) -> None:
+        with explained_writes(self.at(name)), contextlib.suppress(FileNotFoundError):
+            os.unlink(self.at(name))
+
+    def delete_tree(self, name: str) -> None:
+        shutil.rmtree(self.at(name), ignore_errors=True)
+
+    def make_dir(self, name: str) -> None:
+        with explained_writes(self.at(name)):
+            os.makedirs(self.at(name), exist_ok=True)
+
+    def sync_dir(self, name: str) -> None:
+        """New names in a directory survive a power cut only after the directory itself was synced."""
+        with explained_writes(self.at(name)):
+            descriptor = os.open(self.at(name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno not in _NO_DIR_SYNC:
+                    raise
+            finally:
+                os.close(descriptor)
+
+
+class ObjectStore:
+    """Any place that pyarrow's filesystems know, addressed by URI (s3, gs, hdfs, file).
+
+    Objects are written whole; nothing relies on rename or append. `file://` goes this way too.
+    """
+
+    is_local = False
+
+    def __init__(self, uri: str) -> None:
+        from pyarrow import fs
+
+        self.uri = uri.rstrip("/")
+        self.fs, root = fs.FileSystem.from_uri(self.uri)
+        self._root = root.rstrip("/")
+
+    def at(self, name: str) -> str:
+        """Path of `name` in the terms of the file system."""
+        return posixpath.join(self._root, name) if name else self._root
+
+    def read_bytes(self, name: str) -> bytes:
+        with self.fs.open_input_file(self.at(name)) as file:
+            return file.read()
+
+    def read_head(self, name: str, size: int) -> bytes:
+        with self.fs.open_input_file(self.at(name)) as file:
+            return file.read(size)
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        with self.open_write(name) as file:
+            file.write(data)
+
+    def create_exclusive(self, name: str, data: bytes) -> bool:
+        """Best effort: object stores have no exclusive creation, so the last writer of a race is believed."""
+        if self.exists(name):
+            return False
+        self.write_bytes(name, data)
+        return self.read_bytes(name) == data
+
+    @contextlib.contextmanager
+    def open_write(self, name: str) -> Iterator[Any]:
+        with explained_writes(f"{self.uri}/{name}"):
+            self.fs.create_dir(posixpath.dirname(self.at(name)), recursive=True)
+            with self.fs.open_output_stream(self.at(name)) as file:
+                yield file
+
+    def local_copy(self, name: str, scratch: str) -> str:
+        target = os.path.join(scratch, name.replace("/", "_"))
+        with self.fs.open_input_stream(self.at(name)) as source, open(target, "wb") as copy:
+            shutil.copyfileobj(source, copy, 16 * 2**20)
+        return target
+
+    def exists(self, name: str) -> bool:
+        return bool(self.fs.get_file_info(self.at(name)).type)
+
+    def entries(self, name: str) -> list[Entry]:
+        from pyarrow import fs
+
+        selector = fs.FileSelector(self.at(name), allow_not_found=True)
+        try:
+            found = self.fs.get_file_info(selector)
+        except NotADirectoryError:
+            return []
+        rows = [Entry(info.base_name, info.type == fs.FileType.Directory, info.size or 0) for info in found]
+        return sorted(rows, key=lambda entry: entry.name)
+
+    def changed(self, name: str) -> float | None:
+        info = self.fs.get_file_info(self.at(name))
+        return info.mtime_ns / 1e9 if info.type and info.mtime_ns is not None else None
+
+    def delete(self, name: str) -> None:
+        with explained_writes(f"{self.uri}/{name}"), contextlib.suppress(FileNotFoundError):
+            self.fs.delete_file(self.at(name))
+
+    def delete_tree(self, name: str) -> None:
+        with explained_writes(f"{self.uri}/{name}"), contextlib.suppress(FileNotFoundError):
+            self.fs.delete_dir(self.at(name))
+
+    def make_dir(self, name: str) -> None:
+        with explained_writes(f"{self.uri}/{name}"):
+            self.fs.create_dir(self.at(name), recursive=True)
+
+    def sync_dir(self, name: str) -> None:
+        """Objects are durable when their stream is closed."""
+
+
+def open_store(path: str) -> LocalStore | ObjectStore:
+    """The store for a path or a URI. Errors: ValueError or OSError of pyarrow for a URI it does not know."""
+    return ObjectStore(path) if "://" in path else LocalStore(path)

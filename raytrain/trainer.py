@@ -1,0 +1,197 @@
+"""`fit`: hand a `TrainJob` to Ray Train's `TorchTrainer` and bring back rank 0's ending. Driver side.
+
+Ray restarts the whole worker group after any failure (`max_failures=-1`); whether that makes sense is decided by rank 0
+at the start of the next attempt (`raytrain.recovery`). Deaths that leave no record of their own are recorded here, in
+Ray's controller process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from ray import cloudpickle
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+
+from raytrain.errors import RunError
+from raytrain.link import RunLink
+from raytrain.recovery import Fault
+from raytrain.run_folder import RunFolder
+from raytrain.session import TrainJob
+from raytrain.worker import train_loop_per_worker, write_fault
+
+#: Deaths in a row before any worker came as far as taking an attempt number: the workers cannot start at all.
+START_FAILURES = 5
+
+
+def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | None, storage: str) -> dict[str, Any]:
+    """Run the job's workers to their end.
+
+    Args:
+        job: what the workers do.
+        data: object to hand over (bytes of the default text, in-memory tensors), or None.
+        link: the `RunLink` actor (`make_link`).
+        local: the cluster is this machine alone, so everything stays on loopback.
+        interface: `cluster.interface`, the network interface for collectives, or None.
+        storage: a directory for Ray's own bookkeeping.
+
+    Returns:
+        What `Worker.run` returned on rank 0: {"status", "reason", "steps", ...}.
+
+    Raises:
+        RunError: Ray itself gave up, with its reason.
+    """
+    on_gpu = job.planned("device") == "cuda"
+    trainer = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config={
+            "job": cloudpickle.dumps(job),
+            "import_path": job.import_path,
+            "run_path": job.run_path,
+            "link": link,
+            "data": None if data is None else ray.put(data),
+        },
+        scaling_config=ScalingConfig(
+            num_workers=int(job.planned("workers")),
+            use_gpu=on_gpu,
+            resources_per_worker={"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1},
+        ),
+        torch_config=Collectives(backend=job.planned("backend"), loopback=local, interface="lo" if local else interface),
+        run_config=RunConfig(
+            name=os.path.basename(job.run_path.rstrip("/")),
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=-1),
+            callbacks=[FaultWriter(job.run_path)],
+        ),
+    )
+    try:
+        ending = trainer.fit().return_value
+    except Exception as error:
+        raise RunError(f"Ray Train gave up: {type(error).__name__}: {error}") from error
+    if not isinstance(ending, dict):
+        raise RunError(f"the workers returned {ending!r} instead of an ending")
+    return ending
+
+
+def make_link() -> Any:
+    """The `RunLink` actor: reserves no CPU, dies with the driver."""
+    return ray.remote(RunLink).options(num_cpus=0, max_concurrency=64).remote()
+
+
+def quiet_ray() -> None:
+    """Silence Ray's and Train's own log lines in this process (`-v` keeps them)."""
+    for name in ("ray", "ray.train", "ray.data", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class FaultWriter(UserCallback):
+    """Runs in Ray's controller process: records a worker that died without a word."""
+
+    def __init__(self, run_path: str) -> None:
+        self._run_path = run_path
+        self._start_failures = 0
+        self._last_attempt = -1
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Ray calls this once per failed worker group, before the restart."""
+        run = RunFolder(self._run_path)
+        attempt = run.current_attempt()
+        self._start_failures = self._start_failures + 1 if attempt == self._last_attempt else 0
+        self._last_attempt = attempt
+        if self._start_failures >= START_FAILURES:
+            raise RunError(f"the workers failed {START_FAILURES} times before they could begin: {worker_exceptions}")
+        known = {entry.name for entry in run.store.entries("faults")}
+        for rank, error in worker_exceptions.items():
+            if f"{attempt:04d}-rank{rank:05d}.json" in known:
+                continue
+            died = type(error).__name__ in ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
+            fault = Fault(
+                attempt=attempt,
+                rank=rank,
+                step=None,
+                error="WorkerDied" if died else type(error).__name__,
+                message=(str(error).splitlines() or [""])[0],
+                traceback="" if died else str(error),
+                precision="",
+                reduced=False,
+                final=False,
+                from_step=0,
+                time=time.time(),
+            )
+            write_fault(run, fault)
+
+
+@dataclass
+class Collectives(TorchConfig):
+    """Ray's torch backend with a store of our own: on a local cluster it listens on loopback alone.
+
+    torch's `env://` store and `TCPStore(host)` listen on every interface, whatever host they are given; only a store
+    on a socket that we bound does not. One worker needs no process group at all.
+    """
+
+    loopback: bool = False
+    interface: str | None = None
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        """Ray instantiates this on the controller."""
+        return _Backend
+
+
+class _Backend(_TorchBackend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(_set_interface, backend_config.interface)
+        world = len(worker_group)
+        if world == 1:
+            worker_group.execute(_set_torch_distributed_env_vars)
+            return
+        if not backend_config.loopback:
+            super().on_start(worker_group, backend_config)
+            return
+        worker_group.execute(_set_torch_distributed_env_vars)
+        port = worker_group.execute_single(0, _open_store, world)
+        ray.get(
+            [
+                worker_group.execute_single_async(
+                    rank, _join, port=port, rank=rank, world=world,
+                    backend=backend_config.backend, timeout_s=backend_config.timeout_s,
+                )
+                for rank in range(world)
+            ]
+        )
+
+
+_STORE: dict[str, dist.TCPStore] = {}
+
+
+def _set_interface(interface: str | None) -> None:
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+
+
+def _open_store(world: int) -> int:
+    """Worker 0: a store on a socket bound to loopback; returns its port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    port = int(listener.getsockname()[1])
+    _STORE["master"] = dist.TCPStore(
+        "127.0.0.1", port, world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return port
+
+
+def _join(*, port: int, rank: int, world: int, backend: str, timeout_s: int) -> None:
+    store = _STORE["master"] if rank == 0 else dist.TCPStore("127.0.0.1", port, world, is_master=False)
+    dist.init_process_group(
+        backend=backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )

@@ -1,0 +1,318 @@
+"""`train_loop_per_worker`: what runs inside each Ray Train worker. The adapter between Ray and `session.py`.
+
+Order: sums over the workers -> rank 0 takes an attempt number and applies the failure rules -> everybody builds,
+restores the same checkpoint, trains -> rank 0 exports weights and a sample. A failure is written to the run folder
+before it is raised; Ray then restarts the whole group and rank 0 decides anew.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from typing import Any
+
+import ray
+import ray.train
+from ray import cloudpickle
+
+from raytrain.checkpoint import LoadedCheckpoint, export_weights, newest_good
+from raytrain.data.sources import Source, handed_over
+from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.gradients import Workers
+from raytrain.infer.generate import language_sample
+from raytrain.loop import Outcome
+from raytrain.models.registry import make_importable, resolve
+from raytrain.callbacks import TensorBoard, load_observers
+from raytrain.plan import Deferred
+from raytrain.precision import HIGHER_PRECISION
+from raytrain.recovery import Decision, Fault, decide
+from raytrain.rank_log import rank_log
+from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded
+from raytrain.run_folder import RunFolder
+from raytrain.saver import CheckpointSaver
+from raytrain.session import Session, TrainJob
+
+
+def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Entry point of a Ray Train worker.
+
+    Args:
+        config: {"job": pickled TrainJob, "import_path", "run_path", "link": handle of the RunLink actor,
+            "data": reference to handed-over data or None}.
+
+    Returns:
+        Rank 0's ending ({"status", "reason", ...}); None elsewhere.
+    """
+    make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
+    context = ray.train.get_context()
+    workers = Workers()
+    with rank_log(RunFolder(config["run_path"]), workers.rank, say=config["link"].say.remote if workers.rank == 0 else None):
+        job: TrainJob = cloudpickle.loads(config["job"])
+        data = None if config["data"] is None else ray.get(config["data"])
+        worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), link=config["link"])
+        return worker.run(data)
+
+
+class Worker:
+    """One attempt on one worker, with its connections to the run folder, the driver and Ray."""
+
+    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int, link: Any) -> None:
+        self.job = job
+        self.workers = workers
+        self.local_rank = local_rank
+        self.link = link
+        self.run_folder = RunFolder(job.run_path)
+        self.session: Session | None = None
+        self.attempt = 0
+        self.from_step = 0
+        self._new_faults: list[Fault] = []
+        self._refused: list[str] = []
+        self._stop = threading.Event()
+
+    def run(self, data: Any) -> dict[str, Any] | None:
+        """Decide, train, end. Exceptions leave a fault record behind."""
+        decision, loaded = self._begin()
+        if decision.action == "stop":
+            return self._ending("failed", decision.reason)
+        try:
+            return self._train(decision, loaded, data)
+        except Superseded:
+            raise
+        except Exception as error:
+            self._record_fault(error)
+            raise
+
+    # -- beginning --------------------------------------------------------------------------------
+
+    def _begin(self) -> tuple[Decision, LoadedCheckpoint | None]:
+        """Rank 0 takes the attempt number and decides; the others hear of it. Then all read the same checkpoint."""
+        message = b""
+        loaded: LoadedCheckpoint | None = None
+        if self.workers.rank == 0:
+            loaded, refused = newest_good(self.run_folder)
+            faults = read_faults(self.run_folder, since=self.job.first_attempt)
+            self._new_faults = faults[-1:]
+            origins = [fault.from_step for fault in faults] + [loaded.step if loaded else 0]
+            decision = decide(faults, retry=self.job.retry, fallback=self.job.precision.fallback, resumed_from=origins)
+            attempt = self.run_folder.next_attempt(self.job.owner)
+            message = json.dumps(
+                {"attempt": attempt, "step": loaded.step if loaded else 0, "refused": refused, "decision": vars(decision)}
+            ).encode()
+        told = json.loads(self.workers.gather_bytes(message)[0])
+        self.attempt, self.from_step, self._refused = told["attempt"], told["step"], told["refused"]
+        if self.workers.rank and self.from_step:
+            loaded = newest_good(self.run_folder).checkpoint
+        return Decision(**told["decision"]), loaded
+
+    def _train(self, decision: Decision, loaded: LoadedCheckpoint | None, data: Any) -> dict[str, Any] | None:
+        source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
+        self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=source)
+        reporter = self._reporter(decision)
+        precision = self._precision(decision, loaded, reporter)
+        if loaded is not None:
+            session.restore(loaded)
+        if self.workers.rank == 0:
+            self.run_folder.truncate_metrics(session.state.step)
+            threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
+        reporter.event(
+            "attempt",
+            from_step=session.state.step,
+            workers=self.workers.world,
+            precision=precision,
+            matmul=session.matmul,
+            device=str(session.device),
+            reason=decision.reason,
+        )
+        outcome = self._loop(reporter)
+        reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
+        if outcome.kind == "failed":
+            return self._ending("failed", outcome.reason)
+        if outcome.kind != "interrupted" and self.workers.rank == 0:
+            self._export(session)
+        reporter.close()
+        return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)
+
+    def _reporter(self, decision: Decision) -> RankZeroReporter | SilentReporter:
+        if self.workers.rank:
+            return SilentReporter()
+        observers: list[Any] = load_observers(self.job.observers, resolve)
+        if self.job.tensorboard and self.run_folder.is_local:
+            observers.append(TensorBoard(self.run_folder.tensorboard_dir))
+        reporter = RankZeroReporter(self.run_folder, attempt=self.attempt, observers=observers, push=self._push)
+        for fault in self._new_faults:
+            row = fault.to_json()
+            reporter.event("fault", failed_attempt=row.pop("attempt"), failed_at=row.pop("time"), **row)
+        for reason in self._refused:
+            reporter.event("checkpoint_refused", reason=reason)
+        if self.attempt > self.job.first_attempt:
+            reporter.event("decision", what="recovery", value=decision.action, precision=decision.precision, reason=decision.reason)
+        return reporter
+
+    def _precision(self, decision: Decision, loaded: LoadedCheckpoint | None, reporter: Any) -> str:
+        """The precision in force: a fall-back, else the checkpoint's, else what was measured once, else measured now."""
+        session = self.session
+        assert session is not None
+        planned = self.job.plan.precision
+        fallen = _fallen_precision(self.run_folder) if self.workers.rank == 0 else None
+        fallen = self.workers.gather_bytes((decision.precision or fallen or "").encode())[0].decode()
+        known = fallen or (loaded.state["precision"] if loaded else None)
+        if known is None and isinstance(planned, Deferred) and self.run_folder.exists(self.run_folder.memory_probe):
+            known = self.run_folder.read_json(self.run_folder.memory_probe)["precision"]["value"]
+        if known is None and isinstance(planned, Deferred):
+            session.prepare("fp32")
+            self._push({"phase": "measuring precisions"})
+            chosen, trials = session.measure_precision(list(planned.bounds))
+            session.use_precision(chosen.value)
+            if self.workers.rank == 0:
+                record = {"precision": {"value": chosen.value, "reason": chosen.reason, "trials": trials}}
+                self.run_folder.write_json(self.run_folder.memory_probe, record)
+                reporter.event("decision", what="precision", value=chosen.value, reason=chosen.reason)
+            return str(chosen.value)
+        session.prepare(known or self.job.planned("precision"))
+        return session.precision or ""
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def _loop(self, reporter: Any) -> Outcome:
+        """Run the loop; after non-finite steps in a row roll back, skip the window, raise the precision."""
+        session = self.session
+        assert session is not None
+        rollbacks = 0
+        while True:
+            saver: CheckpointSaver
+            loop = session.loop(reporter=reporter, should_stop=self._stop.is_set)
+            saver = CheckpointSaver(
+                session,
+                self.run_folder,
+                every=self._checkpoint_every(),
+                keep=self.job.save.keep,
+                asynchronous=self.job.save.asynchronous,
+                reporter=reporter,
+                clock=loop.clock,
+                fence=getattr(reporter, "fence", None),
+            )
+            loop.saver = saver
+            self._push({"phase": "training", "max_steps": loop.limits.max_steps, "step": session.state.step})
+            try:
+                outcome = loop.run(session.state)
+            finally:
+                saver.close()
+            reporter.event("account", seconds=loop.clock.seconds, step=session.state.step)
+            if outcome.kind != "rollback":
+                return outcome
+            rollbacks += 1
+            if rollbacks > self.job.retry.rollbacks:
+                return Outcome("failed", f"{outcome.reason}, after {rollbacks - 1} roll-backs (retry.rollbacks)")
+            self._roll_back(outcome, reporter)
+
+    def _roll_back(self, outcome: Outcome, reporter: Any) -> None:
+        """The newest good checkpoint (or the start), the data after the bad window, the next higher precision."""
+        session = self.session
+        assert session is not None
+        bad_step, cursor = session.state.step, session.state.cursor
+        higher = HIGHER_PRECISION.get(session.precision or "", session.precision or "fp32")
+        loaded = newest_good(self.run_folder).checkpoint
+        self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=session.source)
+        session.prepare(higher)
+        if loaded is not None:
+            session.restore(loaded)
+        session.state.cursor = cursor
+        if self.workers.rank == 0:
+            self.run_folder.truncate_metrics(session.state.step)
+        reporter.event(
+            "decision",
+            what="rollback",
+            value=session.state.step,
+            precision=higher,
+            reason=f"{outcome.reason} before step {bad_step}; data up to epoch {cursor.epoch} row {cursor.position} is skipped",
+        )
+
+    def _checkpoint_every(self) -> int | str:
+        planned = self.job.plan.checkpoint_every
+        return "auto" if isinstance(planned, Deferred) else int(planned.value)
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def _export(self, session: Session) -> None:
+        """Weights for plain PyTorch, and for a language model a sample of its text."""
+        self._push({"phase": "exporting"})
+        module = session.trainable.module
+        export_weights(module.state_dict(), self.run_folder.weights, metadata={"step": str(session.state.step)})
+        if session.source.decode is not None and session.source.encode is not None:
+            sample = language_sample(module, session.source, context=self.job.model.keys.get("context"))
+            if sample is not None:
+                self.run_folder.write_json(self.run_folder.sample, {**sample, "step": session.state.step})
+
+    def _ending(self, status: str, reason: str) -> dict[str, Any] | None:
+        if self.workers.rank:
+            return None
+        state = self.session.state if self.session else None
+        return {
+            "status": status,
+            "reason": reason,
+            "steps": state.step if state else self.from_step,
+            "final_loss": state.final_loss if state else None,
+            "best_eval_loss": state.best_eval_loss if state else None,
+            "best_step": state.best_step if state else None,
+            "ended": time.time(),
+        }
+
+    def _record_fault(self, error: Exception) -> None:
+        """Leave what rule-making needs; the file is this worker's own, so there is no second writer."""
+        session = self.session
+        fault = Fault(
+            attempt=self.attempt,
+            rank=self.workers.rank,
+            step=session.state.step + 1 if session else 0,
+            error=type(error).__name__,
+            message=str(error).splitlines()[0] if str(error) else "",
+            traceback=traceback.format_exc(),
+            precision=(session.precision or "") if session else "",
+            reduced=bool(session and session.precision in ("bf16", "fp16", "tf32")),
+            final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory),
+            from_step=self.from_step,
+            time=time.time(),
+        )
+        write_fault(self.run_folder, fault)
+
+    # -- the driver -------------------------------------------------------------------------------
+
+    def _push(self, status: dict[str, Any]) -> None:
+        if self.workers.rank == 0:
+            self.link.push.remote(status)
+
+    def _watch(self) -> None:
+        """Thread of rank 0: one long poll; ends with the link's actor."""
+        try:
+            if ray.get(self.link.wait_stop.remote()):
+                self._stop.set()
+        except ray.exceptions.RayError:
+            return  # the driver is gone, and the cluster with it
+
+
+def write_fault(run: RunFolder, fault: Fault) -> None:
+    """One file for each failed worker of an attempt, below the run folder."""
+    run.write_json(f"faults/{fault.attempt:04d}-rank{fault.rank:05d}.json", fault.to_json())
+
+
+def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
+    """The decisive fault of each failed attempt from number `since` on: a death before the errors it caused."""
+    first: dict[int, Fault] = {}
+    for entry in run.store.entries("faults"):
+        fault = Fault(**run.read_json(f"faults/{entry.name}"))
+        if fault.attempt < since:
+            continue
+        known = first.get(fault.attempt)
+        rank = (fault.error != "WorkerDied", fault.time)
+        if known is None or rank < (known.error != "WorkerDied", known.time):
+            first[fault.attempt] = fault
+    return [first[attempt] for attempt in sorted(first)]
+
+
+def _fallen_precision(run: RunFolder) -> str | None:
+    """The precision a fall-back of this run has settled on, if any."""
+    rows = [row for row in run.read_rows(run.events) if row["kind"] == "decision" and row.get("precision")]
+    return rows[-1]["precision"] if rows else None
+

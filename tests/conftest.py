@@ -1,0 +1,232 @@
+"""What many tests share: the command line in a process group of its own, and data drawn from a seed.
+
+Nothing here needs a network or a file that is not in the repository.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SENTENCES = (
+    "the rain falls on the roof of the old mill. ",
+    "a miller counts the sacks and sings to the wheel. ",
+    "when the river is low the wheel stands still. ",
+    "then he reads by the fire until the rain returns. ",
+)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """Everything it said, for the message of a failing assert."""
+        return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that still runs, the leader of its own process group."""
+
+    process: subprocess.Popen[str]
+
+    def signal_group(self, number: int) -> None:
+        """Signals every process of the group; one that is gone already is fine."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def finish(self, *, timeout: float) -> Finished:
+        """Waits for the end; at the limit the whole group is killed and the test fails with its output."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.signal_group(signal.SIGKILL)
+            out, err = self.process.communicate()
+            pytest.fail(f"still running after {timeout} s\n{Finished(-9, out, err).text}")
+        return Finished(self.process.returncode, out, err)
+
+
+def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment of every command: one thread per process, no colours, no GPU unless a test asks."""
+    fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+    return {**os.environ, **fixed, "PYTHONUNBUFFERED": "1", **(extra or {})}
+
+
+@pytest.fixture
+def start_cli() -> Iterator[Callable[..., Started]]:
+    """`start_cli(*args, cwd=, env=)` starts `python -m jobs ...`; whatever is left at the end is killed."""
+    started: list[Started] = []
+
+    def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jobs", *args],
+            cwd=cwd,
+            env=fixed_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(Started(process))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.signal_group(signal.SIGKILL)
+        command.process.communicate()
+
+
+@pytest.fixture
+def run_cli(start_cli: Callable[..., Started]) -> Callable[..., Finished]:
+    """`run_cli(*args, cwd=, timeout=120, env=)` runs `python -m jobs ...` to its end."""
+
+    def run(*args: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
+        return start_cli(*args, cwd=cwd, env=env).finish(timeout=timeout)
+
+    return run
+
+
+# ---------------------------------------------------------------- data
+
+
+def make_text(path: Path, *, characters: int = 4_000, seed: int = 0) -> Path:
+    """Sentences in a drawn order: a small language model's loss falls on it within a few steps."""
+    order = np.random.default_rng(seed).integers(len(SENTENCES), size=characters // 30)
+    path.write_text("".join(SENTENCES[i] for i in order)[:characters])
+    return path
+
+
+GLYPHS = (
+    "01110 10001 10011 10101 11001 10001 01110",
+    "00100 01100 00100 00100 00100 00100 01110",
+    "01110 10001 00001 00010 00100 01000 11111",
+    "11111 00010 00100 00010 00001 10001 01110",
+    "00010 00110 01010 10010 11111 00010 00010",
+    "11111 10000 11110 00001 00001 10001 01110",
+    "00110 01000 10000 11110 10001 10001 01110",
+    "11111 00001 00010 00100 01000 01000 01000",
+    "01110 10001 10001 01110 10001 10001 01110",
+    "01110 10001 10001 01111 00001 00010 01100",
+)
+"""The ten digits as 7 rows of 5 points; each point is drawn as 3 x 3 pixels."""
+
+
+def draw_digits(*, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Digits in MNIST's shape: images (count, 28, 28) uint8 and labels (count,) uint8.
+
+    Each image is a glyph of 21 x 15 pixels at a drawn place, of drawn brightness, on drawn noise, so that no
+    single pixel tells the class.
+    """
+    draw = np.random.default_rng(seed)
+    shapes = [np.array([[int(point) for point in row] for row in glyph.split()]) for glyph in GLYPHS]
+    inks = np.stack([np.kron(shape, np.ones((3, 3), dtype=np.int64)) for shape in shapes])
+    labels = draw.integers(10, size=count).astype(np.uint8)
+    images = draw.integers(0, 60, size=(count, 28, 28))
+    tops, lefts = draw.integers(1, 6, size=count), draw.integers(4, 9, size=count)
+    brightness = draw.integers(120, 196, size=count)
+    for i in range(count):
+        images[i, tops[i] : tops[i] + 21, lefts[i] : lefts[i] + 15] += inks[labels[i]] * brightness[i]
+    return images.astype(np.uint8), labels
+
+
+def write_idx(path: Path, values: np.ndarray) -> Path:
+    """Writes unsigned bytes in MNIST's file format, compressed where the name ends in .gz."""
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    content = header + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return path
+
+
+@dataclass(frozen=True)
+class IdxFiles:
+    """Two IDX files that belong together."""
+
+    images: Path
+    labels: Path
+
+
+def make_digits(folder: Path, *, count: int = 400, seed: int = 0, gz: bool = False) -> IdxFiles:
+    """Drawn digits as `images-idx3-ubyte[.gz]` and `labels-idx1-ubyte[.gz]`."""
+    images, labels = draw_digits(count=count, seed=seed)
+    end = ".gz" if gz else ""
+    return IdxFiles(
+        images=write_idx(folder / f"images-idx3-ubyte{end}", images),
+        labels=write_idx(folder / f"labels-idx1-ubyte{end}", labels),
+    )
+
+
+def table_rows(*, count: int, seed: int) -> list[dict[str, float | int]]:
+    """Four columns x0..x3 and a class `y` of three: the largest of three fixed combinations of them."""
+    draw = np.random.default_rng(seed)
+    columns = draw.standard_normal((count, 4))
+    classes = (columns @ np.random.default_rng(7).standard_normal((4, 3))).argmax(axis=1)
+    return [
+        {**{f"x{j}": float(value) for j, value in enumerate(row)}, "y": int(cls)}
+        for row, cls in zip(columns, classes, strict=True)
+    ]
+
+
+def write_table(path: Path, rows: Sequence[dict[str, float | int]]) -> Path:
+    """Writes rows as Parquet, CSV or JSONL, by the ending of the name."""
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        raise ValueError(f"no table format ends in {path.suffix!r}")
+    return path
+
+
+@pytest.fixture
+def tiny_text(tmp_path: Path) -> Path:
+    """A text file of 4,000 characters."""
+    return make_text(tmp_path / "tiny.txt")
+
+
+@pytest.fixture
+def digits() -> Callable[..., IdxFiles]:
+    """`digits(folder, count=400, seed=0, gz=False)` writes IDX files of drawn digits."""
+    return make_digits
+
+
+@pytest.fixture
+def table() -> Callable[..., Path]:
+    """`table(path, count=200, seed=0)` writes a classification table; the ending names the format."""
+
+    def write(path: Path, *, count: int = 200, seed: int = 0) -> Path:
+        return write_table(path, table_rows(count=count, seed=seed))
+
+    return write

@@ -1,0 +1,40 @@
+"""What a newcomer installs: the two lines of the README, the pins, and nothing of the author's machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_readme_has_exactly_two_install_lines() -> None:
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("pip install")]
+    assert lines == [
+        "pip install -c constraints.txt -e . && raytrain train",
+        "pip install -c constraints.txt -e '.[test]' && pytest",
+    ]
+
+
+def test_every_dependency_is_pinned_and_says_what_it_is_for() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    listed = project.partition("[project.scripts]")[0]
+    wanted = re.findall(r'^    "([A-Za-z0-9_.-]+)[^"]*",(.*)$', listed, re.MULTILINE)
+    pins = re.findall(r"^([A-Za-z0-9_.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = {name.lower().replace("_", "-") for name in pins}
+    assert {"torch", "ray", "pytest"} <= {name for name, _ in wanted}
+    assert not [name for name, _ in wanted if name.lower() not in pinned]
+    assert not [name for name, comment in wanted if "#" not in comment and name != "pytest"]
+
+
+def test_no_file_names_a_machine() -> None:
+    packages = ("cluster", "raytrain", "experts", "jobs")
+    places = [str(ROOT) + "/", "/ro" + "ot/", "/ho" + "me/", "/wo" + "rk/"]
+    kinds = {".py", ".md", ".yaml", ".toml", ".txt", ".csv", ""}
+    folders = [ROOT / name for name in (*packages, "tests", ".ci")]
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in kinds]
+    inside = [path for folder in folders for path in folder.rglob("*")]
+    files += [path for path in inside if path.is_file() and path.suffix in kinds]
+    assert {ROOT / "README.md", ROOT / ".ci/run", Path(__file__)} <= set(files)
+    named = [(path.name, place) for path in files for place in places if place in path.read_text()]
+    assert not named, named

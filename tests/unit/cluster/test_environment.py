@@ -1,0 +1,53 @@
+"""The record of where a run runs, and the environment of Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster.environment import environment_record, git_commit, ray_environment
+from cluster.inventory import local_inventory
+
+
+def test_ray_stays_on_loopback_only_where_the_cluster_is_local() -> None:
+    assert ray_environment()["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in ray_environment(local_cluster=False)
+
+
+def test_ray_is_polled_often_and_prints_once() -> None:
+    variables = ray_environment()
+    assert float(variables["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) <= 0.2
+    assert variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
+    assert variables["RAY_CHDIR_TO_TRIAL_DIR"] == "0"
+    assert all(isinstance(value, str) for value in variables.values())
+
+
+def test_the_record_is_json_and_holds_no_secret(tmp_path: Path) -> None:
+    environ = {"OMP_NUM_THREADS": "3", "RAY_AUTH_TOKEN": "secret", "AWS_SECRET_ACCESS_KEY": "secret"}
+    record = environment_record(environ=environ, folder=tmp_path)
+    assert "secret" not in json.dumps(record)
+    assert record["variables"] == {"OMP_NUM_THREADS": "3"}
+    assert record["python"] == sys.version.split()[0]
+    assert record["versions"]["numpy"].count(".") == 2
+    assert record["cores"] == local_inventory().cpus
+    assert record["git"] is None
+
+
+def test_the_commit_of_the_users_code_is_recorded(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *settings, *arguments], check=True, capture_output=True)
+
+    git("init", "--quiet")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git("add", "code.py")
+    git("commit", "--quiet", "-m", "one")
+    found = git_commit(tmp_path)
+    assert found is not None
+    assert len(found["commit"]) == 40
+    assert found["dirty"] is False
+    (tmp_path / "code.py").write_text("x = 2\n")
+    changed = git_commit(tmp_path)
+    assert changed is not None and changed["dirty"] is True

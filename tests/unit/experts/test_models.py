@@ -1,0 +1,183 @@
+"""The mixture-of-experts builders as the loop meets them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from experts.config import ExpertsConfig
+from experts.models import moe_gpt, moe_mlp
+from raytrain.errors import InputError
+from raytrain.trainable import Trainable, labels_weight
+
+SIZES = {"layers": 2, "heads": 2, "width": 16, "context": 12, "vocab_size": 11}
+
+
+def language(*, seed: int = 0, **experts: object) -> Trainable:
+    torch.manual_seed(seed)
+    made = moe_gpt(**SIZES, experts=ExpertsConfig(**{"balance_weight": 0.2, "z_loss_weight": 0.1, **experts}))
+    made.module.double()
+    return made
+
+
+def rows(*, seed: int = 0, classes: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(12, 2, 4, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(classes, (12,), generator=generator)}
+
+
+def padded() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(11, (4, 12), generator=generator)
+    labels = torch.randint(11, (4, 12), generator=generator)
+    labels[torch.arange(12) >= torch.tensor([12, 5, 9, 1])[:, None]] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(made: Trainable, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The gradients of the step as the loop forms it: means weighted by each micro-batch's share."""
+    made.module.zero_grad()
+    weights = [labels_weight(batch) for batch in batches]
+    for batch, weight in zip(batches, weights, strict=True):
+        out = made.loss(made.module, batch)
+        ((out.loss + out.aux) * weight / sum(weights)).backward()
+    return {name: p.grad.clone() for name, p in made.module.named_parameters()}
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.7])
+def test_language_model_gradients_do_not_depend_on_the_split(capacity: float | None) -> None:
+    made, batch = language(capacity_factor=capacity), padded()
+    whole, counts = gradients(made, [batch]), made.counts()
+    made.between_steps(1, None, False)
+    ragged = [{name: value[rows][:, :longest] for name, value in batch.items()} for rows, longest in
+              (([0], 12), ([1, 3], 5), ([2], 9))]  # fmt: skip
+    assert difference(whole, gradients(made, ragged)) < 1e-12
+    assert torch.equal(made.counts(), counts)
+
+
+def test_row_model_gradients_do_not_depend_on_the_split() -> None:
+    torch.manual_seed(0)
+    made = moe_mlp(width=10, num_features=8, num_classes=3, experts=ExpertsConfig(balance_weight=0.2))
+    made.module.double()
+    batch = rows()
+    made.loss(made.module, batch)
+    made.between_steps(1, made.counts(), False)  # from here the balance loss has shares to multiply with
+    whole = gradients(made, [batch])
+    parts = [{name: value[cut] for name, value in batch.items()} for cut in (slice(0, 5), slice(5, 12))]
+    assert difference(whole, gradients(made, parts)) < 1e-12
+
+
+def test_auxiliary_loss_is_apart_in_training_and_absent_in_evaluation() -> None:
+    made, batch = language(), padded()
+    out = made.loss(made.module, batch)
+    assert out.aux.item() > 0 and out.metrics == {}
+    made.module.eval()
+    evaluated = made.loss(made.module, batch)
+    assert evaluated.aux is None
+    assert torch.allclose(evaluated.loss, out.loss, atol=1e-12)
+    logits = made.module(batch["input_ids"])["logits"]
+    kept = batch["labels"] != -100
+    hits = (logits.argmax(-1) == batch["labels"])[kept].double().mean()
+    assert float(evaluated.metrics["accuracy"]) == pytest.approx(float(hits))
+
+
+def test_language_model_is_causal() -> None:
+    made = language(capacity_factor=0.7)
+    made.module.eval()
+    ids = padded()["input_ids"]
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 11
+    a, b = made.module(ids)["logits"], made.module(changed)["logits"]
+    # the experts see other row counts, so the last bits of their products may differ
+    assert (a - b)[:, :7].abs().max() < 1e-12
+    assert (a - b)[:, 7:].abs().max() > 1e-3
+
+
+def test_counts_metrics_and_bias_go_through_the_trainable() -> None:
+    made, batch = language(num_experts=5), padded()
+    made.loss(made.module, batch)
+    counts = made.counts()
+    valid = int((batch["labels"] != -100).sum())
+    assert [int(part.sum()) for part in counts.split(6)] == [2 * valid, 2 * valid]
+    before = {
+        name: value.clone() for name, value in made.module.state_dict().items() if name.endswith("bias_E")
+    }
+    assert len(before) == 2 and made.log_metrics() == {}
+    made.between_steps(1, counts, torch.tensor(False))
+    assert not made.counts().any()
+    assert all(made.module.state_dict()[name].any() for name in before)
+    assert set(made.log_metrics()) == {"load_imbalance", "dropped_fraction"}
+
+
+def test_checkpointed_blocks_give_the_same_gradients_and_counts() -> None:
+    made, batch = language(), padded()
+    plain, counts = gradients(made, [batch]), made.counts()
+    made.between_steps(1, None, False)
+    for block in getattr(made.module, made.blocks):
+        block.forward = lambda *inputs, run=block.forward: checkpoint(run, *inputs, use_reentrant=False)
+    assert difference(plain, gradients(made, [batch])) < 1e-12
+    assert torch.equal(made.counts(), counts)
+
+
+def test_both_models_learn() -> None:
+    torch.manual_seed(0)
+    experts = ExpertsConfig(num_experts=4, top_k=1)
+    cases = [(moe_mlp(width=16, num_features=8, num_classes=3, experts=experts), rows())]
+    cases += [(moe_gpt(**SIZES, experts=experts), padded())]
+    for made, batch in cases:
+        made.module.double()
+        optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
+        losses = []
+        for step in range(1, 41):
+            optimizer.zero_grad()
+            out = made.loss(made.module, batch)
+            (out.loss + out.aux).backward()
+            optimizer.step()
+            made.between_steps(step, made.counts(), False)
+            losses.append(out.loss.item())
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_shared_expert_and_hidden_width_are_as_the_section_says() -> None:
+    made = moe_gpt(
+        **SIZES, experts=ExpertsConfig(num_experts=3, hidden=20, shared_expert=True, activation="swiglu")
+    )
+    layer = made.module.blocks[0].feed_forward
+    assert layer.experts.w1.shape == (3, 20, 16)
+    assert layer.shared.gate.weight.shape == (20, 16)
+    assert moe_gpt(**SIZES, experts=ExpertsConfig()).module.blocks[0].feed_forward.experts.w1.shape == (
+        4,
+        64,
+        16,
+    )
+
+
+def test_the_models_build_and_run_under_autocast_and_on_the_meta_device() -> None:
+    made = moe_gpt(**SIZES, experts=ExpertsConfig(shared_expert=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = made.loss(made.module, padded())
+    (out.loss + out.aux).backward()
+    assert out.loss.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in made.module.parameters())
+    with torch.device("meta"):
+        assert moe_gpt(**SIZES, experts=ExpertsConfig()).module.positions.is_meta
+
+
+def test_mistakes_name_their_key() -> None:
+    with pytest.raises(
+        InputError, match=r"experts\.top_k: seen 5, expected at most the number of experts \(4\)"
+    ):
+        moe_gpt(**SIZES, experts=ExpertsConfig(top_k=5))
+    with pytest.raises(ValueError, match="num_features"):
+        moe_mlp(experts=ExpertsConfig())
+    with pytest.raises(
+        InputError, match=r"data\.source: seen batches with the keys \['input_ids', 'labels'\]"
+    ):
+        made = moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig())
+        made.loss(made.module, padded())

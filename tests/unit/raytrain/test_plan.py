@@ -1,0 +1,528 @@
+"""The plan as a pure function of sections, machines and facts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.inventory import Device, Inventory, Node
+from raytrain.config import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    SaveConfig,
+    ScaleConfig,
+)
+from raytrain.errors import InputError
+from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
+
+GIB = 1 << 30
+NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
+
+
+def gpu(
+    index: int, name: str = "NVIDIA A100-SXM4-80GB", capability: tuple[int, int] | None = (8, 0)
+) -> Device:
+    return Device("cuda", name, 80 * GIB, capability, f"GPU-{index}", index)
+
+
+def node(host: str = "a", *, cpus: int = 8, gpus: list[Device] | None = None, memory: int = 64 * GIB) -> Node:
+    return Node(host, cpus, memory, tuple(gpus or ()))
+
+
+def machines(*nodes: Node, flags: dict[str, bool] | None = None) -> Inventory:
+    return Inventory(nodes, source="a test", cpu_model="Test CPU", cpu_flags=flags or NO_FLAGS)
+
+
+CPU = machines(node())
+ONE_GPU = machines(node(gpus=[gpu(0)]))
+FOUR_GPUS = machines(node(gpus=[gpu(0), gpu(1)]), node("b", gpus=[gpu(0), gpu(1)]))
+DATA = DataFacts(
+    train_rows=1000, eval_rows=100, row_bytes=64, tokens_per_row=None, total_bytes=70_400, vocab_size=None,
+    reason="a test",
+)  # fmt: skip
+MODEL = ModelFacts(
+    parameters=1000,
+    trainable_bytes=4000,
+    activation_bytes_per_sample=10,
+    flops_per_sample=1e3,
+    reason="a test",
+)
+
+
+def plan(
+    inventory: Inventory = CPU,
+    *,
+    scale: dict[str, Any] | None = None,
+    loop: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    precision: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    data_facts: DataFacts | None = DATA,
+    model_facts: ModelFacts | None = MODEL,
+    experts_hosts: Any = None,
+    save: dict[str, Any] | None = None,
+) -> Plan:
+    return make_plan(
+        model=ModelConfig(builder="a:b"),
+        data=DataConfig(source="c:d", **(data or {})),
+        optim=OptimConfig(**(optim or {})),
+        precision=PrecisionConfig(**(precision or {})),
+        loop=LoopConfig(**(loop or {})),
+        save=SaveConfig(**(save or {})),
+        scale=ScaleConfig(**(scale or {})),
+        experts_hosts=experts_hosts,
+        cluster=ClusterConfig(),
+        seed=42,
+        inventory=inventory,
+        model_facts=model_facts,
+        data_facts=data_facts,
+    )
+
+
+def value(made: Plan, name: str) -> Any:
+    choice = made.choices()[name]
+    assert isinstance(choice, Resolved), f"{name} is {choice}"
+    return choice.value
+
+
+def reason(made: Plan, name: str) -> str:
+    return made.choices()[name].reason
+
+
+def refused(key: str, **arguments: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        plan(**arguments)
+    assert caught.value.key == key
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- mode, device, accelerator
+
+
+@pytest.mark.parametrize(
+    ("inventory", "mode", "found"),
+    [
+        (CPU, "auto", "cpu"), (ONE_GPU, "auto", "single_gpu"), (FOUR_GPUS, "auto", "multi_gpu"),
+        (FOUR_GPUS, "cpu", "cpu"), (FOUR_GPUS, "single_gpu", "single_gpu"),
+        (FOUR_GPUS, "multi_gpu", "multi_gpu"),
+    ],
+)  # fmt: skip
+def test_modes_that_can_be_had(inventory: Inventory, mode: str, found: str) -> None:
+    made = plan(inventory, scale={"mode": mode})
+    assert value(made, "mode") == found
+    assert value(made, "device") == ("cpu" if found == "cpu" else "cuda")
+    assert value(made, "backend") == ("gloo" if found == "cpu" else "nccl")
+    assert made.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("inventory", "mode", "found"),
+    [(CPU, "multi_gpu", "cpu"), (ONE_GPU, "multi_gpu", "single_gpu"), (CPU, "single_gpu", "cpu")],
+)
+def test_a_mode_that_cannot_be_had_falls_back_in_writing(inventory: Inventory, mode: str, found: str) -> None:
+    made = plan(inventory, scale={"mode": mode})
+    assert value(made, "mode") == found
+    assert reason(made, "mode").startswith(f"fell back: {mode} was asked for, but there is")
+    assert any(mode in warning and f"fell back to {found}" in warning for warning in made.warnings)
+
+
+def test_the_reason_for_no_gpu_is_the_inventorys() -> None:
+    note = "no NVIDIA GPU: driver not loaded"
+    inventory = Inventory((node(),), source="x", cpu_model="c", cpu_flags={}, notes=("8 cores", note))
+    assert note in reason(plan(inventory), "mode")
+
+
+@pytest.mark.covers("DEV-03")
+@pytest.mark.parametrize(
+    ("text", "inventory", "device", "workers"),
+    [
+        (None, ONE_GPU, "cuda", 1), ("auto", ONE_GPU, "cuda", 1), ("auto", CPU, "cpu", 1),
+        ("cpu", FOUR_GPUS, "cpu", 2), ("cuda", FOUR_GPUS, "cuda", 4),
+        ("cuda:1", machines(node(gpus=[gpu(0), gpu(1)])), "cuda", 1),
+        ("A100", FOUR_GPUS, "cuda", 4), ("nvidia a100-sxm4-80gb", FOUR_GPUS, "cuda", 4),
+    ],
+)  # fmt: skip
+def test_device_strings(text: str | None, inventory: Inventory, device: str, workers: int) -> None:
+    made = plan(inventory, scale={"accelerator": text})
+    assert (value(made, "device"), value(made, "workers")) == (device, workers)
+
+
+@pytest.mark.parametrize(
+    ("text", "inventory", "said"),
+    [
+        ("cuda:7", ONE_GPU, "cuda:0 NVIDIA A100-SXM4-80GB"), ("cuda", CPU, "8 CPU cores, no GPU"),
+        ("H100", FOUR_GPUS, "A100"), ("A10", ONE_GPU, "A100"), ("gpu", CPU, "no GPU"),
+        ("cuda:0", FOUR_GPUS, "an index names one device of one machine"),
+    ],
+)  # fmt: skip
+def test_a_device_that_does_not_exist_is_refused_with_what_does(
+    text: str, inventory: Inventory, said: str
+) -> None:
+    assert said in refused("scale.accelerator", inventory=inventory, scale={"accelerator": text})
+
+
+@pytest.mark.parametrize(("text", "mode"), [("cpu", "single_gpu"), ("cuda", "cpu"), ("cuda:0", "multi_gpu")])
+def test_device_string_and_mode_must_agree(text: str, mode: str) -> None:
+    assert mode in refused("scale.accelerator", inventory=ONE_GPU, scale={"accelerator": text, "mode": mode})
+
+
+def test_a_type_takes_its_gpus_alone() -> None:
+    mixed = machines(node(gpus=[gpu(0, "NVIDIA T4", (7, 5)), gpu(1)]))
+    made = plan(mixed, scale={"accelerator": "T4"})
+    assert value(made, "workers") == 1
+    assert made.warnings == []
+
+
+def test_unequal_gpus_are_a_warning() -> None:
+    mixed = machines(node(gpus=[gpu(0, "NVIDIA T4", (7, 5)), gpu(1)]))
+    (warning,) = plan(mixed).warnings
+    assert "NVIDIA T4" in warning and "A100" in warning and "scale.accelerator" in warning
+    assert plan(FOUR_GPUS).warnings == []
+
+
+# ---------------------------------------------------------------- workers, placement, threads
+
+
+@pytest.mark.parametrize(
+    ("inventory", "workers", "threads", "placement"),
+    [
+        (CPU, 1, 8, "1 on a"),
+        (machines(node(), node("b", cpus=4)), 2, 4, "1 on a, 1 on b"),
+        (FOUR_GPUS, 4, 4, "2 on a, 2 on b"),
+        (machines(node(cpus=64, gpus=[gpu(0), gpu(1)])), 2, 8, "2 on a"),
+    ],
+)
+def test_auto_workers_and_threads(inventory: Inventory, workers: int, threads: int, placement: str) -> None:
+    made = plan(inventory)
+    assert (value(made, "workers"), value(made, "threads")) == (workers, threads)
+    assert reason(made, "placement") == placement
+
+
+def test_nodes_without_cores_take_no_cpu_worker() -> None:
+    made = plan(machines(node("head", cpus=0), node("b"), node("c")))
+    assert value(made, "workers") == 2
+    assert reason(made, "placement") == "1 on b, 1 on c"
+
+
+@pytest.mark.parametrize(("workers", "threads", "warned"), [(2, 4, False), (3, 2, False), (9, 1, True)])
+def test_explicit_workers_share_the_cores(workers: int, threads: int, warned: bool) -> None:
+    made = plan(scale={"workers": workers})
+    assert (value(made, "workers"), value(made, "threads")) == (workers, threads)
+    assert any("share 8 CPU cores" in warning for warning in made.warnings) is warned
+
+
+@pytest.mark.parametrize(
+    ("inventory", "scale", "said"),
+    [
+        (ONE_GPU, {"workers": 2}, "at most 1, one per GPU"),
+        (FOUR_GPUS, {"workers": 5}, "at most 4, one per GPU"),
+        (FOUR_GPUS, {"workers": 2, "mode": "single_gpu"}, "1 with scale.mode single_gpu"),
+        (CPU, {"workers": 2, "mode": "single_gpu"}, "1 with scale.mode single_gpu"),
+        (FOUR_GPUS, {"workers": 1, "mode": "multi_gpu"}, "2 or more"),
+        (CPU, {"workers": 33}, "at most 32, 4 per CPU core"),
+    ],
+)
+def test_impossible_worker_counts_are_refused(inventory: Inventory, scale: dict[str, Any], said: str) -> None:
+    assert said in refused("scale.workers", inventory=inventory, scale=scale)
+
+
+def test_each_worker_needs_a_row_of_the_global_batch() -> None:
+    text = refused("scale.workers", scale={"workers": 5}, loop={"global_batch_size": 4})
+    assert "loop.global_batch_size, 4 rows" in text
+    made = plan(FOUR_GPUS, loop={"global_batch_size": 3})
+    assert value(made, "workers") == 3
+    assert any("loop.global_batch_size" in warning for warning in made.warnings)
+
+
+def test_explicit_threads_stand_and_too_many_are_a_warning() -> None:
+    made = plan(scale={"workers": 2, "threads": 4})
+    assert value(made, "threads") == 4 and made.warnings == []
+    assert any("scale.threads 5" in warning for warning in plan(scale={"workers": 2, "threads": 5}).warnings)
+
+
+# ---------------------------------------------------------------- precision
+
+
+def with_capability(capability: tuple[int, int] | None) -> Inventory:
+    return machines(node(gpus=[gpu(0, capability=capability)]))
+
+
+@pytest.mark.covers("PREC-05")
+@pytest.mark.parametrize(
+    ("inventory", "expected"),
+    [
+        (with_capability((9, 0)), ("bf16", "fp32")),
+        (with_capability((8, 0)), ("bf16", "fp32")),
+        (with_capability((7, 5)), ("fp16", "fp32")),
+        (with_capability((7, 0)), ("fp16", "fp32")),
+        (with_capability((6, 1)), "fp32"),
+        (with_capability(None), ("bf16", "fp32")),
+        (machines(node(gpus=[gpu(0), gpu(1, capability=(7, 5))])), ("fp16", "fp32")),
+        (machines(node(), flags={"amx_bf16": True}), ("bf16", "fp32")),
+        (machines(node(), flags={"avx512_bf16": True}), ("bf16", "fp32")),
+        (CPU, "fp32"),
+    ],
+)
+def test_auto_precision_by_capability_and_measurement(inventory: Inventory, expected: Any) -> None:
+    choice = plan(inventory).precision
+    if isinstance(expected, tuple):
+        assert isinstance(choice, Deferred)
+        assert choice.bounds == expected
+        assert "measured on the real model" in choice.how
+    else:
+        assert isinstance(choice, Resolved) and choice.value == expected
+    assert choice.reason
+
+
+@pytest.mark.covers("PREC-08")
+@pytest.mark.parametrize(
+    ("inventory", "asked", "instead"),
+    [
+        (with_capability((7, 5)), "bf16", "fp16"),
+        (with_capability((6, 1)), "bf16", "fp32"),
+        (with_capability((6, 1)), "fp16", "fp32"),
+        (with_capability((7, 5)), "tf32", "fp32"),
+        (CPU, "tf32", "fp32"),
+    ],
+)
+def test_a_format_the_device_lacks_is_recorded_or_refused(
+    inventory: Inventory, asked: str, instead: str
+) -> None:
+    made = plan(inventory, precision={"dtype": asked})
+    assert value(made, "precision") == instead
+    assert reason(made, "precision").startswith(f"fell back: {asked} was asked for")
+    assert any(asked in warning and instead in warning for warning in made.warnings)
+    strict = {"dtype": asked, "fallback": False}
+    assert instead in refused("precision.dtype", inventory=inventory, precision=strict)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "asked"),
+    [(CPU, "fp64"), (CPU, "fp32"), (CPU, "fp16"), (ONE_GPU, "bf16"), (ONE_GPU, "tf32"),
+     (with_capability((7, 0)), "fp16"), (with_capability(None), "bf16")],
+)  # fmt: skip
+def test_a_format_the_device_has_is_kept(inventory: Inventory, asked: str) -> None:
+    made = plan(inventory, precision={"dtype": asked})
+    assert value(made, "precision") == asked
+    assert made.warnings == []
+
+
+def test_bf16_on_a_plain_cpu_is_kept_with_a_warning() -> None:
+    made = plan(precision={"dtype": "bf16"})
+    assert value(made, "precision") == "bf16"
+    assert any("emulated" in warning for warning in made.warnings)
+
+
+# ---------------------------------------------------------------- batches and length
+
+
+@pytest.mark.covers("PERF-09")
+@pytest.mark.parametrize(
+    ("total", "workers", "micro", "expected"),
+    [
+        (32, 1, "auto", (32, 1)), (32, 2, "auto", (16, 1)), (32, 3, "auto", (11, 1)),
+        (32, 1, 8, (8, 4)), (32, 2, 8, (8, 2)), (32, 4, 8, (8, 1)), (24, 2, 8, (8, 2)),
+    ],
+)  # fmt: skip
+def test_micro_times_accumulation_times_world_is_the_global_batch(
+    total: int, workers: int, micro: Any, expected: tuple[int, int]
+) -> None:
+    made = plan(scale={"workers": workers}, loop={"global_batch_size": total, "micro_batch_size": micro})
+    size, times = value(made, "micro_batch_size"), value(made, "accumulation")
+    assert (size, times) == expected
+    assert value(made, "effective_batch") == total
+    if total % (size * workers) == 0:
+        assert size * times * workers == total
+        assert reason(made, "effective_batch") == f"micro {size} x accumulation {times} x {workers} workers"
+    else:
+        filled = f"{size * times * workers}, of which {total} are filled"
+        assert filled in reason(made, "effective_batch")
+
+
+def test_a_worker_without_rows_is_a_warning() -> None:
+    made = plan(scale={"workers": 4}, loop={"global_batch_size": 32, "micro_batch_size": 16})
+    assert any("2 of 4 workers have none" in warning for warning in made.warnings)
+
+
+def test_batches_larger_than_what_they_are_cut_from_are_refused() -> None:
+    assert "1000 training rows" in refused("loop.global_batch_size", loop={"global_batch_size": 1001})
+    refused("loop.micro_batch_size", loop={"global_batch_size": 4, "micro_batch_size": 8})
+    refused("loop.global_batch_size", loop={"global_batch_size": "auto"})
+
+
+def test_no_rows_are_refused() -> None:
+    empty = DataFacts(0, 0, 1, None, 0, None, "an empty file")
+    assert "an empty file" in refused("data", data_facts=empty)
+
+
+@pytest.mark.parametrize(
+    ("loop", "steps"),
+    [
+        ({}, 32), ({"epochs": 3}, 96), ({"max_steps": 7}, 7), ({"max_steps": 500}, 500),
+        ({"max_steps": 50, "epochs": 3}, 50), ({"max_steps": 500, "epochs": 3}, 96),
+    ],
+)  # fmt: skip
+def test_length_of_the_run(loop: dict[str, int], steps: int) -> None:
+    made = plan(loop=loop)
+    assert value(made, "steps_per_epoch") == 32
+    assert value(made, "max_steps") == steps
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (200, 10), (5000, 100)])
+def test_warm_up_is_five_percent_and_at_most_a_hundred(steps: int, warmup: int) -> None:
+    assert value(plan(loop={"max_steps": steps}), "warmup_steps") == warmup
+
+
+def test_a_given_warm_up_stands_and_one_as_long_as_the_run_is_a_warning() -> None:
+    made = plan(loop={"max_steps": 10}, optim={"warmup_steps": 10})
+    assert value(made, "warmup_steps") == 10
+    assert any("optim.warmup_steps" in warning for warning in made.warnings)
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("none", 0.5), ("linear", 2.0), ("sqrt", 1.0)])
+def test_learning_rate_with_the_global_batch(rule: str, lr: float) -> None:
+    made = plan(optim={"lr": 0.5, "scale_lr": rule}, loop={"global_batch_size": 128})
+    assert value(made, "lr") == lr
+
+
+@pytest.mark.parametrize(
+    ("loop", "every"),
+    [
+        ({"epochs": 2}, 32),  # each epoch
+        ({"epochs": 1}, 32),  # shorter than 50 steps: at the end
+        ({"eval_every": 5}, 5),
+        ({"max_steps": 1000, "global_batch_size": 1, "eval_batches": 10}, 100),  # a tenth of the run
+        ({"max_steps": 300, "global_batch_size": 1, "eval_batches": 1}, 50),  # never nearer than 50 steps
+        ({"max_steps": 1000, "global_batch_size": 1}, 334),  # 100 rows three times: a tenth of the time
+    ],
+)
+def test_rhythm_of_evaluation(loop: dict[str, int], every: int) -> None:
+    assert value(plan(loop=loop), "eval_every") == every
+
+
+def test_a_long_evaluation_within_an_epoch_comes_less_often() -> None:
+    facts = DataFacts(100_000, 10_000, 4, None, 400_000, None, "a test")
+    made = plan(loop={"max_steps": 50_000, "global_batch_size": 1}, data_facts=facts)
+    assert value(made, "eval_every") == 50_000
+    fewer = plan(loop={"max_steps": 50_000, "global_batch_size": 1, "eval_batches": 1000}, data_facts=facts)
+    assert value(fewer, "eval_every") == 5000
+
+
+def test_without_evaluation_rows_there_is_none() -> None:
+    facts = DataFacts(1000, 0, 4, None, 4000, None, "a test")
+    assert value(plan(data_facts=facts, loop={"eval_every": 5}), "eval_every") == 0
+
+
+def test_checkpoint_interval() -> None:
+    assert value(plan(save={"every": 7}), "checkpoint_every") == 7
+    choice = plan().checkpoint_every
+    assert isinstance(choice, Deferred) and choice.bounds == (1, 32)
+    assert "stall" in choice.how and "3 %" in choice.reason
+
+
+# ---------------------------------------------------------------- storage and memory
+
+
+def test_storage_by_bytes_of_device_and_data() -> None:
+    def facts(size: int) -> DataFacts:
+        return DataFacts(1000, 0, size // 1000, None, size, None, "a test")
+
+    small = machines(node(memory=10 * GIB))
+    assert value(plan(small, data_facts=facts(4 * GIB)), "storage") == "resident"
+    assert value(plan(small, data_facts=facts(5 * GIB)), "storage") == "stream"
+    assert value(plan(small, data_facts=facts(4 * GIB), scale={"workers": 2}), "storage") == "stream"
+    assert value(plan(ONE_GPU, data_facts=facts(30 * GIB)), "storage") == "resident"
+    assert value(plan(ONE_GPU, data_facts=facts(40 * GIB)), "storage") == "stream"
+    made = plan(small, data_facts=facts(5 * GIB))
+    assert "5.5 GiB of data against 4.5 GiB" in reason(made, "storage")
+
+
+def test_given_storage_stands_and_too_little_room_is_a_warning() -> None:
+    facts = DataFacts(1000, 0, 1, None, 9 * GIB, None, "a test")
+    made = plan(machines(node(memory=10 * GIB)), data={"storage": "resident"}, data_facts=facts)
+    assert value(made, "storage") == "resident"
+    assert any("data.storage resident" in warning for warning in made.warnings)
+    assert value(plan(data={"storage": "stream"}), "storage") == "stream"
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype", "memory", "checkpoint"),
+    [
+        ({}, "fp32", 4000 * 4 + 320, 12_000),
+        ({}, "bf16", 4000 * 4 + 320 + 2000, 12_000),
+        ({}, "fp64", 8000 * 4 + 320, 24_000),
+        ({"name": "sgd"}, "fp32", 4000 * 3 + 320, 8000),
+        ({"name": "sgd", "momentum": 0.0}, "fp32", 4000 * 2 + 320, 4000),
+    ],
+)
+def test_memory_and_checkpoint_by_formula(
+    optim: dict[str, Any], dtype: str, memory: int, checkpoint: int
+) -> None:
+    inventory = machines(node(), flags={"amx_bf16": True})
+    made = plan(inventory, optim=optim, precision={"dtype": dtype}, data={"storage": "stream"})
+    assert value(made, "memory") == memory
+    assert value(made, "checkpoint_bytes") == checkpoint
+    assert value(made, "parameters") == 1000
+
+
+def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
+    frozen = ModelFacts(1000, 400, 0, None, "a test")
+    made = plan(model_facts=frozen, data={"storage": "stream"}, precision={"dtype": "fp32"})
+    assert value(made, "memory") == 4000 + 3 * 400
+    assert "activations unknown" in reason(made, "memory")
+
+
+def test_more_than_the_memory_is_a_warning() -> None:
+    large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
+    made = plan(machines(node(memory=10 * GIB)), model_facts=large)
+    assert any("loop.micro_batch_size" in warning for warning in made.warnings)
+
+
+# ---------------------------------------------------------------- what is not known yet, and the record
+
+
+def test_what_only_the_opened_data_and_model_know_waits() -> None:
+    made = plan(data_facts=None, model_facts=None)
+    waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
+    assert waiting == {
+        "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage",
+        "parameters", "memory", "checkpoint_bytes",
+    }  # fmt: skip
+    assert "plan --build" in {name: why for name, _, why in made.rows()}["parameters"]
+    assert value(plan(data_facts=None, loop={"max_steps": 9}), "max_steps") == 9
+
+
+def test_experts_stay_in_process() -> None:
+    assert value(plan(), "hosts") == "none"
+    assert value(plan(experts_hosts="auto"), "hosts") == 0
+    assert "in-process" in reason(plan(experts_hosts="auto"), "hosts")
+
+
+@pytest.mark.parametrize("inventory", [CPU, FOUR_GPUS, with_capability(None)])
+def test_the_record_is_json_and_comes_back_equal(inventory: Inventory) -> None:
+    made = plan(inventory, scale={"mode": "multi_gpu"})
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    unknown = plan(inventory, data_facts=None, model_facts=None)
+    assert Plan.from_json(json.loads(json.dumps(unknown.to_json()))) == unknown
+
+
+def test_every_row_has_a_value_and_a_reason() -> None:
+    made = plan()
+    assert [name for name, _, _ in made.rows()] == list(made.choices())
+    assert all(shown and why for _, shown, why in made.rows())
+    shown = {name: text for name, text, _ in made.rows()}
+    assert shown["checkpoint_every"] == "1 to 32"
+    assert shown["deterministic"] == "no"
+    assert shown["lr"] == "0.001"
+    assert shown["memory"].endswith("KiB")
+
+
+def test_the_same_arguments_give_the_same_plan() -> None:
+    assert plan(FOUR_GPUS, scale={"workers": 3}) == plan(FOUR_GPUS, scale={"workers": 3})
