@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from experts.router import TopKRouter
+from raytrain.trainable import GlobalStep
 
 
 def imbalance(counts_LE: Tensor) -> Tensor:
@@ -40,14 +41,18 @@ class LoadBook:
         return torch.cat([router.pending_counts for router in self.routers])
 
     @torch.no_grad()
-    def commit(self, step: int, counts: Tensor | None, skipped: Tensor | bool) -> None:
+    def commit(self, agreed: GlobalStep) -> None:
         """End a step in every router, with the counts of all ranks (None = the step was dropped)."""
+        counts, skipped = agreed.counts, agreed.skip
         parts = [None] * len(self.sizes) if counts is None else counts.split(self.sizes)
         for router, part in zip(self.routers, parts, strict=True):
             router.commit(part, skipped=skipped)
-        if counts is None or skipped is True:
+        if counts is None:
             return
         new = [part.double() for part in counts.split(self.sizes)]
+        if self.last:  # a skipped step is not counted; which it was stays on the device
+            stays = torch.as_tensor(skipped, device=counts.device)
+            new = [torch.where(stays, old, part) for old, part in zip(self.last, new, strict=True)]
         old = self.average or new
         self.average = [self.decay * a + (1 - self.decay) * n for a, n in zip(old, new, strict=True)]
         self.last = new

@@ -190,6 +190,6 @@ def _trainable(module: nn.Module, loss: object, flops: float, *, blocks: str | N
         blocks=blocks,
         flops_per_sample=flops,
         counts=book.pending,
-        between_steps=book.commit,
+        commit=book.commit,
         log_metrics=book.metrics,
     )

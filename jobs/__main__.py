@@ -103,9 +103,7 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
     from jobs.plan import plan_verb
 
     path, overrides = split_arguments(arguments)
-    sys.exit(
-        plan_verb(path, overrides, as_json=as_json, build=build, full=full, inventory_file=inventory_file)
-    )
+    sys.exit(plan_verb(path, overrides, as_json=as_json, build=build, full=full, inventory_file=inventory_file))
 
 
 @main.command()

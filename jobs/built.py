@@ -13,7 +13,7 @@ from raytrain.data.sources import Source, open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.registry import call_builder, resolve, to_trainable
 from raytrain.plan import DataFacts, ModelFacts
-from raytrain.session import source_facts
+from raytrain.train_job import source_facts
 from raytrain.trainable import Trainable
 
 

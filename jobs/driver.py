@@ -1,46 +1,49 @@
-"""What the driver does with torch at hand: find wrong input before Ray starts, and phrase the workers' job."""
+"""What the driver does with torch at hand: find wrong input before Ray starts, phrase the workers' job."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
-from jobs.built import build
+from jobs.built import build, facts_from, opened
 from jobs.spec import JobSpec
-from raytrain.data.sources import hand_over, handed_over, open_source
-from raytrain.errors import InputError
-from raytrain.models.registry import check_shadowing, make_importable
-from raytrain.plan import Plan
+from raytrain.attempts import this_process
+from raytrain.callbacks import load_observers
+from raytrain.data.sources import hand_over, handed_over
+from raytrain.models.registry import check_shadowing, make_importable, resolve
+from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
-from raytrain.session import TrainJob, source_facts
+from raytrain.train_job import TrainJob, source_facts
 
 
-def check_on_driver(spec: JobSpec) -> Any:
+@dataclass(frozen=True)
+class Checked:
+    """What the driver learned: exact sizes, and the data to hand over (None where workers open it themselves)."""
+
+    handed: Any
+    model_facts: ModelFacts
+    data_facts: DataFacts
+
+
+def check_on_driver(spec: JobSpec) -> Checked:
     """Open the data and build the model once, so that a mistake in either is found before anything starts.
-
-    Returns:
-        The data to hand over to the workers, or None where they open it themselves.
 
     Raises:
         InputError: naming the key that mends it.
     """
     make_importable(os.getcwd())
     check_shadowing()
+    load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
-    context = spec.model.keys.get("context")
-    source = handed_over(sent, spec.data, context=context) or open_source(spec.data, context=context, seed=spec.seed)
-    rows = len(source.train)
-    batch = spec.loop.global_batch_size
-    if isinstance(batch, int) and batch > rows:
-        raise InputError(
-            "loop.global_batch_size", seen=str(batch), expected=f"at most the {rows} rows of the training split"
-        )
+    source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
     build(spec, source_facts(source))
-    return sent
+    model_facts, data_facts = facts_from(spec, source)
+    return Checked(sent, model_facts, data_facts)
 
 
-def train_job(spec: JobSpec, plan: Plan, run: RunFolder) -> TrainJob:
-    """The workers' orders."""
+def train_job(spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int) -> TrainJob:
+    """The workers' orders; `attempt` is the number the driver has taken for their first attempt."""
     names = [name for name in type(spec).model_fields if name not in ("model", "data")]
     return TrainJob(
         seed=spec.seed,
@@ -56,13 +59,7 @@ def train_job(spec: JobSpec, plan: Plan, run: RunFolder) -> TrainJob:
         plan=plan,
         run_path=run.path,
         import_path=os.getcwd(),
-        owner=_owner(),
-        first_attempt=run.current_attempt() + 1,
+        owner=this_process(),
+        first_attempt=attempt,
         builder_sections={name: getattr(spec, name) for name in names},
     )
-
-
-def _owner() -> dict[str, Any]:
-    from raytrain.attempts import this_process
-
-    return this_process()

@@ -1,9 +1,14 @@
-"""`result.json`: how a run ended, over all its attempts."""
+"""How a command ends: `result.json` over all attempts, and the last lines on the terminal."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from raytrain.accounting import account
 from raytrain.run_folder import RunFolder
@@ -48,3 +53,40 @@ def _best_checkpoint(run: RunFolder) -> str | None:
         if loss is not None and (best is None or loss < best[0]):
             best = (loss, entry.name)
     return best[1] if best else newest
+
+
+def last_sign_of_life(run: RunFolder) -> float | None:
+    """Unix seconds of the newest event or heartbeat: when a command that was killed was last seen."""
+    rows = run.read_rows(run.events)
+    beat = run.store.changed("attempts/heartbeat.json")
+    return max([row["time"] for row in rows] + ([beat] if beat else []), default=None)
+
+
+def process_start(now: float) -> float:
+    """When this process began (unix seconds), for the time account; `now` where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        started = time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return now
+    # in a notebook the process is hours old: only a command's own interpreter start counts
+    return started if now - started < 30 else now
+
+
+def say_ending(console: Console, run: RunFolder, record: Mapping[str, Any], page: str) -> None:
+    """The last lines a person sees: how it ended, and where things are."""
+    loss = record["final_loss"]
+    best = record["best_eval_loss"]
+    parts = [f"{record['status']} after {record['steps']} steps in {record['wall_s']:.0f} s"]
+    if isinstance(loss, float):
+        parts.append(f"loss {loss:.4f}")
+    if isinstance(best, float):
+        parts.append(f"best eval loss {best:.4f}")
+    console.print(", ".join(parts), markup=False)
+    if record["status"] == "failed":
+        console.print(f"why: {record['reason']}", markup=False)
+    console.print(f"run     {run.path}", markup=False, soft_wrap=True)
+    if record.get("weights"):
+        console.print(f"weights {record['weights']}", markup=False, soft_wrap=True)
+    console.print(f"report  {page}", markup=False, soft_wrap=True)

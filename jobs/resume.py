@@ -37,9 +37,7 @@ def open_resumed(
     """
     if resume == "auto":
         assert loaded is not None
-        found = find_unfinished(
-            loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job")
-        )
+        found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
         return None if found is None else Resumed(found, loaded, [])
     run = RunFolder.open(resume)
     if not run.exists(run.job_mapping):

@@ -1,58 +1,25 @@
 """The verb `train`, and its Python door. Reads like the story it tells:
 
-    spec -> checks on the driver -> machines -> plan -> run folder -> Ray -> fit -> result -> report
+spec -> checks on the driver -> machines -> plan -> run folder -> Ray -> fit -> result -> report
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from cluster.environment import environment_record
-from cluster.inventory import Inventory, inventory_from_ray, local_inventory
-from cluster.preflight import CheckResult, run_preflight
-from jobs.plan import plan_job, print_plan, resolve_paths
-from jobs.resume import Resumed, open_resumed
-from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
-from jobs.spec import LoadedSpec, load_spec, refuse_later
-from raytrain.errors import InputError, RaytrainError, RunError
-from raytrain.plan import Plan
-from raytrain.record import event
+from jobs.command import Result, TrainCommand, result_of
+from jobs.resume import open_resumed
+from jobs.runtime import StopSignals
+from jobs.spec import load_spec, refuse_later
+from raytrain.errors import RunError
 from raytrain.run_folder import RunFolder
 
-STATUS_EVERY_S = 0.25
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended.
-
-    Attributes:
-        run: path of the run folder.
-        status: "done", "failed" or "interrupted".
-        steps: optimizer steps taken, over all attempts.
-        final_loss: of the last train row; None without one.
-        best_eval_loss: the smallest; None without an evaluation.
-        history: every row of metrics.jsonl.
-        weights: path of the exported safetensors file; None unless done.
-        reason: in words.
-    """
-
-    run: str
-    status: str
-    steps: int
-    final_loss: float | None
-    best_eval_loss: float | None
-    history: list[dict[str, Any]]
-    weights: str | None
-    reason: str
+__all__ = ["Result", "run_train", "train"]
 
 
 def train(
@@ -110,252 +77,13 @@ def run_train(
         refuse_later(loaded.spec, "train")
         if resume == "auto":
             resumed = open_resumed("auto", path, overrides, loaded=loaded)
-        return _Command(loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began).run()
+        return TrainCommand(
+            loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began
+        ).run()
     finally:
         signals.restore()
 
 
 def _finished(run: RunFolder, console: Console) -> Result:
     console.print(f"{run.path} is done; nothing is left to train", markup=False)
-    return _result(run, run.read_json(run.result))
-
-
-def _result(run: RunFolder, record: Mapping[str, Any]) -> Result:
-    return Result(
-        run=run.path,
-        status=record["status"],
-        steps=record["steps"],
-        final_loss=record["final_loss"],
-        best_eval_loss=record["best_eval_loss"],
-        history=run.read_rows(run.metrics),
-        weights=run.weights if run.exists(run.weights) else None,
-        reason=record.get("reason", ""),
-    )
-
-
-class _Command:
-    """One `train` command, from checked spec to result."""
-
-    def __init__(
-        self,
-        loaded: LoadedSpec,
-        *,
-        resumed: Resumed | None,
-        signals: StopSignals,
-        verbose: bool,
-        console: Console,
-        began: float,
-    ) -> None:
-        self.loaded = loaded
-        self.spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
-        self.resumed = resumed
-        self.signals = signals
-        self.verbose = verbose
-        self.console = console
-        self.began = _process_start(began)
-        self.status: dict[str, Any] = {}
-
-    def run(self) -> Result:
-        """Check, plan, make the run folder, train, write the result and the report."""
-        from jobs.driver import check_on_driver
-
-        address = cluster_address(self.spec.cluster.address)
-        handed = check_on_driver(self.spec)
-        inventory = local_inventory()
-        plan = plan_job(self.loaded, inventory=inventory, build=True) if address == "local" else None
-        run: RunFolder | None = None
-        ending: dict[str, Any] = {"status": "interrupted", "reason": "interrupted before the first step"}
-        try:
-            if plan is not None:
-                run = self._open_run(plan, inventory)
-            cpus, gpus = _resources(plan)
-            with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=self.verbose) as cluster:
-                self.signals.install()
-                if plan is None:
-                    inventory = inventory_from_ray()
-                    plan = plan_job(self.loaded, inventory=inventory, build=True)
-                    run = self._open_run(plan, inventory)
-                assert run is not None
-                ending = self._train(plan, run, cluster, handed)
-        except (Interrupted, KeyboardInterrupt):
-            pass
-        except SystemExit as stop:  # ray.init turns a SIGTERM inside it into one
-            if stop.code not in (15, 130, 143):
-                raise
-        except RaytrainError as error:
-            if run is None:
-                raise
-            ending = {"status": "failed", "reason": str(error)}
-        if run is None:
-            raise Interrupted("before the run folder was made")
-        return self._close(run, ending)
-
-    # -- the run folder ---------------------------------------------------------------------------
-
-    def _open_run(self, plan: Plan, inventory: Inventory) -> RunFolder:
-        """A new run folder, or the resumed one, with what is known before the start. Checks that it can be written."""
-        checks = preflight_of(plan, self.spec.save.dir, inventory)
-        failed = [check for check in checks if check.status == "fail"]
-        if failed:
-            first = failed[0]
-            raise InputError(first.key or first.name, seen=first.seen, expected=first.expected, remedy=first.remedy)
-        if self.resumed is not None:
-            run = self.resumed.run
-        else:
-            run = RunFolder.create(self.spec.save.dir, self.spec.name, job=_plain_mapping(self.loaded))
-            run.write_text(run.job, self.loaded.text)
-        last_sign = _last_sign_of_life(run)
-        run.append_event(
-            event("driver_start", process_start=self.began, pid=os.getpid(), last_sign_of_life=last_sign,
-                  changed=self.resumed.changed if self.resumed else [])
-        )
-        plan = replace(plan, files=replace(plan.files, value=run.path))
-        run.write_json(run.plan, plan.to_json())
-        run.write_json(run.environment, environment_record())
-        run.write_json(run.preflight, [check.to_json() for check in checks])
-        print_plan(plan, self.console)
-        if self.resumed is not None and run.exists(run.result):
-            run.store.delete("result.json")
-        return run
-
-    # -- training ---------------------------------------------------------------------------------
-
-    def _train(self, plan: Plan, run: RunFolder, cluster: Cluster, handed: Any) -> dict[str, Any]:
-        import ray
-
-        from jobs.driver import train_job
-        from jobs.progress import TrainingDisplay
-        from raytrain.trainer import fit, make_link
-
-        job = train_job(self.spec, plan, run)
-        link = make_link()
-        outcome: dict[str, Any] = {}
-
-        def work() -> None:
-            try:
-                storage = os.path.join(cluster.folder, "t") if cluster.local else f"{run.path}/logs/ray"
-                outcome["ending"] = fit(
-                    job, data=handed, link=link, local=cluster.local, interface=self.spec.cluster.interface,
-                    storage=storage,
-                )
-            except BaseException as error:  # handed to the main thread, which owns the command's fate
-                outcome["error"] = error
-
-        thread = threading.Thread(target=work, daemon=True, name="fit")
-        thread.start()
-        stop_at: float | None = None
-        with TrainingDisplay(self.console) as display:
-            while thread.is_alive():
-                thread.join(STATUS_EVERY_S)
-                run.heartbeat()
-                self._look(ray, link, display)
-                if self.signals.asked.is_set() and stop_at is None:
-                    stop_at = time.monotonic() + self.spec.retry.stop_grace_s
-                    link.stop.remote()
-                    display.say("stopping: the workers save and return (a second signal leaves at once)")
-                late = stop_at is not None and time.monotonic() > stop_at
-                if self.signals.times > 1 or late:
-                    return {"status": "interrupted", "reason": "left without waiting for the workers", "leave": True}
-        if "error" in outcome:
-            if self.signals.asked.is_set():
-                return {"status": "interrupted", "reason": "a stop was asked for"}
-            raise outcome["error"]
-        return outcome["ending"]
-
-    def _look(self, ray: Any, link: Any, display: Any) -> None:
-        """Fetch the newest progress; before the first step a signal then ends the command by itself."""
-        try:
-            self.status, said = ray.get([link.status.remote(), link.heard.remote()], timeout=5)
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-            return
-        if said:
-            display.say(said)
-        display.show(self.status)
-        if not self.signals.training and self.status.get("phase") == "training":
-            self.signals.training = True
-
-    # -- the end ----------------------------------------------------------------------------------
-
-    def _close(self, run: RunFolder, ending: dict[str, Any]) -> Result:
-        from jobs.ending import write_result
-
-        run.append_event(event("driver_end", status=ending["status"], reason=ending.get("reason", "")))
-        record = write_result(run, ending)
-        run.flush()
-        leave = bool(ending.get("leave"))
-        if not leave:
-            from raytrain.report import build_report
-
-            page = build_report(run)
-            _say_ending(self.console, run, record, page)
-        if record["status"] == "interrupted" and (leave or self.signals.asked.is_set()):
-            self.console.print(f"interrupted; go on with: raytrain train --resume {run.path}", markup=False)
-        return _result(run, record)
-
-
-def _resources(plan: Plan | None) -> tuple[int, int]:
-    """Logical CPUs and GPUs that a local cluster declares: what the plan needs, not what the box has."""
-    if plan is None:
-        return 1, 0
-    workers = int(plan.workers.value)  # type: ignore[union-attr]
-    return workers + 1, workers if plan.device.value == "cuda" else 0  # type: ignore[union-attr]
-
-
-def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:
-    """The machine's checks for what this plan needs."""
-    return run_preflight(
-        save_dir=save_dir,
-        inventory=inventory,
-        checkpoint_bytes=_known(plan.checkpoint_bytes),
-        worker_bytes=_known(plan.memory),
-        local_workers=-(-int(_known(plan.workers) or 1) // max(1, len(inventory.nodes))),
-        on_gpu=_known(plan.device) == "cuda",
-    )
-
-
-def _known(choice: Any) -> Any:
-    """The value of a resolved choice, None of a deferred one."""
-    return getattr(choice, "value", None)
-
-
-def _plain_mapping(loaded: LoadedSpec) -> dict[str, Any]:
-    from raytrain.decode import load_yaml
-
-    return load_yaml(loaded.merged_text, origin="job")
-
-
-def _last_sign_of_life(run: RunFolder) -> float | None:
-    rows = run.read_rows(run.events)
-    beat = run.store.changed("attempts/heartbeat.json")
-    return max([row["time"] for row in rows] + ([beat] if beat else []), default=None)
-
-
-def _process_start(now: float) -> float:
-    """When this process began (unix seconds), for the time account; `now` where the system does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        started = time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return now
-    # in a notebook the process is hours old: only a command's own interpreter start counts
-    return started if now - started < 30 else now
-
-
-def _say_ending(console: Console, run: RunFolder, record: Mapping[str, Any], page: str) -> None:
-    loss = record["final_loss"]
-    best = record["best_eval_loss"]
-    parts = [f"{record['status']} after {record['steps']} steps in {record['wall_s']:.0f} s"]
-    if isinstance(loss, float):
-        parts.append(f"loss {loss:.4f}")
-    if isinstance(best, float):
-        parts.append(f"best eval loss {best:.4f}")
-    console.print(", ".join(parts), markup=False)
-    if record["status"] == "failed":
-        console.print(f"why: {record['reason']}", markup=False)
-    console.print(f"run     {run.path}", markup=False, soft_wrap=True)
-    if record.get("weights"):
-        console.print(f"weights {record['weights']}", markup=False, soft_wrap=True)
-    console.print(f"report  {page}", markup=False, soft_wrap=True)
-
-
+    return result_of(run, run.read_json(run.result))

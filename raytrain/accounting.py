@@ -68,7 +68,11 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
             total["lost"] += max(0.0, ended - safe) if closed is None else 0.0
             continue
         following = rows[starts[position + 1]]
-        faults = [row["failed_at"] for row in rows if row["kind"] == "fault" and row.get("failed_attempt") == mine[0]["attempt"]]
+        faults = [
+            row["failed_at"]
+            for row in rows
+            if row["kind"] == "fault" and row.get("failed_attempt") == mine[0]["attempt"]
+        ]
         failed = min(max(faults[0], safe), following["time"]) if faults else safe
         total["lost"] += failed - safe
         total["restart"] += following["time"] - failed

@@ -68,6 +68,11 @@ class Attempts:
         """The record {host, pid, start} of the newest attempt, or of the folder's maker."""
         return self._read(f"attempts/{self.current():04d}.json")
 
+    def owner_of(self, number: int) -> dict[str, Any] | None:
+        """Who took attempt `number`: {host, pid, start}; None where nobody has."""
+        record = self._read(f"attempts/{number:04d}.json")
+        return None if record is None else {name: record[name] for name in ("host", "pid", "start")}
+
     def beat(self) -> None:
         """Writes the heartbeat, unless it was written less than 5 s ago."""
         now = time.monotonic()

@@ -51,7 +51,11 @@ class Observers:
     def _tell(self, verb: str, row: dict[str, Any]) -> None:
         for observer in list(self._active):
             method = getattr(observer, verb, None)
-            if method is None and callable(observer) and not (hasattr(observer, "metrics") or hasattr(observer, "event")):
+            if (
+                method is None
+                and callable(observer)
+                and not (hasattr(observer, "metrics") or hasattr(observer, "event"))
+            ):
                 method = observer
             self._guarded(observer, method, copy.deepcopy(row))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from raytrain.errors import DevicePlacementError
 
 
@@ -36,7 +37,7 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
 
 
 def set_determinism(*, deterministic: bool) -> None:
-    """`loop.deterministic`: kernels that give the same bits each time, at their price (on a GPU; a CPU has no others)."""
+    """`loop.deterministic`: kernels that give the same bits each time, at their price; a CPU has no others."""
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     if deterministic:

@@ -24,10 +24,13 @@ def evaluate(step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Work
     module = step.trainable.module
     total: dict[str, Tensor] = {}
     weight = 0
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             for micro in batches:
+                if micro.weight == 0:
+                    continue
                 output = step.forward(micro.batch, global_weight=micro.weight)
                 share = float(micro.weight)
                 for name, value in {"loss": output.loss, **output.metrics}.items():
@@ -36,7 +39,8 @@ def evaluate(step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Work
                     )
                 weight += micro.weight
     finally:
-        module.train()
+        for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
+            part.training = training
     names = _agreed_names(list(total), workers)
     zero = torch.zeros((), dtype=torch.float64, device=step.device)
     sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])

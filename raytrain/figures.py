@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.reading import Row, RunRecords, first_text, number, percentile, series, values
+from raytrain.reading import Row, RunRecords, first_text, listed, number, percentile, series, values
 
 TIME_PARTS = (
     "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"
@@ -33,7 +33,7 @@ class Outcome:
 
 def seconds(value: float | None) -> str:
     """A duration as people say it: 3.2 ms, 12.4 s, 4 min 05 s, 2 h 07 min."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "-"
     if value < 0.0995:
         return f"{value * 1000:.3g} ms" if value else "0 s"
@@ -172,18 +172,18 @@ def history(records: RunRecords) -> list[dict[str, Any]]:
     Losses, gradient norm and peak memory are of the logged steps; an epoch shorter than the log interval has
     a row with empty cells. `epoch_time_s` counts each logged step time for the steps since the one before.
     """
-    train = [row for row in records.train if number(row.get("epoch")) is not None]
+    train = [row for row in records.train if "epoch" in row]
     if not train:
         return []
     ends: list[float] = [row["step"] for row in train]
     evals: dict[int, Row] = {}
     for row in records.evals:
         before = train[max(0, bisect_right(ends, row["step"]) - 1)]
-        evals[int(before["epoch"])] = row
+        evals[before["epoch"]] = row
     members: dict[int, list[tuple[Row, float]]] = {}
     previous = 0
     for row in train:
-        members.setdefault(int(row["epoch"]), []).append((row, row["step"] - previous))
+        members.setdefault(row["epoch"], []).append((row, row["step"] - previous))
         previous = row["step"]
     return [
         _epoch_row(epoch, members.get(epoch, []), evals.get(epoch))
@@ -221,8 +221,8 @@ def _mean(data: Sequence[float]) -> float | None:
 def device_line(records: RunRecords) -> str:
     """The devices of the run in words: `2 x cpu (Intel Xeon)`."""
     device, workers = records.planned("device"), records.planned("workers")
-    names = records.environment.get("gpus") if device not in (None, "cpu") else []
-    model = ", ".join(sorted({str(name) for name in names or []}))
+    names = listed(records.environment.get("gpus")) if device not in (None, "cpu") else []
+    model = ", ".join(sorted({str(name) for name in names}))
     model = model or first_text(records.environment, "cpu_model")
     count = f"{workers} x {device or '?'}" if workers else str(device or "unknown")
     return f"{count} ({model})" if model else count

@@ -48,7 +48,7 @@ def fused_available(module: nn.Module) -> bool:
 
 
 def takes_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` skips by a `found_inf` tensor (torch's fused optimizers do, `Optimizer._step_supports_amp_scaling`)."""
+    """Whether `optimizer` skips by a `found_inf` tensor, as torch's fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

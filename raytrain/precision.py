@@ -81,7 +81,9 @@ class LossScale:
     `growth_interval` good ones. Powers of two, so that scaling and unscaling round nothing.
     """
 
-    def __init__(self, device: torch.device, *, enabled: bool, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(
+        self, device: torch.device, *, enabled: bool, initial: float = 2.0**16, growth_interval: int = 2000
+    ) -> None:
         self.enabled = enabled
         self.growth_interval = growth_interval
         self.value = torch.tensor(initial if enabled else 1.0, dtype=torch.float32, device=device)

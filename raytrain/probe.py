@@ -95,7 +95,9 @@ def compare_precisions(
             seconds=max(row[index] for row in rows),
             loss=rows[0][2 * count + 2 * index],
             grad_norm=rows[0][2 * count + 2 * index + 1],
-            error=errors.get(policy.name, "it failed on another worker") if any(r[count + index] for r in rows) else None,
+            error=errors.get(policy.name, "it failed on another worker")
+            if any(r[count + index] for r in rows)
+            else None,
         )
         for index, policy in enumerate(policies)
     ]

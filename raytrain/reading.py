@@ -86,10 +86,10 @@ def read_records(run: RunFolder) -> RunRecords:
         path=run.path,
         job_text=job_text,
         plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
-        warnings=[str(line) for line in plan.get("warnings") or []],
+        warnings=[str(line) for line in listed(plan.get("warnings"))],
         config=_config_lines(plan),
         environment=_mapping(run, run.environment, unreadable),
-        preflight=[row for row in checks or [] if isinstance(row, Mapping)],
+        preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
         events=events,
@@ -150,9 +150,25 @@ def first_text(row: Row, *keys: str) -> str:
 
 
 def _by_step(rows: Iterable[Row]) -> list[Row]:
-    """Rows in order of step; of a step that stands twice (a writer died while another took over) the last."""
-    latest = {int(step): row for row in rows if (step := number(row.get("step"))) is not None}
+    """Rows in order of step, an int, as is the epoch where there is one; of two of a step the last."""
+    latest: dict[int, Row] = {}
+    for row in rows:
+        step, epoch = number(row.get("step")), number(row.get("epoch"))
+        if step is not None:
+            known = {"epoch": int(epoch)} if epoch is not None and 0 <= epoch <= step else {}
+            rest = {key: seen for key, seen in row.items() if key != "epoch"}
+            latest[int(step)] = {**rest, "step": int(step), **known}
     return [latest[step] for step in sorted(latest)]
+
+
+def listed(value: Any) -> list[Any]:
+    """The value, or an empty list where a file holds something else in its place."""
+    return value if isinstance(value, list) else []
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value, or an empty mapping where a file holds something else in its place."""
+    return value if isinstance(value, dict) else {}
 
 
 def _plan_lines(choices: Row) -> list[PlanLine]:
@@ -161,7 +177,7 @@ def _plan_lines(choices: Row) -> list[PlanLine]:
         if not isinstance(row, Mapping):
             lines.append(PlanLine(str(name), row, ""))
         elif "how" in row:
-            bounds = ", ".join(str(bound) for bound in row.get("bounds") or [])
+            bounds = ", ".join(str(bound) for bound in listed(row.get("bounds")))
             value = f"{row['how']} ({bounds})" if bounds else str(row["how"])
             lines.append(PlanLine(str(name), value, str(row.get("reason", "")), deferred=True))
         else:
@@ -197,10 +213,9 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
 
 
 def _config_lines(plan: Row) -> list[ConfigLine]:
-    config, sources = plan.get("config"), plan.get("sources") or {}
-    if not isinstance(config, Mapping):
-        return []
-    return [ConfigLine(key, value, str(sources.get(key, "default"))) for key, value in _leaves(config, "")]
+    sources = mapping(plan.get("sources"))
+    leaves = _leaves(mapping(plan.get("config")), "")
+    return [ConfigLine(key, value, str(sources.get(key, "default"))) for key, value in leaves]
 
 
 def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:

@@ -13,12 +13,13 @@ The rules, in order:
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from raytrain.config import RetryConfig
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is somebody's mistake.
-OPERATION_ERRORS = ("RuntimeError", "NotImplementedError")
+OPERATION_ERRORS = ("RuntimeError",)
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,13 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
     if newest.reduced and fallback and newest.error in OPERATION_ERRORS:
         return Decision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
     without_progress = 0
-    for earlier, later in zip(resumed_from[:-1], resumed_from[1:], strict=True):
+    for earlier, later in pairwise(resumed_from):
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
         return Decision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
-    return Decision("go_on", f"rank {newest.rank} failed at step {newest.step} ({what}); restarted from the newest checkpoint")
+    return Decision(
+        "go_on", f"rank {newest.rank} failed at step {newest.step} ({what}); restarted from the newest checkpoint"
+    )
 
 
 def _same_place(one: Fault, other: Fault) -> bool:

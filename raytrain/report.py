@@ -99,8 +99,10 @@ def _cell(key: str, summary: dict[str, Any]) -> str:
         return f'<span class="badge {TONES.get(str(value), "")}">{esc(value)}</span>'
     if value is None:
         return "-"
-    if key.endswith("_per_s") or not isinstance(value, int | float):
-        return shown(value) if isinstance(value, str) else esc(plain_number(value))
+    if not isinstance(value, int | float):
+        return shown(value)
+    if key.endswith("_per_s"):
+        return esc(plain_number(value))
     if key.endswith("_s") or "_ms_" in key:
         return esc(seconds(value / 1000 if "_ms_" in key else value))
     return esc(size(value) if key.endswith("_bytes") else plain_number(value))

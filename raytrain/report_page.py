@@ -54,7 +54,7 @@ def _head(records: RunRecords, summary: dict[str, Any]) -> str:
         f"host {records.environment['host']}" if records.environment.get("host") else "",
         str(summary["devices"]) if records.plan else "",
         f"{summary['attempts']} attempts" if (summary["attempts"] or 0) > 1 else "",
-        f"{plain_number(summary['parameters'])} parameters" if summary["parameters"] else "",
+        f"{plain_number(number(summary['parameters']))} parameters" if summary["parameters"] else "",
     ]
     meta = "".join(f"<span>{esc(fact)}</span>" for fact in facts if fact)
     return (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raytrain.figures import HISTORY_COLUMNS, cause_of, history, plain_number, seconds, size, time_account
-from raytrain.reading import ConfigLine, PlanLine, Row, RunRecords, number
+from raytrain.reading import ConfigLine, PlanLine, Row, RunRecords, listed, mapping, number
 from raytrain.report_style import esc
 
 _EVENTS_SHOWN = 200
@@ -198,16 +198,17 @@ def _brief(value: Any, key: str = "") -> str:
 def machine(records: RunRecords) -> str:
     """Hardware, versions, commit and the checks made before the start."""
     seen = records.environment
-    git, cores = seen.get("git") or {}, seen.get("cores")
+    git, cores = mapping(seen.get("git")), seen.get("cores")
     flags = (
-        ", ".join(name for name, on in (seen.get("cpu_flags") or {}).items() if on) or "no bf16 instructions"
+        ", ".join(name for name, on in mapping(seen.get("cpu_flags")).items() if on) or "no bf16 instructions"
     )
     versions = ", ".join(
-        f"{name} {version}" for name, version in (seen.get("versions") or {}).items() if version
+        f"{name} {version}" for name, version in mapping(seen.get("versions")).items() if version
     )
     pairs = {
         "Host": seen.get("host"),
-        "Accelerators": ", ".join(str(name) for name in seen.get("gpus") or []) or ("none" if seen else None),
+        "Accelerators": ", ".join(str(name) for name in listed(seen.get("gpus")))
+        or ("none" if seen else None),
         "CPU": f"{seen.get('cpu_model')}, {cores} cores, {flags}" if seen.get("cpu_model") else None,
         "Memory": size(number(seen.get("memory_bytes"))) if seen.get("memory_bytes") else None,
         "Driver": seen.get("driver"),
@@ -215,7 +216,7 @@ def machine(records: RunRecords) -> str:
         "Python": seen.get("python"),
         "Packages": versions,
         "Commit": f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}" if git else None,
-        "Variables": ", ".join(f"{name}={value}" for name, value in (seen.get("variables") or {}).items()),
+        "Variables": ", ".join(f"{name}={value}" for name, value in mapping(seen.get("variables")).items()),
     }
     inner = "".join(f"<dt>{esc(key)}</dt><dd>{esc(value)}</dd>" for key, value in pairs.items() if value)
     facts = f'<div class="card"><dl class="pairs">{inner}</dl></div>' if inner else ""

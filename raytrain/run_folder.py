@@ -206,6 +206,10 @@ class RunFolder:
         """The owner {host, pid, start} of the newest attempt; before the first, who made the folder."""
         return self._attempts.owner()
 
+    def owner_of(self, number: int) -> dict[str, Any] | None:
+        """Who took attempt `number`: {host, pid, start}; None where nobody has."""
+        return self._attempts.owner_of(number)
+
     def heartbeat(self) -> None:
         """Says that the newest attempt lives, for readers on other hosts; writes at most once in 5 s."""
         self._attempts.beat()

@@ -11,7 +11,7 @@ from safetensors.torch import save as tensors_to_bytes
 
 from raytrain.checkpoint import CheckpointWriter, solve_interval
 from raytrain.gradients import Workers
-from raytrain.loop import Clock, LoopState, Reporter
+from raytrain.loop_state import Clock, LoopState, Reporter
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.snapshot import flatten, unflatten
@@ -57,8 +57,12 @@ class CheckpointSaver:
         self._begin = time.perf_counter()
         self._begin_step = session.state.step
         self._writer = (
-            CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence) if self.workers.rank == 0 else None
+            CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence, world_size=self.workers.world)
+            if self.workers.rank == 0
+            else None
         )
+        if self._writer is not None:  # the first copy touches new memory and would stall the loop many times longer
+            self._writer.rehearse(session.parts())
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""

@@ -56,7 +56,9 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
             notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}")
         elif trial.seconds < best.seconds:
             best = trial
-            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree")
+            notes.append(
+                f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
+            )
     return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
 
 

@@ -7,103 +7,27 @@ way to set up a run and not three.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.config import (
-    DataConfig,
-    LoopConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-    RetryConfig,
-    SaveConfig,
-)
 from raytrain.data.batches import StepBatches
-from raytrain.feed import Feed
 from raytrain.data.resident import place, verify_placement
 from raytrain.data.sources import Source, open_source
 from raytrain.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
-from raytrain.errors import CheckpointError
 from raytrain.evaluation import evaluate
+from raytrain.feed import Feed
 from raytrain.gradients import Workers
-from raytrain.loop import LoopLimits, LoopState, NeverSaves, Reporter, Saver, TrainingLoop
-from raytrain.models.registry import call_builder, resolve, to_trainable
+from raytrain.loop import TrainingLoop
+from raytrain.loop_state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.optim import Schedule, build_optimizers
-from raytrain.plan import Plan, Resolved
+from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe import compare_precisions
 from raytrain.search import choose_precision
 from raytrain.step import TrainingStep
-from raytrain.trainable import Trainable
-
-
-@dataclass(frozen=True)
-class TrainJob:
-    """What a worker is told: the sections it obeys, the plan, and where the run folder is. Pickled to the workers.
-
-    Attributes:
-        builder_sections: sections a builder may ask for by parameter name, such as {"experts": ...}.
-        run_path: the run folder.
-        import_path: the directory of the command, importable on workers (appended, never first).
-        owner: the driver process, {host, pid, start}.
-        first_attempt: the first attempt number of this command; older faults are history.
-    """
-
-    seed: int
-    model: ModelConfig
-    data: DataConfig
-    optim: OptimConfig
-    precision: PrecisionConfig
-    loop: LoopConfig
-    save: SaveConfig
-    retry: RetryConfig
-    observers: list[str]
-    tensorboard: bool
-    plan: Plan
-    run_path: str
-    import_path: str
-    owner: dict[str, Any] = field(default_factory=dict)
-    first_attempt: int = 1
-    builder_sections: dict[str, Any] = field(default_factory=dict)
-
-    def planned(self, name: str) -> Any:
-        """The value of a resolved choice.
-
-        Raises:
-            TypeError: the choice is deferred to a measurement.
-        """
-        choice = getattr(self.plan, name)
-        if not isinstance(choice, Resolved):
-            raise TypeError(f"{name} is deferred: {choice.reason}")
-        return choice.value
-
-
-def source_facts(source: Source) -> dict[str, Any]:
-    """What a builder may take from the data by parameter name, where the YAML does not give it."""
-    facts: dict[str, Any] = {"vocab_size": source.vocab_size, "num_classes": source.classes}
-    sample = source.train.gather(source.train.eval_order()[:1])
-    x = sample.get("x")
-    if isinstance(x, torch.Tensor):
-        facts["num_features"] = int(x[0].numel())
-        facts["image_shape"] = tuple(x.shape[1:]) if x.ndim == 4 else None
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-def build_trainable(job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any]) -> Trainable:
-    """Call the builder (or take the module given in Python) and wrap the result.
-
-    Raises:
-        InputError: a builder that cannot be imported, keys it does not take, a result that is no module.
-    """
-    if job_model.module is not None:
-        return to_trainable(job_model.module)
-    builder = resolve(job_model.builder or "", key="model.builder")
-    return to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+from raytrain.train_job import TrainJob, build_trainable, load_module, source_facts
 
 
 class Session:
@@ -282,23 +206,3 @@ class Session:
         from cluster.telemetry import process_memory
 
         return process_memory().peak
-
-
-def load_module(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load weights, or say which names and shapes do not fit.
-
-    Raises:
-        CheckpointError: first five differences, by name.
-    """
-    own = module.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in state]
-    wrong += [f"{name} is not in the model" for name in state if name not in own]
-    wrong += [
-        f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
-        for name in own
-        if name in state and hasattr(own[name], "shape") and state[name].shape != own[name].shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(wrong[:5]) + more)
-    module.load_state_dict(state)

@@ -114,6 +114,8 @@ class TrainingStep:
         aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.gradients.zero_()
         for micro in micro_batches:
+            if micro.weight == 0:  # nothing to average over: a mean of nothing is NaN, and NaN times 0 too
+                continue
             output = self.forward(micro.batch, global_weight=global_weight)
             share = 1.0 if self.trainable.takes_global_count else micro.weight / global_weight
             loss, aux = output.loss, output.aux
@@ -150,7 +152,7 @@ class TrainingStep:
         )
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
-        """Clip by the agreed norm, step every optimizer unless the step is skipped, tell the trainable. Returns the lr."""
+        """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
             self.gradients.scale_(coefficient)
@@ -164,6 +166,8 @@ class TrainingStep:
             for optimizer in self.optimizers:
                 optimizer.step()
         self.scale.update(agreed.skip)
+        if self.trainable.commit is not None:
+            self.trainable.commit(agreed)
         if self.trainable.between_steps is not None:
-            self.trainable.between_steps(step, agreed.counts, agreed.skip)
+            self.trainable.between_steps(step)
         return lr

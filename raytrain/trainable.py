@@ -70,13 +70,14 @@ class Trainable:
         optimizers: `optimizers(module, optim) -> list` of objects with torch's verbs.
         state_parts: `state_parts() -> {name: Stateful}`, further parts of a checkpoint.
         agree: `agree(LocalStep) -> GlobalStep`; None = an all-reduce over the workers.
-        between_steps: `between_steps(step, counts, skipped)` once after each commit, with the global
-            counts; `skipped` is a bool or a bool tensor, and is not read from the device.
+        between_steps: `between_steps(step)` once after each commit.
+        commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; nothing in it
+            is read from the device.
         blocks: name of the module's list of repeated blocks (checkpointing, sharding), or None.
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
-            over the workers and hands to `between_steps`; None = nothing is counted.
+            over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
     """
 
@@ -86,7 +87,8 @@ class Trainable:
     optimizers: Callable[..., list[Any]] | None = None
     state_parts: Callable[[], dict[str, Any]] | None = None
     agree: Callable[[LocalStep], GlobalStep] | None = None
-    between_steps: Callable[[int, Tensor | None, Tensor | bool], None] | None = None
+    between_steps: Callable[[int], None] | None = None
+    commit: Callable[[GlobalStep], None] | None = None
     blocks: str | None = None
     flops_per_sample: float | None = None
     takes_global_count: bool = False

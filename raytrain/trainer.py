@@ -23,11 +23,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
 from raytrain.errors import RunError
+from raytrain.faults import write_fault
 from raytrain.link import RunLink
 from raytrain.recovery import Fault
 from raytrain.run_folder import RunFolder
-from raytrain.session import TrainJob
-from raytrain.worker import train_loop_per_worker, write_fault
+from raytrain.train_job import TrainJob
+from raytrain.worker import train_loop_per_worker
 
 #: Deaths in a row before any worker came as far as taking an attempt number: the workers cannot start at all.
 START_FAILURES = 5
@@ -63,9 +64,13 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
         scaling_config=ScalingConfig(
             num_workers=int(job.planned("workers")),
             use_gpu=on_gpu,
-            resources_per_worker={"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1},
+            resources_per_worker=_resources(job, on_gpu=on_gpu, local=local),
+            placement_strategy=job.planned("placement"),
+            accelerator_type=_accelerator_type(job) if on_gpu and not local else None,
         ),
-        torch_config=Collectives(backend=job.planned("backend"), loopback=local, interface="lo" if local else interface),
+        torch_config=Collectives(
+            backend=job.planned("backend"), loopback=local, interface="lo" if local else interface
+        ),
         run_config=RunConfig(
             name=os.path.basename(job.run_path.rstrip("/")),
             storage_path=storage,
@@ -80,6 +85,18 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
     if not isinstance(ending, dict):
         raise RunError(f"the workers returned {ending!r} instead of an ending")
     return ending
+
+
+def _resources(job: TrainJob, *, on_gpu: bool, local: bool) -> dict[str, float]:
+    """What one worker reserves. On a cluster that others use too, a CPU worker reserves the cores it computes on."""
+    cpus = 1 if on_gpu or local else int(job.planned("threads") or 1)
+    return {"CPU": cpus, "GPU": 1} if on_gpu else {"CPU": cpus}
+
+
+def _accelerator_type(job: TrainJob) -> str | None:
+    """Ray's accelerator type where `scale.accelerator` named one; None for any."""
+    name = str(job.planned("accelerator"))
+    return None if name.split(":")[0] in ("cpu", "cuda", "auto") else name
 
 
 def make_link() -> Any:
@@ -162,8 +179,13 @@ class _Backend(_TorchBackend):
         ray.get(
             [
                 worker_group.execute_single_async(
-                    rank, _join, port=port, rank=rank, world=world,
-                    backend=backend_config.backend, timeout_s=backend_config.timeout_s,
+                    rank,
+                    _join,
+                    port=port,
+                    rank=rank,
+                    world=world,
+                    backend=backend_config.backend,
+                    timeout_s=backend_config.timeout_s,
                 )
                 for rank in range(world)
             ]

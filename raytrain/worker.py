@@ -10,29 +10,29 @@ from __future__ import annotations
 import json
 import threading
 import time
-import traceback
 from typing import Any
 
 import ray
 import ray.train
 from ray import cloudpickle
 
-from raytrain.checkpoint import LoadedCheckpoint, export_weights, newest_good
-from raytrain.data.sources import Source, handed_over
-from raytrain.errors import OutOfMemory, RaytrainError
-from raytrain.gradients import Workers
-from raytrain.infer.generate import language_sample
-from raytrain.loop import Outcome
-from raytrain.models.registry import make_importable, resolve
 from raytrain.callbacks import TensorBoard, load_observers
+from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
+from raytrain.data.sources import Source, handed_over
+from raytrain.export import export
+from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
+from raytrain.gradients import Workers
+from raytrain.loop_state import Outcome
+from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred
 from raytrain.precision import HIGHER_PRECISION
-from raytrain.recovery import Decision, Fault, decide
 from raytrain.rank_log import rank_log
+from raytrain.recovery import Decision, Fault, decide
 from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
-from raytrain.session import Session, TrainJob
+from raytrain.session import Session
+from raytrain.train_job import TrainJob
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -48,7 +48,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
     context = ray.train.get_context()
     workers = Workers()
-    with rank_log(RunFolder(config["run_path"]), workers.rank, say=config["link"].say.remote if workers.rank == 0 else None):
+    with rank_log(
+        RunFolder(config["run_path"]), workers.rank, say=config["link"].say.remote if workers.rank == 0 else None
+    ):
         job: TrainJob = cloudpickle.loads(config["job"])
         data = None if config["data"] is None else ray.get(config["data"])
         worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), link=config["link"])
@@ -96,15 +98,33 @@ class Worker:
             self._new_faults = faults[-1:]
             origins = [fault.from_step for fault in faults] + [loaded.step if loaded else 0]
             decision = decide(faults, retry=self.job.retry, fallback=self.job.precision.fallback, resumed_from=origins)
-            attempt = self.run_folder.next_attempt(self.job.owner)
+            attempt = self._attempt_number(faults)
             message = json.dumps(
-                {"attempt": attempt, "step": loaded.step if loaded else 0, "refused": refused, "decision": vars(decision)}
+                {
+                    "attempt": attempt,
+                    "step": loaded.step if loaded else 0,
+                    "refused": refused,
+                    "decision": vars(decision),
+                }
             ).encode()
         told = json.loads(self.workers.gather_bytes(message)[0])
         self.attempt, self.from_step, self._refused = told["attempt"], told["step"], told["refused"]
-        if self.workers.rank and self.from_step:
-            loaded = newest_good(self.run_folder).checkpoint
+        if self.workers.rank and self.from_step:  # rank 0 has verified every byte of it
+            loaded = load(self.run_folder.checkpoint_dir(self.from_step), check_hashes=False)
         return Decision(**told["decision"]), loaded
+
+    def _attempt_number(self, faults: list[Fault]) -> int:
+        """The number the driver took, for its first attempt; a new one after each restart by Ray.
+
+        Raises:
+            Superseded: another command has taken the run folder over.
+        """
+        first, newest = self.job.first_attempt, self.run_folder.current_attempt()
+        if newest > first and self.run_folder.owner_of(newest) != self.job.owner:
+            raise Superseded(f"attempt {newest} of another command has taken over {self.run_folder.path}")
+        if newest == first and not faults:
+            return first
+        return self.run_folder.next_attempt(self.job.owner)
 
     def _train(self, decision: Decision, loaded: LoadedCheckpoint | None, data: Any) -> dict[str, Any] | None:
         source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
@@ -115,6 +135,7 @@ class Worker:
             session.restore(loaded)
         if self.workers.rank == 0:
             self.run_folder.truncate_metrics(session.state.step)
+            discard_after(self.run_folder, session.state.step)
             threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
         reporter.event(
             "attempt",
@@ -130,7 +151,8 @@ class Worker:
         if outcome.kind == "failed":
             return self._ending("failed", outcome.reason)
         if outcome.kind != "interrupted" and self.workers.rank == 0:
-            self._export(session)
+            self._push({"phase": "exporting"})
+            export(session, self.run_folder)
         reporter.close()
         return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)
 
@@ -147,15 +169,17 @@ class Worker:
         for reason in self._refused:
             reporter.event("checkpoint_refused", reason=reason)
         if self.attempt > self.job.first_attempt:
-            reporter.event("decision", what="recovery", value=decision.action, precision=decision.precision, reason=decision.reason)
+            reporter.event(
+                "decision", what="recovery", value=decision.action, precision=decision.precision, reason=decision.reason
+            )
         return reporter
 
     def _precision(self, decision: Decision, loaded: LoadedCheckpoint | None, reporter: Any) -> str:
-        """The precision in force: a fall-back, else the checkpoint's, else what was measured once, else measured now."""
+        """The precision in force: a fall-back, else the checkpoint's, else what was measured, else measured now."""
         session = self.session
         assert session is not None
         planned = self.job.plan.precision
-        fallen = _fallen_precision(self.run_folder) if self.workers.rank == 0 else None
+        fallen = fallen_precision(self.run_folder) if self.workers.rank == 0 else None
         fallen = self.workers.gather_bytes((decision.precision or fallen or "").encode())[0].decode()
         known = fallen or (loaded.state["precision"] if loaded else None)
         if known is None and isinstance(planned, Deferred) and self.run_folder.exists(self.run_folder.memory_probe):
@@ -214,19 +238,23 @@ class Worker:
         bad_step, cursor = session.state.step, session.state.cursor
         higher = HIGHER_PRECISION.get(session.precision or "", session.precision or "fp32")
         loaded = newest_good(self.run_folder).checkpoint
-        self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=session.source)
+        self.session = session = Session(
+            self.job, workers=self.workers, local_rank=self.local_rank, source=session.source
+        )
         session.prepare(higher)
         if loaded is not None:
             session.restore(loaded)
         session.state.cursor = cursor
         if self.workers.rank == 0:
             self.run_folder.truncate_metrics(session.state.step)
+            discard_after(self.run_folder, session.state.step)
         reporter.event(
             "decision",
             what="rollback",
             value=session.state.step,
             precision=higher,
-            reason=f"{outcome.reason} before step {bad_step}; data up to epoch {cursor.epoch} row {cursor.position} is skipped",
+            reason=f"{outcome.reason} before step {bad_step}; "
+            f"data up to epoch {cursor.epoch} row {cursor.position} is skipped",
         )
 
     def _checkpoint_every(self) -> int | str:
@@ -234,16 +262,6 @@ class Worker:
         return "auto" if isinstance(planned, Deferred) else int(planned.value)
 
     # -- ending -----------------------------------------------------------------------------------
-
-    def _export(self, session: Session) -> None:
-        """Weights for plain PyTorch, and for a language model a sample of its text."""
-        self._push({"phase": "exporting"})
-        module = session.trainable.module
-        export_weights(module.state_dict(), self.run_folder.weights, metadata={"step": str(session.state.step)})
-        if session.source.decode is not None and session.source.encode is not None:
-            sample = language_sample(module, session.source, context=self.job.model.keys.get("context"))
-            if sample is not None:
-                self.run_folder.write_json(self.run_folder.sample, {**sample, "step": session.state.step})
 
     def _ending(self, status: str, reason: str) -> dict[str, Any] | None:
         if self.workers.rank:
@@ -260,20 +278,14 @@ class Worker:
         }
 
     def _record_fault(self, error: Exception) -> None:
-        """Leave what rule-making needs; the file is this worker's own, so there is no second writer."""
         session = self.session
-        fault = Fault(
+        fault = fault_of(
+            error,
             attempt=self.attempt,
             rank=self.workers.rank,
             step=session.state.step + 1 if session else 0,
-            error=type(error).__name__,
-            message=str(error).splitlines()[0] if str(error) else "",
-            traceback=traceback.format_exc(),
             precision=(session.precision or "") if session else "",
-            reduced=bool(session and session.precision in ("bf16", "fp16", "tf32")),
-            final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory),
             from_step=self.from_step,
-            time=time.time(),
         )
         write_fault(self.run_folder, fault)
 
@@ -290,29 +302,3 @@ class Worker:
                 self._stop.set()
         except ray.exceptions.RayError:
             return  # the driver is gone, and the cluster with it
-
-
-def write_fault(run: RunFolder, fault: Fault) -> None:
-    """One file for each failed worker of an attempt, below the run folder."""
-    run.write_json(f"faults/{fault.attempt:04d}-rank{fault.rank:05d}.json", fault.to_json())
-
-
-def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
-    """The decisive fault of each failed attempt from number `since` on: a death before the errors it caused."""
-    first: dict[int, Fault] = {}
-    for entry in run.store.entries("faults"):
-        fault = Fault(**run.read_json(f"faults/{entry.name}"))
-        if fault.attempt < since:
-            continue
-        known = first.get(fault.attempt)
-        rank = (fault.error != "WorkerDied", fault.time)
-        if known is None or rank < (known.error != "WorkerDied", known.time):
-            first[fault.attempt] = fault
-    return [first[attempt] for attempt in sorted(first)]
-
-
-def _fallen_precision(run: RunFolder) -> str | None:
-    """The precision a fall-back of this run has settled on, if any."""
-    rows = [row for row in run.read_rows(run.events) if row["kind"] == "decision" and row.get("precision")]
-    return rows[-1]["precision"] if rows else None
-

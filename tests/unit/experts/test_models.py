@@ -9,9 +9,13 @@ from torch.utils.checkpoint import checkpoint
 from experts.config import ExpertsConfig
 from experts.models import moe_gpt, moe_mlp
 from raytrain.errors import InputError
-from raytrain.trainable import Trainable, labels_weight
+from raytrain.trainable import GlobalStep, Trainable, labels_weight
 
 SIZES = {"layers": 2, "heads": 2, "width": 16, "context": 12, "vocab_size": 11}
+
+
+def committed(counts: torch.Tensor | None, *, skip: bool = False) -> GlobalStep:
+    return GlobalStep(norm=torch.tensor(1.0), skip=torch.tensor(skip), counts=counts)
 
 
 def language(*, seed: int = 0, **experts: object) -> Trainable:
@@ -54,7 +58,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def test_language_model_gradients_do_not_depend_on_the_split(capacity: float | None) -> None:
     made, batch = language(capacity_factor=capacity), padded()
     whole, counts = gradients(made, [batch]), made.counts()
-    made.between_steps(1, None, False)
+    made.commit(committed(None))
     ragged = [{name: value[rows][:, :longest] for name, value in batch.items()} for rows, longest in
               (([0], 12), ([1, 3], 5), ([2], 9))]  # fmt: skip
     assert difference(whole, gradients(made, ragged)) < 1e-12
@@ -67,7 +71,7 @@ def test_row_model_gradients_do_not_depend_on_the_split() -> None:
     made.module.double()
     batch = rows()
     made.loss(made.module, batch)
-    made.between_steps(1, made.counts(), False)  # from here the balance loss has shares to multiply with
+    made.commit(committed(made.counts()))  # from here the balance loss has shares to multiply with
     whole = gradients(made, [batch])
     parts = [{name: value[cut] for name, value in batch.items()} for cut in (slice(0, 5), slice(5, 12))]
     assert difference(whole, gradients(made, parts)) < 1e-12
@@ -109,7 +113,7 @@ def test_counts_metrics_and_bias_go_through_the_trainable() -> None:
         name: value.clone() for name, value in made.module.state_dict().items() if name.endswith("bias_E")
     }
     assert len(before) == 2 and made.log_metrics() == {}
-    made.between_steps(1, counts, torch.tensor(False))
+    made.commit(committed(counts))
     assert not made.counts().any()
     assert all(made.module.state_dict()[name].any() for name in before)
     assert set(made.log_metrics()) == {"load_imbalance", "dropped_fraction"}
@@ -118,7 +122,7 @@ def test_counts_metrics_and_bias_go_through_the_trainable() -> None:
 def test_checkpointed_blocks_give_the_same_gradients_and_counts() -> None:
     made, batch = language(), padded()
     plain, counts = gradients(made, [batch]), made.counts()
-    made.between_steps(1, None, False)
+    made.commit(committed(None))
     for block in getattr(made.module, made.blocks):
         block.forward = lambda *inputs, run=block.forward: checkpoint(run, *inputs, use_reentrant=False)
     assert difference(plain, gradients(made, [batch])) < 1e-12
@@ -139,7 +143,7 @@ def test_both_models_learn() -> None:
             out = made.loss(made.module, batch)
             (out.loss + out.aux).backward()
             optimizer.step()
-            made.between_steps(step, made.counts(), False)
+            made.commit(committed(made.counts()))
             losses.append(out.loss.item())
         assert losses[-1] < 0.5 * losses[0]
 

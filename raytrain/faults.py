@@ -1,0 +1,52 @@
+"""Fault records in the run folder: one file for each failed worker of an attempt, so there is never a second writer."""
+
+from __future__ import annotations
+
+import time
+import traceback
+
+from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.recovery import Fault
+from raytrain.run_folder import RunFolder
+
+
+def fault_of(error: Exception, *, attempt: int, rank: int, step: int, precision: str, from_step: int) -> Fault:
+    """The record of an exception that is being handled now; what raytrain explains itself will not go away."""
+    return Fault(
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        error=type(error).__name__,
+        message=str(error).splitlines()[0] if str(error) else "",
+        traceback=traceback.format_exc(),
+        precision=precision,
+        reduced=precision in ("bf16", "fp16", "tf32"),
+        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory),
+        from_step=from_step,
+        time=time.time(),
+    )
+
+
+def write_fault(run: RunFolder, fault: Fault) -> None:
+    """One file for each failed worker of an attempt, below the run folder."""
+    run.write_json(f"faults/{fault.attempt:04d}-rank{fault.rank:05d}.json", fault.to_json())
+
+
+def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
+    """The decisive fault of each failed attempt from number `since` on: a death before the errors it caused."""
+    first: dict[int, Fault] = {}
+    for entry in run.store.entries("faults"):
+        fault = Fault(**run.read_json(f"faults/{entry.name}"))
+        if fault.attempt < since:
+            continue
+        known = first.get(fault.attempt)
+        rank = (fault.error != "WorkerDied", fault.time)
+        if known is None or rank < (known.error != "WorkerDied", known.time):
+            first[fault.attempt] = fault
+    return [first[attempt] for attempt in sorted(first)]
+
+
+def fallen_precision(run: RunFolder) -> str | None:
+    """The precision a fall-back of this run has settled on, if any."""
+    rows = [row for row in run.read_rows(run.events) if row["kind"] == "decision" and row.get("precision")]
+    return rows[-1]["precision"] if rows else None

@@ -1,0 +1,118 @@
+"""What a loop obeys, what it must remember, and the doors through which it reports and saves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raytrain.data.batches import Cursor
+
+
+@dataclass(frozen=True)
+class LoopLimits:
+    """The resolved numbers a loop obeys (steps count from 1)."""
+
+    max_steps: int
+    log_every: int
+    eval_every: int | None
+    eval_batches: int | None
+    patience: int | None
+    min_delta: float
+    nonfinite_steps: int
+
+
+@dataclass
+class LoopState:
+    """Exactly what a resumed loop needs besides tensors; plain numbers, written to the checkpoint."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=lambda: Cursor(epoch=0, position=0))
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    evals_without_gain: int = 0
+    last_eval: dict[str, Any] | None = None
+    final_loss: float | None = None
+    skipped_steps: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> LoopState:
+        """What `to_json` wrote."""
+        return cls(**{**record, "cursor": Cursor(**record["cursor"])})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why a loop returned: "done", "plateau", "interrupted" or "rollback"; `reason` in words."""
+
+    kind: str
+    reason: str
+    bad_steps: int = 0
+
+
+class Reporter(Protocol):
+    """Where rows go; only rank 0's writes anything."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """One row of metrics.jsonl."""
+        ...
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """One row of events.jsonl."""
+        ...
+
+
+class Saver(Protocol):
+    """Writes checkpoints; `save` is called by every worker at the same step."""
+
+    def due(self, step: int) -> bool:
+        """Whether rank 0 wants a checkpoint after `step`."""
+        ...
+
+    def save(self, state: LoopState, *, final: bool) -> None:
+        """Take a snapshot of the state after `state.step` and write it."""
+        ...
+
+
+class NeverSaves:
+    """The saver of a loop whose state nobody keeps (measurements)."""
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def save(self, state: LoopState, *, final: bool) -> None:
+        """Nothing is written."""
+
+
+class Clock:
+    """Seconds by purpose, on this worker, since its attempt began (DESIGN section 3, `time` in result.json)."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("data", "compute", "communication", "eval", "save"), 0.0)
+
+    def add(self, purpose: str, seconds: float) -> None:
+        """Charge seconds to a purpose."""
+        self.seconds[purpose] += seconds
+
+
+class NonFinite:
+    """Skipped steps, counted on the device; read with the other values of a logged row."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self._run = torch.zeros((), dtype=torch.float64, device=device)
+        self.longest = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, skip: Tensor, *, scale: Tensor | None) -> None:
+        """Count one step. While a loss scale above 1 can still fall, a skip is its ordinary search and no failure."""
+        self.total += skip
+        failed = skip if scale is None else skip & (scale <= 1.0)
+        self._run = torch.where(failed, self._run + 1, 0.0)
+        self.longest = torch.maximum(self.longest, self._run)
