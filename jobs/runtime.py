@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -36,7 +37,12 @@ class Cluster:
 
 
 def cluster_address(configured: str | None) -> str:
-    """`cluster.address`, else the cluster this job was submitted to, else "local"."""
+    """`cluster.address`, else the cluster this job was submitted to, else "local".
+
+    "connected" where this process (a notebook) is connected to a Ray already: that one is used, and left running.
+    """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return "connected"
     if configured:
         return configured
     if os.environ.get(JOB_ENVIRONMENT):
@@ -57,6 +63,9 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
     Raises:
         InputError: the address cannot be reached.
     """
+    if address == "connected":
+        yield from _already_connected(verbose=verbose)
+        return
     local = address == "local"
     for name, value in ray_environment(local_cluster=local).items():
         os.environ.setdefault(name, value)
@@ -91,9 +100,25 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
             quiet_ray()
         yield Cluster(local, address, folder)
     finally:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt, Interrupted):
             ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
+    import ray
+
+    from raytrain.trainer import quiet_ray
+
+    if not verbose:
+        quiet_ray()
+    context = ray.get_runtime_context()
+    loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
+    folder = tempfile.mkdtemp(prefix="rt-")
+    try:
+        yield Cluster(local=loopback, address=context.gcs_address, folder=folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_token(folder: str) -> str:

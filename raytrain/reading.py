@@ -201,14 +201,19 @@ def _settled(lines: list[PlanLine], probe: Row, events: Sequence[Row]) -> list[P
 
 
 def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
-    """The event log, and the faults that failing workers left in files of their own, in order of time."""
-    rows = _rows(run, run.events, unreadable)
-    faults = [
-        _mapping(run, f"{run.path}/faults/{entry.name}", unreadable) for entry in run.store.entries("faults")
-    ]
-    if not faults:
-        return rows
-    rows += [{"kind": "fault", **fault} for fault in faults if fault]
+    """The event log in order of time, and the faults left in files that no later attempt has logged."""
+    rows = []
+    for row in _rows(run, run.events, unreadable):
+        if (
+            row.get("kind") == "fault" and "failed_at" in row
+        ):  # logged by the attempt after the one that failed
+            row = {**row, "attempt": row.get("failed_attempt"), "time": row["failed_at"]}
+        rows.append({key: seen for key, seen in row.items() if key not in ("failed_attempt", "failed_at")})
+    known = [(row.get("attempt"), row.get("rank")) for row in rows if row.get("kind") == "fault"]
+    for entry in run.store.entries("faults"):
+        fault = _mapping(run, f"{run.path}/faults/{entry.name}", unreadable)
+        if fault and (fault.get("attempt"), fault.get("rank")) not in known:
+            rows.append({"kind": "fault", **fault})
     return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)
 
 

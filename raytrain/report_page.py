@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrain.figures import outcome, plain_number, seconds, size
 from raytrain.findings import Finding, diagnose
-from raytrain.reading import RunRecords, number, series
+from raytrain.reading import RunRecords, number, series, values
 from raytrain.report_charts import Curve, Mark, chart, smoothed
 from raytrain.report_style import esc, page
 from raytrain.report_tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
@@ -68,6 +68,8 @@ def _tiles(summary: dict[str, Any]) -> str:
     rate = "tokens_per_s" if summary["tokens_per_s"] else "samples_per_s"
     best_at = f"step {summary['best_eval_step']:,}" if summary["best_eval_step"] else ""
     accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
+    again = (summary["attempts"] or 0) > 1
+    spent = "all attempts" if again else f"{seconds(summary.get('startup_s'))} of it start-up"
     p50, p95 = (
         seconds(ms / 1000) if ms is not None else ""
         for ms in (summary["step_ms_p50"], summary["step_ms_p95"])
@@ -81,7 +83,7 @@ def _tiles(summary: dict[str, Any]) -> str:
             f"{summary['steps']:,}",
             f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else "",
         ),
-        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", "all attempts"),
+        ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", spent),
         (rate.split("_")[0].capitalize() + " per second", _figure(summary[rate]), "median"),
         ("Step time", p50, f"p95 {p95}"),
         (
@@ -131,39 +133,47 @@ def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> lis
 
 
 def _curves(records: RunRecords) -> str:
-    seen: dict[str, list[tuple[float, float]]] = {}
-    for key in ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_time_s", "load_imbalance"):
-        seen[key] = series(records.train, key)
-    rate, clip = (
-        "tokens_per_s" if seen["tokens_per_s"] else "samples_per_s",
-        records.configured("optim.max_grad_norm"),
-    )
-    limit = number(clip)
-    norms = rough("gradient norm", seen["grad_norm"], "c4") if seen["grad_norm"] else []
-    if norms and limit and max(y for _, y in seen["grad_norm"]) > 0.5 * limit:
-        ends = seen["grad_norm"]
-        norms.append(Curve("clip", [(ends[0][0], limit), (ends[-1][0], limit)], "c8", "dashed"))
-    evals = [Curve("eval", series(records.evals, "loss"), "c2", "dots")]
-    accuracy = [Curve("eval", series(records.evals, "accuracy"), "c2", "dots")]
-    accuracy += [Curve("train", series(records.train, "accuracy"), "c1")]
-    memory = series(records.train, "peak_memory_bytes")
-    name = rate.split("_")[0]
-    figures = [
-        chart("Loss", rough("train", seen["loss"], "c1") + evals, marks=marks(records), wide=True),
-        chart("Accuracy", accuracy, write=lambda y: f"{y:.2%}", tick=lambda y: f"{y:.3g}"),
-        chart("Gradient norm", norms),
-        chart("Learning rate", [Curve("lr", seen["lr"], "c3")], from_zero=True),
-        chart("Throughput", [Curve(f"{name} per second", seen[rate], "c6")], from_zero=True),
-        chart(
-            "Step time", rough("step", seen["step_time_s"], "c5"), from_zero=True, write=seconds, tick=seconds
-        ),
-        chart("Expert load", [Curve("busiest / mean", seen["load_imbalance"], "c7")]),
-        chart("Peak memory", [Curve("per worker", memory, "c8")], from_zero=True, write=size, tick=size)
-        if len({y for _, y in memory}) > 2
-        else "",
-    ]
+    losses = rough("train", series(records.train, "loss"), "c1")
+    losses.append(Curve("eval", series(records.evals, "loss"), "c2", "dots"))
+    figures = [chart("Loss", losses, marks=marks(records), wide=True), *_trends(records)]
     inner = "".join(figures)
     return f'<div class="charts">{inner}</div>' if inner else ""
+
+
+def _trends(records: RunRecords) -> list[str]:
+    """The smaller charts; one that would show a single point is left out, its figure stands in a tile."""
+    rows = records.train
+    norms, loads = series(rows, "grad_norm"), series(rows, "load_imbalance")
+    rate = "tokens" if values(rows, "tokens_per_s") else "samples"
+    per_s, times = series(rows, f"{rate}_per_s"), series(rows, "step_time_s")
+    accuracy = [
+        Curve("eval", series(records.evals, "accuracy"), "c2", "dots"),
+        Curve("train", series(rows, "accuracy"), "c1"),
+    ]
+    unit, name = (
+        (2**30, "GiB") if max(values(rows, "peak_memory_bytes"), default=0) >= 2**30 else (2**20, "MiB")
+    )
+    memory = [(step, used / unit) for step, used in series(rows, "peak_memory_bytes")]
+    found = [
+        ("Accuracy", accuracy, {"write": lambda y: f"{y:.2%}", "tick": lambda y: f"{y:.3g}"}),
+        ("Gradient norm", rough("gradient norm", norms, "c4") + _clip_line(records, norms), {}),
+        ("Learning rate", [Curve("lr", series(rows, "lr"), "c3")], {"from_zero": True}),
+        ("Throughput", [Curve(f"{rate} per second", per_s, "c6")], {"from_zero": True}),
+        ("Step time", rough("step", times, "c5"), {"from_zero": True, "write": seconds, "tick": seconds}),
+        ("Expert load", [Curve("busiest / mean", loads, "c7")], {}),
+        ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True}),
+    ]
+    return [
+        chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)
+    ]
+
+
+def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> list[Curve]:
+    """The clip as a dashed line, where the norms come near it."""
+    limit = number(records.configured("optim.max_grad_norm"))
+    if not limit or not norms or max(norm for _, norm in norms) < 0.5 * limit:
+        return []
+    return [Curve("clip", [(norms[0][0], limit), (norms[-1][0], limit)], "c8", "dashed")]
 
 
 def _foot(records: RunRecords) -> str:

@@ -61,6 +61,7 @@ def label(key: str) -> str:
 
 
 def sample(records: RunRecords) -> str:
+    """Text that the trained model wrote, its prompt set apart."""
     sample = records.sample
     if not sample or "text" not in sample:
         return ""
@@ -74,6 +75,7 @@ def sample(records: RunRecords) -> str:
 
 
 def time_table(records: RunRecords) -> str:
+    """The account of the wall time: a bar, the largest part first, and a table that adds up."""
     account = [(part, spent) for part, spent in time_account(records)]
     total = sum(spent for _, spent in account)
     if total <= 0:
@@ -102,6 +104,7 @@ def _by_weight(account: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def plan_table(plan: Sequence[PlanLine]) -> str:
+    """Every decision with its value and its reason."""
     if not plan:
         return ""
     rows = [
@@ -118,6 +121,7 @@ def _when(line: PlanLine) -> str:
 
 
 def epochs(records: RunRecords) -> str:
+    """The history by epoch; a run of one epoch has its curves."""
     rows = history(records)
     if len(rows) < 2:
         return ""
@@ -157,35 +161,44 @@ def _grouped(events: Sequence[Row]) -> list[list[Row]]:
 
 
 _APART = ("attempt", "failure", "fault", "decision")
-_HIDDEN = ("kind", "time", "traceback", "seconds", "what", "reduced", "final")
 _ACCOUNTS = ("account",)
+_HIDDEN = {
+    "kind", "time", "traceback", "seconds", "what", "reduced", "final", "matmul", "process_start", "last_sign_of_life"
+}  # fmt: skip
 
 
 def _event_item(group: Sequence[Row], start: float | None) -> str:
     row = group[0]
     kind, when = str(row.get("kind", "event")), number(row.get("time"))
     offset = f"+{seconds(max(0.0, when - start))}" if when is not None and start is not None else ""
+    text, more = _event_words(kind, row)
     if len(group) > 1:
         steps = [int(step) for member in group if (step := number(member.get("step"))) is not None]
-        text, more = (
-            f"{len(group)} times" + (f", steps {min(steps):,} to {max(steps):,}" if steps else ""),
-            "",
-        )
-    else:
-        text = cause_of(row)
-        if kind == "decision":
-            text = f"{row.get('what', '')}: {_brief(row.get('value'))} ({text})"
-        left = {key: seen for key, seen in row.items() if key not in _HIDDEN and seen is not None}
-        told = {key: _brief(seen, key) for key, seen in left.items()}
-        more = ", ".join(
-            f"{label(key)} {seen}" for key, seen in told.items() if len(seen) < 4 or seen not in text
-        )
-        text, more = (text, more) if text else (more, "")
-    badge = f'<span class="badge {_TONES.get(kind, "")}">{esc(kind)}</span>'
+        text = f"{len(group)} times" + (f", steps {min(steps):,} to {max(steps):,}" if steps else "")
+        more = ""
+    badge = f'<span class="badge {_TONES.get(kind, "")}">{esc(kind.replace("_", " "))}</span>'
     inner = f"<p>{badge} {esc(text)}</p>" + (f'<p class="soft">{esc(more)}</p>' if more else "")
     if row.get("traceback"):
         inner += f"<details><summary>traceback</summary><pre>{esc(row['traceback'])}</pre></details>"
     return f"<li><time>{esc(offset)}</time><div>{inner}</div></li>"
+
+
+def _event_words(kind: str, row: Row) -> tuple[str, str]:
+    """(what happened, the rest of the row in small): its own words first, or its fields where it has none."""
+    text, hidden = cause_of(row), set(_HIDDEN)
+    if kind == "decision":
+        text, hidden = (
+            f"{row.get('what', '')}: {_brief(row.get('value'))} ({text})",
+            hidden | {"value", "attempt"},
+        )
+    fields = {key: seen for key, seen in row.items() if key not in hidden and seen not in (None, [], {}, "")}
+    told = {key: _brief(seen, key) for key, seen in fields.items()}
+    more = ", ".join(
+        f"{label(key)} {seen}" for key, seen in told.items() if len(seen) < 4 or seen not in text
+    )
+    if kind == "attempt":  # where it begins says more than why
+        return more, text
+    return (text, more) if text else (more, "")
 
 
 def _brief(value: Any, key: str = "") -> str:

@@ -182,7 +182,7 @@ class _Backend(_TorchBackend):
                     rank,
                     _join,
                     port=port,
-                    rank=rank,
+                    world_rank=rank,
                     world=world,
                     backend=backend_config.backend,
                     timeout_s=backend_config.timeout_s,
@@ -212,8 +212,8 @@ def _open_store(world: int) -> int:
     return port
 
 
-def _join(*, port: int, rank: int, world: int, backend: str, timeout_s: int) -> None:
-    store = _STORE["master"] if rank == 0 else dist.TCPStore("127.0.0.1", port, world, is_master=False)
+def _join(*, port: int, world_rank: int, world: int, backend: str, timeout_s: int) -> None:
+    store = _STORE["master"] if world_rank == 0 else dist.TCPStore("127.0.0.1", port, world, is_master=False)
     dist.init_process_group(
-        backend=backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        backend=backend, store=store, rank=world_rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )

@@ -78,6 +78,24 @@ def test_a_decision_of_the_run_replaces_the_plan_and_the_newest_counts(tmp_path:
     ]
 
 
+def test_faults_stand_once_and_when_they_happened(tmp_path: Path):
+    fault = {"rank": 1, "error": "ValueError", "message": "bad"}
+    events = [
+        {"kind": "attempt", "attempt": 1, "time": 10.0},
+        {"kind": "attempt", "attempt": 2, "time": 30.0},
+        {"kind": "fault", "attempt": 2, "failed_attempt": 1, "failed_at": 20.0, "time": 31.0, **fault},
+    ]
+    (tmp_path / "faults").mkdir()
+    files = {
+        "faults/0001-rank00001.json": {"attempt": 1, "time": 20.0, **fault},
+        "faults/0002-rank00001.json": {"attempt": 2, "time": 40.0, **fault},
+    }
+    records = read_records(write(tmp_path, {"events.jsonl": events, **files}))
+    assert [(row["kind"], row["attempt"], row["time"]) for row in records.events] == [
+        ("attempt", 1, 10.0), ("fault", 1, 20.0), ("attempt", 2, 30.0), ("fault", 2, 40.0)
+    ]  # fmt: skip
+
+
 def test_a_row_that_stands_twice_counts_once(tmp_path: Path):
     rows = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((2, 2.0), (1, 3.0), (2, 1.0))]
     records = read_records(write(tmp_path, {"metrics.jsonl": rows}))

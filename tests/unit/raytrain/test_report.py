@@ -192,6 +192,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
     contents = {name: hostile(content) for name, content in files().items() if name != "job.yaml"}
     contents["job.yaml"] = "x: </pre><script>alert(2)</script>\n"
     contents["events.jsonl"].append({"kind": "<b onclick=x>odd</b>", "<img src=x>": "field", "time": "<i>"})
+    contents["events.jsonl"].append({"kind": "odd", "message": "told", "<img src=y>": "<img src=z>"})
     contents["plan.json"]["config"]["<script>"] = {"<b>": "<i>"}
     run = write(tmp_path / "<b>run&'\"", contents)
     html = Path(build_report(run)).read_text()
