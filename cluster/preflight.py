@@ -204,5 +204,47 @@ def run_preflight(
     ]
 
 
+def check_seen_by_all(
+    paths: Mapping[str, str], *, ask: Callable[[list[str]], dict[str, list[str]]] | None = None
+) -> list[CheckResult]:
+    """Whether every node of a cluster sees the local paths that its workers will open.
+
+    Args:
+        paths: key of the job -> path (URIs are left out: they are the same everywhere).
+        ask: paths -> {node: those it does not see}; by default each living node of the connected Ray is asked.
+    """
+    local = {key: path for key, path in paths.items() if "://" not in path}
+    missing = (ask or _ask_nodes)(list(local.values())) if local else {}
+    results = []
+    for key, path in local.items():
+        blind = [node for node, unseen in missing.items() if path in unseen]
+        seen = f"{path}, not seen by {', '.join(blind)}" if blind else path
+        remedy = "use shared storage or a URI (s3://, gs://, hdfs://)" if blind else ""
+        status = "fail" if blind else "ok"
+        results.append(CheckResult("seen_by_all", status, seen, "a path that every node sees", remedy, key))
+    return results
+
+
+def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
+    """One task pinned to each living node; it needs no CPU."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    unseen = ray.remote(_unseen)
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    tasks = [
+        unseen.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(paths)
+        for node in alive
+    ]
+    names = [node["NodeManagerAddress"] for node in alive]
+    return dict(zip(names, ray.get(tasks, timeout=60), strict=True))
+
+
+def _unseen(paths: list[str]) -> list[str]:
+    return [path for path in paths if not os.path.exists(path)]
+
+
 def _mib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

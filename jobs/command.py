@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.environment import environment_record
 from cluster.inventory import Inventory, inventory_from_ray, local_inventory
-from cluster.preflight import CheckResult, run_preflight
+from cluster.preflight import CheckResult, check_seen_by_all, run_preflight
 from jobs.ending import last_sign_of_life, process_start, say_ending, write_result
 from jobs.plan import plan_job, print_plan, resolve_paths, visible_devices
 from jobs.resume import Resumed
@@ -140,6 +140,8 @@ class TrainCommand:
     def _open_run(self, plan: Plan, inventory: Inventory) -> RunFolder:
         """A new run folder, or the resumed one, with what is known before the start. Checks that it can be written."""
         checks = preflight_of(plan, self.spec.save.dir, inventory)
+        if len(inventory.nodes) > 1:
+            checks += check_seen_by_all({"save.dir": os.path.abspath(self.spec.save.dir), **self._data_paths()})
         failed = [check for check in checks if check.status == "fail"]
         if failed:
             first = failed[0]
@@ -165,9 +167,21 @@ class TrainCommand:
         run.write_json(run.environment, environment_record())
         run.write_json(run.preflight, [check.to_json() for check in checks])
         print_plan(plan, self.console)
+        if plan.data_facts is not None:
+            self.console.print(f"data: {plan.data_facts.reason}", markup=False)
         if self.resumed is not None and run.exists(run.result):
             run.store.delete("result.json")
         return run
+
+    def _data_paths(self) -> dict[str, str]:
+        """Every local path of the data section, by key; a list under its key with a number."""
+        found = {}
+        for key, value in self.spec.data.keys.items():
+            values = value if isinstance(value, list | tuple) else [value]
+            for number, path in enumerate(values):
+                if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path):
+                    found[f"data.{key}" if len(values) == 1 else f"data.{key}[{number}]"] = path
+        return found
 
     # -- training ---------------------------------------------------------------------------------
 

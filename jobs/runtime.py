@@ -70,14 +70,6 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
     for name, value in ray_environment(local_cluster=local).items():
         os.environ.setdefault(name, value)
     folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
-    if local:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
-        os.environ.pop("RAY_AUTH_TOKEN", None)
-    import ray
-
-    from raytrain.trainer import quiet_ray
-
     options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
     if local:
         options |= {
@@ -88,21 +80,34 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
             "_node_ip_address": "127.0.0.1",
         }
     try:
-        try:
-            ray.init(address=address, ignore_reinit_error=True, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if local:
-                raise
-            raise InputError(
-                "cluster.address", seen=f"{address} ({error})", expected="the address of a running Ray cluster"
-            ) from error
-        if not verbose:
-            quiet_ray()
+        if local:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+        _start(address, options, verbose=verbose)
         yield Cluster(local, address, folder)
     finally:
-        with contextlib.suppress(KeyboardInterrupt, Interrupted):
-            ray.shutdown()
+        with contextlib.suppress(KeyboardInterrupt):  # a second signal: leave what is left to the end of the process
+            if "ray" in sys.modules:
+                sys.modules["ray"].shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
+    import ray
+
+    from raytrain.trainer import quiet_ray
+
+    try:
+        ray.init(address=address, ignore_reinit_error=True, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "local":
+            raise
+        raise InputError(
+            "cluster.address", seen=f"{address} ({error})", expected="the address of a running Ray cluster"
+        ) from error
+    if not verbose:
+        quiet_ray()
 
 
 def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
@@ -129,8 +134,8 @@ def _write_token(folder: str) -> str:
     return path
 
 
-class Interrupted(BaseException):
-    """A stop arrived where nothing has to be saved yet. Not an Exception, so that no library swallows it."""
+class Interrupted(KeyboardInterrupt):
+    """A stop arrived where nothing has to be saved yet. Ray's calls let a KeyboardInterrupt through, and no other."""
 
 
 class StopSignals:

@@ -263,6 +263,7 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
         "experts.replicas": (experts.replicas == 0, "0", "replicas of experts are"),
         "experts.placement": (experts.placement == "auto", "auto", "expert hosts are"),
         "experts.rebalance_every": (experts.rebalance_every is None, "null", "moving experts is"),
+        "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "optim.name": (spec.optim.name != "muon", "adamw or sgd", "Muon is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
         "loop.activation_checkpointing": (not loop.activation_checkpointing, "false",

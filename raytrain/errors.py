@@ -47,5 +47,9 @@ class DevicePlacementError(RunError):
     """A tensor is not on the device it should be on; the message names it."""
 
 
+class CollectiveFailed(RunError):
+    """A sum over the workers failed, mostly because one of them is gone; an echo of the cause, not the cause."""
+
+
 class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""

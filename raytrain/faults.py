@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 
-from raytrain.errors import OutOfMemory, RaytrainError
+from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError
 from raytrain.recovery import Fault
 from raytrain.run_folder import RunFolder
 
@@ -21,7 +21,7 @@ def fault_of(error: Exception, *, attempt: int, rank: int, step: int, precision:
         traceback=traceback.format_exc(),
         precision=precision,
         reduced=precision in ("bf16", "fp16", "tf32"),
-        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory),
+        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed),
         from_step=from_step,
         time=time.time(),
     )
@@ -33,17 +33,21 @@ def write_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
-    """The decisive fault of each failed attempt from number `since` on: a death before the errors it caused."""
+    """The decisive fault of each failed attempt from number `since` on: a death before the errors it caused, and
+    anything before what its peers noticed of it."""
     first: dict[int, Fault] = {}
     for entry in run.store.entries("faults"):
         fault = Fault(**run.read_json(f"faults/{entry.name}"))
         if fault.attempt < since:
             continue
         known = first.get(fault.attempt)
-        rank = (fault.error != "WorkerDied", fault.time)
-        if known is None or rank < (known.error != "WorkerDied", known.time):
+        if known is None or _rank(fault) < _rank(known):
             first[fault.attempt] = fault
     return [first[attempt] for attempt in sorted(first)]
+
+
+def _rank(fault: Fault) -> tuple[bool, bool, float]:
+    return fault.error == CollectiveFailed.__name__, fault.error != "WorkerDied", fault.time
 
 
 def fallen_precision(run: RunFolder) -> str | None:

@@ -7,14 +7,15 @@ unbroken one in its last bits. One pass over few large buffers also makes the no
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain.errors import RunError
+from raytrain.errors import CollectiveFailed, RunError
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -101,7 +102,8 @@ class Workers:
     """The workers as one training step sees them: sums over the group, and nothing at all for a single worker.
 
     Uses torch's default process group for device tensors and a gloo group for CPU flags (the same one where the
-    default is gloo). Runs in every worker process; each call is a collective that all workers make.
+    default is gloo). Runs in every worker process; each call is a collective that all workers make, and raises
+    `CollectiveFailed` where one of them is gone.
     """
 
     def __init__(self) -> None:
@@ -116,19 +118,17 @@ class Workers:
         """Sum tensors over the workers in place, in the order given."""
         if self.world == 1:
             return
-        begin = time.perf_counter()
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-        self.wait_s += time.perf_counter() - begin
+        with self._together():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
 
     def sum_flags(self, values: list[int]) -> list[int]:
         """Sum small host integers over the workers; never touches the device."""
         if self.world == 1:
             return values
-        begin = time.perf_counter()
         vector = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(vector, group=self._flags)
-        self.wait_s += time.perf_counter() - begin
+        with self._together():
+            dist.all_reduce(vector, group=self._flags)
         # numpy shares memory with a CPU tensor: no device read is made or counted
         return [int(value) for value in vector.numpy()]
 
@@ -138,7 +138,8 @@ class Workers:
             return [values]
         own = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(rows, own, group=self._flags)
+        with self._together():
+            dist.all_gather(rows, own, group=self._flags)
         return [[float(value) for value in row.numpy()] for row in rows]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -149,14 +150,28 @@ class Workers:
         own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
         rows = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(rows, own, group=self._flags)
+        with self._together():
+            dist.all_gather(rows, own, group=self._flags)
         return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's values on every worker."""
-        if self.world > 1:
+        if self.world == 1:
+            return
+        with self._together():
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor.detach(), src=0)  # torch has no gradient for it and would warn
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Times a collective and names its failure: torch raises a plain RuntimeError, as any operation does."""
+        begin = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveFailed(f"a sum over {self.world} workers failed: {str(error).splitlines()[0]}") from error
+        finally:
+            self.wait_s += time.perf_counter() - begin
 
     def close(self) -> None:
         """Forget the flag group (torch destroys it with the default group)."""

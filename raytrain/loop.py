@@ -63,8 +63,6 @@ class TrainingLoop:
 
     def run(self, state: LoopState) -> Outcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
-        if state.step == 0 and self.evaluate is not None and self.limits.eval_every == 0:
-            self._evaluate(state)
         self._since = time.perf_counter()
         while state.step < self.limits.max_steps:
             output = self._one_step(state)

@@ -108,7 +108,8 @@ def plan_table(plan: Sequence[PlanLine]) -> str:
     if not plan:
         return ""
     rows = [
-        [esc(line.name), f"{shown(line.value, line.name)}{_when(line)}", esc(line.reason)] for line in plan
+        [esc(line.name.replace("_", " ")), f"{shown(line.value, line.name)}{_when(line)}", esc(line.reason)]
+        for line in plan
     ]
     columns = [("Decision", "k"), ("Value", "v"), ("Reason", "soft")]
     return f'<div class="card">{table(columns, rows, stack=True)}</div>'
@@ -163,7 +164,8 @@ def _grouped(events: Sequence[Row]) -> list[list[Row]]:
 _APART = ("attempt", "failure", "fault", "decision")
 _ACCOUNTS = ("account",)
 _HIDDEN = {
-    "kind", "time", "traceback", "seconds", "what", "reduced", "final", "matmul", "process_start", "last_sign_of_life"
+    "kind", "time", "traceback", "seconds", "what", "reduced", "final", "matmul", "process_start",
+    "last_sign_of_life",
 }  # fmt: skip
 
 
@@ -196,8 +198,8 @@ def _event_words(kind: str, row: Row) -> tuple[str, str]:
     more = ", ".join(
         f"{label(key)} {seen}" for key, seen in told.items() if len(seen) < 4 or seen not in text
     )
-    if kind == "attempt":  # where it begins says more than why
-        return more, text
+    if kind == "attempt":  # where it begins says more than why, which is a matter of later ones
+        return more, text if (number(row.get("attempt")) or 1) > 1 else ""
     return (text, more) if text else (more, "")
 
 

@@ -75,7 +75,7 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
             name=os.path.basename(job.run_path.rstrip("/")),
             storage_path=storage,
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=[FaultWriter(job.run_path)],
+            callbacks=[FaultWriter(job.run_path, job.owner)],
         ),
     )
     try:
@@ -111,10 +111,16 @@ def quiet_ray() -> None:
 
 
 class FaultWriter(UserCallback):
-    """Runs in Ray's controller process: records a worker that died without a word."""
+    """Runs in Ray's controller process: records a worker that died without a word.
 
-    def __init__(self, run_path: str) -> None:
+    Args:
+        run_path: the run folder.
+        owner: the driver; once another has taken an attempt number there, nothing is written and Ray gives up.
+    """
+
+    def __init__(self, run_path: str, owner: dict[str, Any]) -> None:
         self._run_path = run_path
+        self._owner = owner
         self._start_failures = 0
         self._last_attempt = -1
 
@@ -122,6 +128,8 @@ class FaultWriter(UserCallback):
         """Ray calls this once per failed worker group, before the restart."""
         run = RunFolder(self._run_path)
         attempt = run.current_attempt()
+        if run.owner_of(attempt) != self._owner:
+            raise RunError(f"attempt {attempt} of another command has taken over {run.path}")
         self._start_failures = self._start_failures + 1 if attempt == self._last_attempt else 0
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:

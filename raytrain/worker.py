@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from typing import Any
 
 import ray
@@ -83,6 +84,7 @@ class Worker:
         except Superseded:
             raise
         except Exception as error:
+            traceback.print_exc()  # to this rank's log; rank 0's also reaches the terminal
             self._record_fault(error)
             raise
 

@@ -5,16 +5,21 @@ Nothing here needs a network or a file that is not in the repository.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
 import os
+import queue
 import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +114,89 @@ def run_cli(start_cli: Callable[..., Started]) -> Callable[..., Finished]:
         return start_cli(*args, cwd=cwd, env=env).finish(timeout=timeout)
 
     return run
+
+
+class SharedDriver:
+    """tests/driver.py, started at the first job; one that hangs or dies is killed, and the next job starts another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def train(self, job: Path, *overrides: str, cwd: Path, timeout: float = 120) -> Path:
+        """Trains a job file to its end with `cwd` as the working directory; returns the run folder."""
+        process = self._process or self._start()
+        request = {"job": str(job), "overrides": overrides, "cwd": str(cwd)}
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = ""
+            if not line:
+                self.stop()
+                pytest.fail(f"no answer within {timeout} s\n{(self._folder / 'stderr').read_text()}")
+            if line.startswith("ANSWER "):
+                answer = json.loads(line.removeprefix("ANSWER "))
+                assert answer.get("status") == "done", answer
+                return Path(answer["run"])
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._lines = queue.Queue()
+        with (self._folder / "stderr").open("a") as errors:
+            self._process = process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).parent / "driver.py")],
+                env=fixed_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, args=(process, self._lines), daemon=True).start()
+        return process
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line)
+        lines.put("")  # it ended
+
+    def stop(self) -> None:
+        """Ends the process and all of its group."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+        Started(process).signal_group(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def shared_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedDriver]:
+    """The driver of `train_shared`, for the whole session."""
+    driver = SharedDriver(tmp_path_factory.mktemp("driver"))
+    yield driver
+    driver.stop()
+
+
+@pytest.fixture
+def train_shared(shared_driver: SharedDriver, tmp_path: Path) -> Callable[..., Path]:
+    """`train_shared(job, *overrides, timeout=120)` trains in `tmp_path` and returns the run folder.
+
+    All its runs share one Ray and one driver process, which saves ten seconds each. Code of a test's own needs a
+    module name that no other test uses.
+    """
+    return partial(shared_driver.train, cwd=tmp_path)
 
 
 # ---------------------------------------------------------------- data

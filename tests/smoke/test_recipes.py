@@ -1,4 +1,4 @@
-"""Each shipped recipe, as a user starts it: read strictly, then trained for a few steps through Ray."""
+"""Each shipped recipe: read strictly, then trained for a few steps through Ray."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ RAY_LIMIT_S = 240
 
 
 @pytest.fixture
-def train(run_cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
-    """`train(recipe, *overrides)` trains in `tmp_path` with one worker and returns the run's folder."""
+def train(train_shared: Callable[..., Path]) -> Callable[..., Path]:
+    """`train(recipe, *overrides)` trains in `tmp_path` with one worker and returns the finished run's folder."""
 
     def start(recipe: str, *overrides: str) -> Path:
-        arguments = ("train", str(RECIPES / f"{recipe}.yaml"), "scale.workers=1", *overrides)
-        done = run_cli(*arguments, cwd=tmp_path, timeout=RAY_LIMIT_S)
-        assert done.code == 0, done.text
-        return tmp_path / "runs" / "latest"
+        return train_shared(RECIPES / f"{recipe}.yaml", "scale.workers=1", *overrides, timeout=RAY_LIMIT_S)
 
     return start
 

@@ -10,6 +10,7 @@ from cluster.inventory import Inventory, Node
 from cluster.preflight import (
     check_disk,
     check_memory,
+    check_seen_by_all,
     check_shared_memory,
     check_storage,
     check_visible_devices,
@@ -101,3 +102,15 @@ def test_all_checks_together_are_json(tmp_path: Path) -> None:
     rows = json.loads(json.dumps([result.to_json() for result in results]))
     assert [row["name"] for row in rows] == ["storage", "disk", "memory", "shared_memory", "visible_devices"]
     assert {"name", "status", "seen", "expected", "remedy", "key"} == set(rows[0])
+
+
+def test_a_path_that_one_node_does_not_see_is_refused_with_its_key_and_the_node() -> None:
+    def ask(paths: list[str]) -> dict[str, list[str]]:
+        assert paths == ["/shared/a.txt", "/home/me/runs"]  # the URI is the same everywhere
+        return {"10.0.0.1": [], "10.0.0.2": ["/home/me/runs"]}
+
+    paths = {"data.path": "/shared/a.txt", "save.dir": "/home/me/runs", "data.eval_path": "s3://bucket/b.txt"}
+    seen, blind = check_seen_by_all(paths, ask=ask)
+    assert (seen.status, seen.key) == ("ok", "data.path")
+    assert (blind.status, blind.key) == ("fail", "save.dir")
+    assert "10.0.0.2" in blind.seen and "10.0.0.1" not in blind.seen

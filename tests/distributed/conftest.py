@@ -1,0 +1,190 @@
+"""What the tests with real processes share: guests' code, run folders as records, and a machine left clean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GUEST = Path(__file__).parent / "guest"
+
+
+def merged_job(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A small job on the guest's model and data; sections are merged into it key by key."""
+    job: dict[str, Any] = {
+        "name": "guest",
+        "model": {"builder": "guest_code:net"},
+        "data": {"source": "guest_code:rows"},
+        "optim": {"lr": 0.01, "warmup_steps": 2},
+        "precision": {"dtype": "fp32"},
+        "loop": {"global_batch_size": 12, "max_steps": 6, "log_every": 1},
+        "scale": {"workers": 1, "threads": 1},
+        "telemetry": {"tensorboard": False},
+    }
+    for name, keys in sections.items():
+        job[name] = {**job.get(name, {}), **keys}
+    return job
+
+
+@pytest.fixture
+def guest_job() -> Callable[..., dict[str, Any]]:
+    """`guest_job(section={...})`: a small job on the guest's model and data, with these keys."""
+    return merged_job
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as a test reads it."""
+
+    path: Path
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl that are whole by now."""
+        return [row for row in self._lines("metrics.jsonl") if row["kind"] == kind]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self._lines("events.jsonl") if row["kind"] == kind]
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of every train row, to the last bit."""
+        return [(row["step"], row["loss"]) for row in self.rows("train")]
+
+    def evals(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["loss"]) for row in self.rows("eval")]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.path / "result.json").read_text())
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return json.loads((self.path / "plan.json").read_text())
+
+    def checkpoints(self) -> list[int]:
+        return sorted(int(mark.parent.name[5:]) for mark in self.path.glob("checkpoints/step_*/COMPLETE"))
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.path / name
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with the guest's code to run commands in, and a private temp dir for their Ray.
+
+    Every process that a command leaves anywhere inherits `TMPDIR`, by which it is found.
+    """
+
+    folder: Path
+    temp: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"TMPDIR": str(self.temp)}
+
+    def write(self, job: dict[str, Any], name: str = "job.yaml") -> Path:
+        """The job as a file; JSON is YAML."""
+        path = self.folder / name
+        path.write_text(json.dumps(job))
+        return path
+
+    @property
+    def run(self) -> Run:
+        """The newest run."""
+        return Run((self.folder / "runs" / "latest").resolve())
+
+    def wait_for(self, what: Callable[[], Any], *, limit: float, command: Any) -> Any:
+        """What `what()` returns as soon as it is true; fails if the command ends before, or at the limit."""
+        ends = time.monotonic() + limit
+        while time.monotonic() < ends:
+            found = what()
+            if found:
+                return found
+            if command.process.poll() is not None:
+                pytest.fail(f"the command ended early\n{command.finish(timeout=5).text}")
+            time.sleep(0.02)
+        command.signal_group(signal.SIGKILL)
+        pytest.fail(f"not within {limit} s\n{command.finish(timeout=5).text}")
+
+    def step_reached(self, step: int) -> Callable[[], bool]:
+        """For `wait_for`: a train row of `step` or later is on disk."""
+
+        def reached() -> bool:
+            runs = self.folder / "runs" / "latest"
+            return runs.exists() and any(row["step"] >= step for row in self.run.rows("train"))
+
+        return reached
+
+    def processes(self) -> list[int]:
+        """Live processes of the commands that were started here."""
+        mark = f"TMPDIR={self.temp}\0".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    if mark in (entry / "environ").read_bytes() + b"\0":
+                        found.append(int(entry.name))
+                except OSError:  # it is gone, or is not ours to read
+                    continue
+        return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """A folder for commands; what they leave behind is ended with the test."""
+    for file in GUEST.glob("*.py"):
+        shutil.copy(file, tmp_path / file.name)
+    temp = Path(tempfile.mkdtemp(prefix="rtt-", dir="/tmp"))  # short: socket paths end at 107 bytes
+    place = Place(tmp_path, temp)
+    yield place
+    for pid in place.processes():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    shutil.rmtree(temp, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def fit() -> Iterator[Callable[..., Run]]:
+    """`fit(job, save=, **options)` trains in one local cluster that many tests share, seven seconds each.
+
+    It is started as a command starts its own (loopback, private token), in this process; `jobs.train.train` uses the
+    Ray that its process is connected to. A failed run comes back like any other.
+    """
+    from jobs.runtime import connected
+    from jobs.train import train
+    from raytrain.errors import RunError
+
+    environment, here = dict(os.environ), os.getcwd()
+    os.environ.update(OMP_NUM_THREADS="1")
+    os.chdir(GUEST)
+
+    def run(job: dict[str, Any] | None, *, save: Path, **options: Any) -> Run:
+        if job is not None:
+            job = {**job, "save": {**job.get("save", {}), "dir": str(save)}}
+        try:
+            return Run(Path(train(job, quiet=True, **options).run))
+        except RunError:
+            return Run((save / "latest").resolve())
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own, at import and at the start of its processes
+            with connected("local", num_cpus=4, num_gpus=0, verbose=False):
+                yield run
+    finally:
+        os.chdir(here)
+        os.environ.clear()
+        os.environ.update(environment)

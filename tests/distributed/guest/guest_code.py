@@ -1,0 +1,128 @@
+"""Code as a user of raytrain writes it: a model, data and observers, with faults that a test asks for by key."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEATURES, CLASSES = 8, 4
+
+
+def rows(count: int = 240, bad: int | None = None) -> dict[str, Any]:
+    """DET: a synthetic classification task with a fixed seed; row `bad` holds a NaN."""
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(count + 40, FEATURES, generator=draw)
+    labels = (x @ torch.randn(FEATURES, CLASSES, generator=draw)).argmax(dim=1)
+    if bad is not None:
+        x[bad, 0] = float("nan")
+    table = {"x": x, "labels": labels, "row": torch.arange(count + 40)}
+    return {
+        "train": {name: column[:count] for name, column in table.items()},
+        "eval": {name: column[count:] for name, column in table.items()},
+    }
+
+
+class Net(nn.Module):
+    """Two layers with dropout, in the transformers convention; counts its training passes in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, CLASSES)
+        )
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, labels: Tensor, row: Tensor) -> dict[str, Tensor]:
+        if self.training:
+            self.calls += 1
+            self.trouble(int(self.calls), row)
+        return {"loss": F.cross_entropy(self.layers(x).float(), labels)}
+
+    def trouble(self, call: int, row: Tensor) -> None:
+        """Nothing: for a subclass."""
+
+
+class Troubled(Net):
+    """A `Net` with a fault at training pass `at`; the words for `fault` are the names of its methods."""
+
+    def __init__(self, width: int, dropout: float, *, fault: str, at: int, note: str, pause: float) -> None:
+        super().__init__(width, dropout)
+        self._fault, self._at, self._note, self._pause = fault, at, note, pause
+        self._poisoned = False
+
+    def forward(self, x: Tensor, labels: Tensor, row: Tensor) -> dict[str, Tensor]:
+        output = super().forward(x, labels, row)
+        return {"loss": output["loss"] * float("inf")} if self.training and self._poisoned else output
+
+    def trouble(self, call: int, row: Tensor) -> None:
+        time.sleep(self._pause)  # a model that takes its time, so that a signal finds it training
+        if self._fault:
+            getattr(self, self._fault)(call, row)
+
+    def always_raises(self, call: int, row: Tensor) -> None:
+        if call == self._at:
+            raise KeyError(f"planted at pass {call}")
+
+    def fails_under_autocast(self, call: int, row: Tensor) -> None:
+        if call == self._at and torch.is_autocast_enabled("cpu"):
+            raise RuntimeError('"planted_kernel" not implemented for \'BFloat16\'')
+
+    def is_killed_once(self, call: int, row: Tensor) -> None:
+        if call == self._at and dist.get_rank() == 1 and not os.path.exists(self._note):
+            Path(self._note).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def overflows_under_autocast(self, call: int, row: Tensor) -> None:
+        with open(self._note, "a") as file:
+            file.write(json.dumps(row.tolist()) + "\n")
+        self._poisoned = call >= self._at and torch.is_autocast_enabled("cpu")
+
+    def talks(self, call: int, row: Tensor) -> None:
+        if call == self._at:
+            print(f"pass {call} of rank {dist.get_rank()}")
+
+    def waits_for_release(self, call: int, row: Tensor) -> None:
+        while call == self._at and not os.path.exists(self._note):
+            time.sleep(0.05)
+
+
+def net(
+    width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, note: str = "", pause: float = 0.0
+) -> Net:
+    """The builder."""
+    return Troubled(width, dropout, fault=fault, at=at, note=note, pause=pause)
+
+
+def broken_import() -> None:
+    """Named by a job as `guest_code:broken_import.missing`."""
+
+
+SEEN = os.environ.get("GUEST_SEEN", "")
+
+
+class Watcher:
+    """A good observer that tries to change what it sees."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        with open("watched.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        row["loss"] = -1.0
+        row.clear()
+
+
+class Fragile:
+    """A failing observer."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        raise ValueError("planted in an observer")

@@ -1,0 +1,44 @@
+"""A session on one device, in this process, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jobs.driver import check_on_driver, train_job
+from jobs.plan import plan_job
+from jobs.spec import load_spec
+from raytrain.gradients import Workers
+from raytrain.plan import Resolved
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+
+
+@pytest.fixture
+def tiny_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Session]:
+    """`tiny_job(device=, steps=, storage=)`: a small classifier whose loss falls within a few steps."""
+
+    def build(*, device: str, steps: int, storage: str = "resident") -> Session:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(256, 16, generator=generator)
+        labels = (x @ torch.randn(16, 4, generator=generator)).argmax(-1)
+        loaded = load_spec(
+            mapping={
+                "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [64], "num_features": 16, "num_classes": 4},
+                "data": {"train": {"x": x, "labels": labels}, "eval_fraction": 0.0, "storage": storage},
+                "loop": {"max_steps": steps, "log_every": 1, "global_batch_size": 64},
+                "optim": {"lr": 1e-2},
+                "scale": {"mode": "cpu", "threads": 1},
+                "telemetry": {"tensorboard": False},
+            }
+        )
+        checked = check_on_driver(loaded.spec)
+        plan = plan_job(loaded, model_facts=checked.model_facts, data_facts=checked.data_facts)
+        plan = replace(plan, device=Resolved(device, "this test"))
+        run = RunFolder.create(str(tmp_path_factory.mktemp("runs")), "tiny")
+        return Session(train_job(loaded.spec, plan, run, attempt=1), workers=Workers())
+
+    return build

@@ -1,0 +1,72 @@
+"""What holds on every device: each test runs on the CPU always, and on a GPU where torch sees one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from raytrain.device import worker_device
+from raytrain.loop_state import LoopState
+from raytrain.session import Session
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+on_each_device = pytest.mark.parametrize("kind", DEVICES)
+
+
+class Rows:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.train: list[dict[str, float]] = []
+
+    def metrics(self, row: dict[str, float]) -> None:
+        if row["kind"] == "train":
+            self.train.append(row)
+
+    def event(self, kind: str, **fields: object) -> None:
+        pass
+
+
+def train(session: Session, precision: str) -> list[float]:
+    """The losses of a short run in one precision."""
+    rows = Rows()
+    session.prepare(precision)
+    session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
+    return [row["loss"] for row in rows.train]
+
+
+@pytest.mark.gpu
+@on_each_device
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_each_precision_trains_on_each_device(
+    tiny_job: Callable[..., Session], kind: str, precision: str
+) -> None:
+    losses = train(tiny_job(device=kind, steps=40), precision)
+    assert len(losses) == 40 and all(map(math.isfinite, losses))
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.gpu
+@on_each_device
+def test_everything_is_on_the_workers_device_index_included(tiny_job: Callable[..., Session], kind: str) -> None:
+    session = tiny_job(device=kind, steps=3)
+    train(session, "fp32")
+    wanted = worker_device(kind, local_rank=0)
+    module = session.trainable.module
+    states = [state for optimizer in session.optimizers for state in optimizer.state.values()]
+    moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [*module.parameters(), *module.buffers(), *moments]
+    assert tensors and {tensor.device for tensor in tensors if tensor.ndim} == {wanted}
+    handles, _ = session.feed.window(LoopState().cursor)
+    assert {value.device for value in next(iter(session.feed.micro_batches(handles))).batch.values()} == {wanted}
+
+
+@pytest.mark.gpu
+@on_each_device
+def test_resident_and_streamed_rows_give_equal_losses(tiny_job: Callable[..., Session], kind: str) -> None:
+    resident = train(tiny_job(device=kind, steps=10, storage="resident"), "fp32")
+    streamed = train(tiny_job(device=kind, steps=10, storage="stream"), "fp32")
+    assert resident == streamed

@@ -1,0 +1,187 @@
+"""Small real jobs in a plain process: data, a session as the worker builds it, and instruments to look at one.
+
+Everything goes through the product's own way (load_spec -> plan_job -> train_job -> Session); only the machine is
+invented, so that the plan is the same on every box.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.inventory import Inventory, Node
+from jobs.driver import train_job
+from jobs.plan import plan_job
+from jobs.spec import load_spec
+from raytrain.data.sources import Source, open_source
+from raytrain.gradients import Workers
+from raytrain.loop_state import Outcome, Saver
+from raytrain.plan import Resolved
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+from raytrain.train_job import TrainJob
+
+BOX = Inventory(
+    nodes=(Node("box", 8, 16 << 30),),
+    source="a test",
+    cpu_model="Test CPU",
+    cpu_flags={"amx_bf16": False, "avx512_bf16": False},
+)
+FIXED: dict[str, dict[str, Any]] = {
+    "precision": {"dtype": "fp32"},
+    "scale": {"workers": 1, "mode": "cpu", "threads": 1},
+    "loop": {"log_every": 1, "global_batch_size": 16, "max_steps": 20},
+    "optim": {"lr": 0.003},
+    "telemetry": {"tensorboard": False},
+}
+GPT = {"builder": "raytrain.models.gpt:gpt", "layers": 2, "heads": 2, "width": 32, "context": 12, "vocab_size": 31}
+MOE = {**GPT, "builder": "experts.models:moe_gpt"}
+MLP = {"builder": "raytrain.models.mlp:mlp", "hidden": [32, 32]}
+
+
+# ---------------------------------------------------------------- data
+
+
+def token_rows(
+    rows: int, *, length: int = 12, vocabulary: int = 31, seed: int = 0, ragged: bool = False, empty: Iterable[int] = ()
+) -> dict[str, Tensor]:
+    """Token windows of a repeating pattern with noise. `ragged`: some labels are -100; rows of `empty`: all are."""
+    draw = np.random.default_rng(seed)
+    starts, strides = draw.integers(vocabulary, size=(rows, 1)), draw.integers(1, 4, size=(rows, 1))
+    noise = (draw.random((rows, length + 1)) < 0.1) * draw.integers(vocabulary, size=(rows, length + 1))
+    tokens = torch.from_numpy((starts + strides * np.arange(length + 1) + noise) % vocabulary)
+    labels = tokens[:, 1:].clone()
+    if ragged:
+        labels[torch.from_numpy(np.arange(length) >= draw.integers(1, length + 1, size=(rows, 1)))] = -100
+    labels[list(empty)] = -100
+    return {"input_ids": tokens[:, :-1].clone(), "labels": labels}
+
+
+def class_rows(rows: int, *, features: int = 12, classes: int = 4, seed: int = 0) -> dict[str, Tensor]:
+    """DET: drawn features, and the class whose fixed nonlinear score is largest."""
+    draw = np.random.default_rng(seed)
+    x = draw.standard_normal((rows, features)).astype(np.float32)
+    mix = np.random.default_rng(99).standard_normal((2, features, classes))
+    labels = (np.tanh(x @ mix[0]) + 0.5 * (x @ mix[1])).argmax(axis=1)
+    return {"x": torch.from_numpy(x), "labels": torch.from_numpy(labels)}
+
+
+# ---------------------------------------------------------------- a session, as a worker builds it
+
+
+def make_job(
+    model: Mapping[str, Any],
+    data: Mapping[str, Any],
+    *,
+    world: int = 1,
+    run: RunFolder | None = None,
+    **sections: Mapping[str, Any] | int,
+) -> tuple[TrainJob, Source]:
+    """The orders of a worker, and its opened data. `sections` are laid over `FIXED`; `seed` may be among them."""
+    mapping: dict[str, Any] = {"model": dict(model), "data": dict(data), **{k: dict(v) for k, v in FIXED.items()}}
+    mapping["scale"]["workers"] = world
+    for name, section in sections.items():
+        mapping[name] = {**mapping.get(name, {}), **section} if isinstance(section, Mapping) else section
+    spec = load_spec(None, mapping=mapping).spec
+    source = open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    loaded = load_spec(None, mapping=mapping)
+    plan = plan_job(loaded, inventory=BOX, data_facts=source.facts)
+    for name in ("max_steps", "eval_every"):  # what a plan of objects in memory leaves to the opened data
+        assert isinstance(getattr(plan, name), Resolved), name
+    folder = run or RunFolder("unused")
+    return replace(train_job(spec, plan, folder, attempt=1), import_path=""), source
+
+
+def make_session(
+    model: Mapping[str, Any],
+    data: Mapping[str, Any],
+    *,
+    workers: Workers | None = None,
+    precision: str = "fp32",
+    prepare: bool = True,
+    **sections: Any,
+) -> Session:
+    """A session on this process's workers (one, unless a group is up), prepared for `precision`."""
+    workers = workers or Workers()
+    job, source = make_job(model, data, world=workers.world, **sections)
+    session = Session(job, workers=workers, source=source)
+    if prepare:
+        session.prepare(precision)
+    return session
+
+
+class Rows:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+    def of(self, kind: str, name: str) -> list[Any]:
+        """One column of the rows of a kind."""
+        return [row[name] for row in self.rows if row["kind"] == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.of("train", "loss")
+
+
+def train(
+    session: Session, *, saver: Saver | None = None, should_stop: Callable[[], bool] = lambda: False
+) -> tuple[Rows, Outcome]:
+    """Run the session's loop from where its state stands."""
+    reporter = Rows()
+    outcome = session.loop(reporter=reporter, saver=saver, should_stop=should_stop).run(session.state)
+    return reporter, outcome
+
+
+# ---------------------------------------------------------------- instruments
+
+
+def tensors_in(value: Any) -> Iterator[Tensor | str]:
+    """Tensors of a nested state, and everything else as text, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield str(key)
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    else:
+        yield repr(value)
+
+
+def digest(*values: Any) -> str:
+    """A hash of every bit of nested states."""
+    total = hashlib.sha256()
+    for part in tensors_in(values):
+        if isinstance(part, Tensor):
+            total.update(str((part.dtype, tuple(part.shape))).encode())
+            total.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(part.encode())
+    return total.hexdigest()
+
+
+def weights_of(session: Session) -> dict[str, np.ndarray]:
+    """Copies of the parameters and buffers, for another process."""
+    return {name: value.detach().numpy().copy() for name, value in session.trainable.module.state_dict().items()}
+
+
+def optimizer_state(session: Session) -> list[dict[str, Any]]:
+    """The optimizers' states."""
+    return [optimizer.state_dict() for optimizer in session.optimizers]

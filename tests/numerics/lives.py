@@ -1,0 +1,214 @@
+"""What the processes of a gang do. Each function is `(rank, world, ...)` and returns numbers, never tensors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lab import GPT, MLP, MOE, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from torch import nn
+
+from raytrain.checkpoint import load, newest_good
+from raytrain.data.batches import Cursor
+from raytrain.gradients import Workers
+from raytrain.run_folder import RunFolder
+from raytrain.saver import CheckpointSaver
+from raytrain.session import Session
+from raytrain.step import MicroBatch
+
+# ---------------------------------------------------------------- DESIGN 4.2: one step, however it is shared out
+
+
+def split_models() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Name -> (model, training rows). 54 rows in windows of 16: the fourth has 6, in micro-batches of 4 and 2.
+
+    The labels are ragged, and rows 0 to 9 have none at all, so that whole micro-batches weigh nothing.
+    """
+    tokens = token_rows(54, ragged=True, empty=range(10))
+    experts = {"num_experts": 4, "top_k": 2, "hosts": 0}
+    return {
+        "gpt": ({"model": GPT}, tokens),
+        "moe_gpt": ({"model": MOE, "experts": experts}, tokens),
+        "mlp": ({"model": MLP}, class_rows(54)),
+    }
+
+
+def split_run(rank: int, world: int, name: str, micro: int, steps: int, optimizer: str = "adamw") -> dict[str, Any]:
+    """Losses, norms and weights after `steps` steps in float64, as this worker has them."""
+    made, rows = split_models()[name]
+    session = make_session(
+        made["model"],
+        {"train": rows, "eval_fraction": 0.0},
+        precision="fp64",
+        loop={"max_steps": steps, "micro_batch_size": micro},
+        optim={"max_grad_norm": 0.3, "name": optimizer},
+        **{key: value for key, value in made.items() if key != "model"},
+    )
+    shares: list[tuple[int, int]] = []
+    inner = session.feed.micro_batches
+
+    def counted(handles: np.ndarray) -> Iterator[MicroBatch]:
+        micros = list(inner(handles))
+        shares.append((len(micros), sum(micro.weight == 0 for micro in micros)))
+        yield from micros
+
+    session.feed.micro_batches = counted  # type: ignore[method-assign]
+    reporter, _ = train(session)
+    return {
+        "losses": reporter.losses,
+        "aux": reporter.of("train", "aux_loss"),
+        "norms": reporter.of("train", "grad_norm"),
+        "weights": weights_of(session),
+        "micro_batches": [count for count, _ in shares],
+        "empty": sum(empty for _, empty in shares),
+        "digest": digest(session.trainable.module.state_dict()),
+    }
+
+
+def split_runs(rank: int, world: int, names: list[str], micro: int, steps: int) -> dict[str, Any]:
+    """`split_run` of several models in one process."""
+    return {name: split_run(rank, world, name, micro, steps) for name in names}
+
+
+def data_parallel(rank: int, world: int) -> dict[str, Any]:
+    """PAR-01 in float32: the reduced gradient beside single-process gradients; weights after 50 steps."""
+    session = make_session(
+        GPT,
+        {"train": token_rows(160), "eval_fraction": 0.0},
+        loop={"max_steps": 50, "global_batch_size": 16, "micro_batch_size": 8},
+    )
+    step, handles = session.step, session.feed.window(Cursor()).handles
+    single = []
+    for part in np.split(handles, world):
+        micro = session.feed.one(part)
+        step.backward([micro], global_weight=micro.weight)
+        single.append([flat.clone() for flat in step.gradients.buffers])
+    mine = list(session.feed.micro_batches(handles))
+    step.backward(mine, global_weight=session.feed.global_weight(handles) or 0)
+    local = [flat.clone() for flat in step.gradients.buffers]
+    session.workers.sum_(step.gradients.buffers)
+    means = [torch.stack(parts).mean(0) for parts in zip(*single, strict=True)]
+    gaps = [float((a - b).abs().max()) for a, b in zip(step.gradients.buffers, means, strict=True)]
+    alone = [float((a - b).abs().max()) for a, b in zip(local, means, strict=True)]
+    reporter, _ = train(session)
+    return {
+        "gap": max(gaps),
+        "gap_without_reduction": max(alone),
+        "size": max(float(mean.abs().max()) for mean in means),
+        "micro_batches": len(mine),
+        "losses": reporter.losses,
+        "digest": digest(session.trainable.module.state_dict(), optimizer_state(session)),
+    }
+
+
+# ---------------------------------------------------------------- DESIGN 4.3: lives of a run
+
+
+def life_session(precision: str, *, steps: int = 24) -> Session:
+    """A GPT with dropout on 70 rows, windows of 12, micro-batches of 2: six steps an epoch, the last with 10 rows."""
+    return make_session(
+        {**GPT, "dropout": 0.1},
+        {"train": token_rows(70, ragged=True), "eval": token_rows(20, seed=5)},
+        precision=precision,
+        loop={"max_steps": steps, "global_batch_size": 12, "micro_batch_size": 2, "eval_every": 5},
+        optim={"warmup_steps": 4, "max_grad_norm": 0.5},
+    )
+
+
+def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
+    """One attempt of a run.
+
+    Orders: run (folder), precision, every (steps between checkpoints; None saves nothing), resume ("newest", a
+    step, or None), kill_at (SIGKILL in this step, between two micro-batches), ids (a file for rows seen).
+    """
+    session = life_session(orders["precision"])
+    run = RunFolder(orders["run"])
+    loaded = None
+    if orders.get("resume") == "newest":
+        loaded = newest_good(run).checkpoint
+    elif orders.get("resume") is not None:
+        loaded = load(run.checkpoint_dir(orders["resume"]))
+    if loaded is not None:
+        session.restore(loaded)
+    begin = {"step": session.state.step, "scale": float(session.step.scale.value)}
+    seen = _watch_rows(session, kill_at=orders.get("kill_at"))
+    if orders.get("overflow_at"):
+        _overflow(session, at=orders["overflow_at"])
+    reporter, outcome, saver = _trained(session, run, every=orders.get("every"))
+    if saver is not None:
+        saver.close()
+    return {
+        "from_step": begin["step"],
+        "from_scale": begin["scale"],
+        "outcome": outcome.kind,
+        "losses": dict(zip(reporter.of("train", "step"), reporter.losses, strict=True)),
+        "norms": dict(zip(reporter.of("train", "step"), reporter.of("train", "grad_norm"), strict=True)),
+        "evals": dict(zip(reporter.of("eval", "step"), reporter.of("eval", "loss"), strict=True)),
+        "scales": dict(zip(reporter.of("train", "step"), reporter.of("train", "loss_scale"), strict=True)),
+        "rows": seen,
+        "parts": {} if loaded is None else {name: sorted(part) for name, part in loaded.parts.items()},
+        "digest": digest(session.trainable.module.state_dict(), optimizer_state(session)),
+        "generators": digest(session.generator_state()),
+    }
+
+
+def lives(rank: int, world: int, several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several lives in one process, one after the other."""
+    return [life(rank, world, orders) for orders in several]
+
+
+def _trained(session: Session, run: RunFolder, *, every: int | None) -> tuple[Any, Any, CheckpointSaver | None]:
+    from lab import Rows
+
+    reporter = Rows()
+    loop = session.loop(reporter=reporter, should_stop=lambda: False)
+    saver = None
+    if every is not None:
+        saver = CheckpointSaver(
+            session,
+            run,
+            every=every,
+            keep="all",
+            asynchronous=True,
+            reporter=reporter,
+            clock=loop.clock,
+            fence=None,
+        )
+        loop.saver = saver
+    return reporter, loop.run(session.state), saver
+
+
+def _watch_rows(session: Session, *, kill_at: int | None) -> dict[int, list[int]]:
+    """Step -> the rows this worker trained on; at `kill_at` the process dies after its first micro-batch."""
+    seen: dict[int, list[int]] = {}
+    inner = session.feed.micro_batches
+
+    def watched(handles: np.ndarray) -> Iterator[MicroBatch]:
+        step = session.state.step + 1
+        mine = session.feed.batches.rank_handles(handles)
+        for number, (rows, micro) in enumerate(zip(mine, inner(handles), strict=True)):
+            if step == kill_at and number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen.setdefault(step, []).extend(int(row) for row in rows)
+            yield micro
+
+    session.feed.micro_batches = watched  # type: ignore[method-assign]
+    return seen
+
+
+def _overflow(session: Session, *, at: int) -> None:
+    """The loss of step `at` is infinite, on this worker."""
+    inner = session.trainable.loss
+
+    def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
+        out = inner(module, batch)
+        if module.training and session.state.step + 1 == at:
+            return type(out)(loss=out.loss * float("inf"), aux=out.aux, metrics=out.metrics)
+        return out
+
+    session.trainable.loss = loss
