@@ -38,16 +38,16 @@ Text = Annotated[str, Field(min_length=1)]
 class TelemetryConfig(Section):
     """What is watched while a job runs; nothing here can change the run."""
 
-    every: Positive = Field(5.0, description="seconds between two samples of a node")
-    observers: list[Text] = Field([], description="module:Class of your own observers, called on rank 0")
-    tensorboard: bool = Field(True, description="write TensorBoard files beside metrics.jsonl")
+    every: Positive = Field(default=5.0, description="seconds between two samples of a node")
+    observers: list[Text] = Field(default=[], description="module:Class of your own observers, called on rank 0")
+    tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
 
 
 class ClusterConfig(Section):
     """Which machines the job runs on, and how much of them it may take."""
 
-    address: Text | None = Field(None, description="a running Ray cluster; null starts a private local one")
-    interface: Text | None = Field(None, description="network interface for the collectives; null finds it")
+    address: Text | None = Field(default=None, description="a running Ray cluster; null starts a private local one")
+    interface: Text | None = Field(default=None, description="network interface for the collectives; null finds it")
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="part of a device's memory the job may take"
+        default=0.9, description="part of a device's memory the job may take"
     )

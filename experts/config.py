@@ -22,26 +22,26 @@ OneOrTwo = Annotated[int, Field(ge=1, le=2, json_schema_extra={"expected": "1, 2
 class ExpertsConfig(Section):
     """Read by the mixture-of-experts builders and by the expert hosts; a dense model ignores it."""
 
-    num_experts: Count | None = Field(None, description="experts per layer; null lets the builder choose")
-    top_k: Count = Field(2, description="experts each token is sent to")
+    num_experts: Count | None = Field(default=None, description="experts per layer; null lets the builder choose")
+    top_k: Count = Field(default=2, description="experts each token is sent to")
     hosts: NonNegativeInt | Literal["auto", "colocated"] | HostsByAccelerator = Field(
-        "auto", description="actors that own the experts; 0 keeps them inside every worker"
+        default="auto", description="actors that own the experts; 0 keeps them inside every worker"
     )
-    inflight: OneOrTwo | Literal["auto"] = Field("auto", description="micro-batches in flight to the experts")
-    capacity_factor: Positive | None = Field(None, description="tokens an expert may take; null drops none")
-    score: Literal["softmax", "sigmoid"] = Field("softmax", description="how the router scores experts")
-    renormalize: bool = Field(True, description="weights of the chosen experts sum to one")
-    balance: Literal["bias", "loss", "both", "none"] = Field("both", description="what keeps the load even")
-    balance_weight: NonNegative = Field(0.01, description="weight of the per-sequence balance loss")
-    z_loss_weight: NonNegative = Field(0.001, description="weight of the router's z-loss")
-    bias_rate: NonNegative = Field(0.001, description="step of the loss-free bias at each commit")
-    noise: NonNegative = Field(0.0, description="standard deviation of the noise on router logits")
-    temperature: Positive = Field(1.0, description="divides the router logits")
-    shared_expert: bool = Field(False, description="one more expert that every token visits")
-    hidden: Count | None = Field(None, description="hidden width of an expert; null lets the builder choose")
-    activation: Literal["gelu", "swiglu"] = Field("gelu", description="nonlinearity inside an expert")
-    replicas: NonNegativeInt = Field(0, description="extra copies of the busiest experts")
+    inflight: OneOrTwo | Literal["auto"] = Field(default="auto", description="micro-batches in flight to the experts")
+    capacity_factor: Positive | None = Field(default=None, description="tokens an expert may take; null drops none")
+    score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="how the router scores experts")
+    renormalize: bool = Field(default=True, description="weights of the chosen experts sum to one")
+    balance: Literal["bias", "loss", "both", "none"] = Field(default="both", description="what keeps the load even")
+    balance_weight: NonNegative = Field(default=0.01, description="weight of the per-sequence balance loss")
+    z_loss_weight: NonNegative = Field(default=0.001, description="weight of the router's z-loss")
+    bias_rate: NonNegative = Field(default=0.001, description="step of the loss-free bias at each commit")
+    noise: NonNegative = Field(default=0.0, description="standard deviation of the noise on router logits")
+    temperature: Positive = Field(default=1.0, description="divides the router logits")
+    shared_expert: bool = Field(default=False, description="one more expert that every token visits")
+    hidden: Count | None = Field(default=None, description="hidden width of an expert; null lets the builder choose")
+    activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="nonlinearity inside an expert")
+    replicas: NonNegativeInt = Field(default=0, description="extra copies of the busiest experts")
     placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
-        "auto", description="which host owns which experts"
+        default="auto", description="which host owns which experts"
     )
-    rebalance_every: Count | None = Field(None, description="steps between placements; null keeps the first")
+    rebalance_every: Count | None = Field(default=None, description="steps between placements; null keeps the first")

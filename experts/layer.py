@@ -66,7 +66,7 @@ class _Dispatch(torch.autograd.Function):
         return x_TD.index_select(0, order_R // top_k)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (order_R,) = ctx.saved_tensors
         T, K, D = ctx.shape
         return _put_back(grad_RD, order_R, T * K).view(T, K, D).sum(1), None, None
@@ -91,7 +91,7 @@ class _PutBack(torch.autograd.Function):
         return _put_back(rows_RD, order_R, size)
 
     @staticmethod
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (order_R,) = ctx.saved_tensors
         return grad_PD.index_select(0, order_R), None, None
 

@@ -15,13 +15,13 @@ from experts.layer import MoELayer
 from experts.load import LoadBook
 from experts.plan import check_experts, check_moe_mlp, expert_hidden, moe_gpt_flops, moe_mlp_flops
 from experts.router import TopKRouter
-from raytrain.models.gpt import GPT, Block, FeedForward, language_loss
+from raytrain.models.gpt import GPT, FeedForward, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, need_keys
 
 
-class MoEBlock(Block):
+class MoEBlock(PreNorm):
     """A GPT block whose feed-forward is a MoELayer; returns its auxiliary loss beside its output."""
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -162,16 +162,16 @@ def moe_mlp(
     A row is no sequence: the balance loss takes the shares of the last committed step.
     Raises ValueError for sizes that cannot be built.
     """
-    check_moe_mlp(
+    features, classes = check_moe_mlp(
         width=width, layers=layers, num_features=num_features, num_classes=num_classes, dropout=dropout
     )
-    hidden, classes = expert_hidden(experts, width), num_classes or 1
+    hidden = expert_hidden(experts, width)
     stack = [
         moe_layer(width, experts, hidden=hidden, residual_scale=1 / math.sqrt(layers), scope="batch")
         for _ in range(layers)
     ]
-    module = MoEMLP(stack, features=num_features, width=width, classes=classes, dropout=dropout)
-    flops = moe_mlp_flops(width=width, layers=layers, features=num_features, classes=classes, experts=experts)
+    module = MoEMLP(stack, features=features, width=width, classes=classes, dropout=dropout)
+    flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     return _trainable(module, _row_loss, flops)
 
 

@@ -43,13 +43,16 @@ def expert_hidden(experts: ExpertsConfig, width: int) -> int:
     return 4 * width if experts.hidden is None else experts.hidden
 
 
-def check_moe_mlp(*, width: Any, layers: Any, num_features: Any, num_classes: Any, dropout: Any) -> None:
-    """Raises SizeError for keys of `moe_mlp` that cannot be built."""
+def check_moe_mlp(
+    *, width: Any, layers: Any, num_features: Any, num_classes: Any, dropout: Any
+) -> tuple[int, int]:
+    """(features, classes) of a `moe_mlp`. Raises SizeError for keys that cannot be built."""
     if num_features is None:
         raise SizeError("num_features", seen="null", expected="a number, as this source does not say it")
     classes = 1 if num_classes is None else num_classes
     check_counts(width=width, layers=layers, num_features=num_features, num_classes=classes)
     check_dropout(dropout)
+    return num_features, classes
 
 
 def layer_parameters(width: int, experts: ExpertsConfig, *, active: bool = False) -> int:

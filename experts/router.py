@@ -47,6 +47,10 @@ class TopKRouter(nn.Module):
     checkpoints: `bias_E` and `shares_E` (the last committed step's); pending counts are not.
     """
 
+    bias_E: Tensor
+    shares_E: Tensor
+    pending_counts: Tensor
+
     def __init__(
         self,
         width: int,

@@ -117,7 +117,7 @@ class TrainCommand:
                     run = self._open_run(plan, inventory)
                 assert run is not None
                 ending = self._train(plan, run, cluster, checked.handed)
-        except (Interrupted, KeyboardInterrupt):
+        except KeyboardInterrupt:  # `Interrupted` is one
             pass
         except SystemExit as stop:  # ray.init turns a SIGTERM inside it into one
             if stop.code not in (15, 130, 143):
@@ -218,6 +218,8 @@ class TrainCommand:
                 thread.join(STATUS_EVERY_S)
                 run.heartbeat()
                 self._look(ray, link, display)
+                if self.signals.asked.is_set() and not self.signals.training:
+                    raise Interrupted("before the first step")  # where something of Ray's swallowed the first one
                 if self.signals.asked.is_set() and stop_at is None:
                     stop_at = time.monotonic() + self.spec.retry.stop_grace_s
                     link.stop.remote()
@@ -255,7 +257,7 @@ class TrainCommand:
 
             page = build_report(run)
             say_ending(self.console, run, record, page)
-        if record["status"] == "interrupted" and (leave or self.signals.asked.is_set()):
+        if record["status"] == "interrupted":
             self.console.print(f"interrupted; go on with: raytrain train --resume {run.path}", markup=False)
         return result_of(run, record)
 

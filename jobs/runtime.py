@@ -126,11 +126,15 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+#: One secret for all local clusters of this process: Ray reads it once and keeps it.
+_TOKEN = secrets.token_hex(32)
+
+
 def _write_token(folder: str) -> str:
     path = os.path.join(folder, "token")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(_TOKEN)
     return path
 
 

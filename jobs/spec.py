@@ -59,8 +59,8 @@ Seed = Annotated[
 class JobSpec(Section):
     """One job, read and checked; frozen. `model` and `data` have no default."""
 
-    name: Name = Field("run", description="first part of the run folder's name")
-    seed: Seed = Field(42, description="of weights, order and sampling")
+    name: Name = Field(default="run", description="first part of the run folder's name")
+    seed: Seed = Field(default=42, description="of weights, order and sampling")
     model: ModelConfig = Field(description="a model, such as `model: {builder: raytrain.models.mlp:mlp}`")
     data: DataConfig = Field(description="data, such as `data: {source: text, path: input.txt}`")
     optim: OptimConfig = OptimConfig()
@@ -113,9 +113,10 @@ def load_spec(
     if path is not None and mapping is not None:
         raise InputError("mapping", seen="a file and a mapping", expected="one of them")
     text, origin = None, "python"
+    path = None if path is None else Path(path)
     if mapping is None:
         origin = "recipe" if path is None else "file"
-        path = DEFAULT_RECIPE if path is None else Path(path)
+        path = path or DEFAULT_RECIPE
         text = _read(path)
         mapping = load_yaml(text, origin=str(path))
     merged, touched = apply_overrides(mapping, overrides)

@@ -71,7 +71,7 @@ def run_train(
         resumed = None
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides)
-            if resumed.finished:
+            if resumed is not None and resumed.finished:
                 return _finished(resumed.run, console)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
         refuse_later(loaded.spec, "train")

@@ -19,7 +19,7 @@ def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
         events: rows of events.jsonl, in order.
         now: unix seconds; the end of a command that has not written its own.
     """
-    total = dict.fromkeys(PURPOSES, 0.0)
+    total: dict[str, float] = dict.fromkeys(PURPOSES, 0.0)
     wall = 0.0
     commands = _commands(events)
     for index, rows in enumerate(commands):

@@ -95,7 +95,8 @@ class CheckpointWriter:
         world_size: int = 1,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        self._run, self._keep, self._world_size, self._shard_bytes = run_folder, keep, world_size, shard_bytes
+        self._run, self._world_size, self._shard_bytes = run_folder, world_size, shard_bytes
+        self._keep: int | Literal["all"] = keep
         self._fence = fence or (lambda: None)
         self._staging = Staging() if asynchronous else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None

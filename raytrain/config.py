@@ -85,121 +85,121 @@ class ModelConfig(OpenSection):
     """What is trained: a builder ``module:function`` with its keys, or an ``nn.Module`` from Python."""
 
     objects: ClassVar[tuple[str, ...]] = ("module",)
-    builder: Builder | None = Field(None, description="module:function that returns the model")
+    builder: Builder | None = Field(default=None, description="module:function that returns the model")
     module: Annotated[Any, AfterValidator(_python_object)] = Field(
-        None, repr=False, description="an nn.Module, from Python only"
+        default=None, repr=False, description="an nn.Module, from Python only"
     )
-    init_from: Text | None = Field(None, description="weights to start from: a run folder or safetensors")
+    init_from: Text | None = Field(default=None, description="weights to start from: a run folder or safetensors")
 
 
 class DataConfig(OpenSection):
     """What it is trained on: a source with its keys, or datasets from Python."""
 
     objects: ClassVar[tuple[str, ...]] = ("train", "eval")
-    source: Source | None = Field(None, description="a built-in source, or module:function of your own")
+    source: Source | None = Field(default=None, description="a built-in source, or module:function of your own")
     storage: Literal["auto", "resident", "pinned", "stream"] = Field(
-        "auto", description="whole split on the device, or batches sent to it"
+        default="auto", description="whole split on the device, or batches sent to it"
     )
-    eval_fraction: Share = Field(0.1, description="part of the data kept for evaluation")
+    eval_fraction: Share = Field(default=0.1, description="part of the data kept for evaluation")
     train: Annotated[Any, AfterValidator(_python_object)] = Field(
-        None, repr=False, description="a dataset, from Python only"
+        default=None, repr=False, description="a dataset, from Python only"
     )
     eval: Annotated[Any, AfterValidator(_python_object)] = Field(
-        None, repr=False, description="a dataset, from Python only"
+        default=None, repr=False, description="a dataset, from Python only"
     )
 
 
 class OptimConfig(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "sgd", "muon"] = Field("adamw", description="the optimizer")
-    lr: Positive = Field(1e-3, description="peak learning rate")
-    weight_decay: NonNegative = Field(0.1, description="decay of matrices; vectors have none")
-    betas: Betas = Field((0.9, 0.99), description="AdamW's two decay rates")
-    momentum: Share = Field(0.9, description="momentum of SGD and Muon")
-    eps: Positive = Field(1e-8, description="AdamW's denominator floor")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
-    warmup_steps: NonNegativeInt | Auto = Field("auto", description="auto: the smaller of 100 steps and 5 %")
+    name: Literal["adamw", "sgd", "muon"] = Field(default="adamw", description="the optimizer")
+    lr: Positive = Field(default=1e-3, description="peak learning rate")
+    weight_decay: NonNegative = Field(default=0.1, description="decay of matrices; vectors have none")
+    betas: Betas = Field(default=(0.9, 0.99), description="AdamW's two decay rates")
+    momentum: Share = Field(default=0.9, description="momentum of SGD and Muon")
+    eps: Positive = Field(default=1e-8, description="AdamW's denominator floor")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="after the warm-up")
+    warmup_steps: NonNegativeInt | Auto = Field(default="auto", description="auto: the smaller of 100 steps and 5 %")
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="the last learning rate, as a part of lr"
+        default=0.1, description="the last learning rate, as a part of lr"
     )
-    max_grad_norm: NonNegative | None = Field(1.0, description="clip by global norm; 0 or null: off")
-    scale_lr: Literal["none", "linear", "sqrt"] = Field("none", description="lr with the global batch size")
+    max_grad_norm: NonNegative | None = Field(default=1.0, description="clip by global norm; 0 or null: off")
+    scale_lr: Literal["none", "linear", "sqrt"] = Field(default="none", description="lr with the global batch size")
 
 
 class PrecisionConfig(Section):
     """In which number format the forward and backward passes run."""
 
     dtype: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = Field(
-        "auto", description="auto: by capability and a measured comparison"
+        default="auto", description="auto: by capability and a measured comparison"
     )
-    fallback: bool = Field(True, description="go on in a wider format where this one fails")
+    fallback: bool = Field(default=True, description="go on in a wider format where this one fails")
 
 
 class LoopConfig(Section):
     """How long, in which batches, and how often something is said."""
 
-    max_steps: Count | None = Field(None, description="optimizer steps; with epochs, whichever ends first")
-    epochs: Count | None = Field(None, description="passes over the data; neither given: one")
-    global_batch_size: Count | Auto = Field(32, description="samples per optimizer step, over all workers")
-    micro_batch_size: Count | Auto = Field("auto", description="samples per forward pass of one worker")
-    eval_every: Count | Auto = Field("auto", description="steps between evaluations; always at the end")
-    eval_batches: Count | None = Field(None, description="batches per evaluation; null: the whole split")
-    log_every: NonNegativeInt = Field(10, description="steps between train rows; 0: only the last step")
+    max_steps: Count | None = Field(default=None, description="optimizer steps; with epochs, whichever ends first")
+    epochs: Count | None = Field(default=None, description="passes over the data; neither given: one")
+    global_batch_size: Count | Auto = Field(default=32, description="samples per optimizer step, over all workers")
+    micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
+    eval_every: Count | Auto = Field(default="auto", description="steps between evaluations; always at the end")
+    eval_batches: Count | None = Field(default=None, description="batches per evaluation; null: the whole split")
+    log_every: NonNegativeInt = Field(default=10, description="steps between train rows; 0: only the last step")
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
-        "off", description="torch.compile mode"
+        default="off", description="torch.compile mode"
     )
-    activation_checkpointing: bool = Field(False, description="recompute activations to save memory")
-    deterministic: bool = Field(False, description="deterministic kernels, also on a GPU")
-    patience: Count | None = Field(None, description="evaluations without improvement before an early stop")
-    min_delta: NonNegative = Field(0.0, description="the least fall in eval loss that counts")
+    activation_checkpointing: bool = Field(default=False, description="recompute activations to save memory")
+    deterministic: bool = Field(default=False, description="deterministic kernels, also on a GPU")
+    patience: Count | None = Field(default=None, description="evaluations without improvement before an early stop")
+    min_delta: NonNegative = Field(default=0.0, description="the least fall in eval loss that counts")
 
 
 class SaveConfig(Section):
     """Where a run is written and how often its state is saved."""
 
-    every: Count | Auto = Field("auto", description="steps between checkpoints; auto: 3 % of the time")
-    keep: Count | Literal["all"] = Field(3, description="newest checkpoints kept, besides the best")
-    dir: Text = Field("runs", description="folder or URI that run folders are made in")
-    asynchronous: bool = Field(True, description="write in the background while training goes on")
+    every: Count | Auto = Field(default="auto", description="steps between checkpoints; auto: 3 % of the time")
+    keep: Count | Literal["all"] = Field(default=3, description="newest checkpoints kept, besides the best")
+    dir: Text = Field(default="runs", description="folder or URI that run folders are made in")
+    asynchronous: bool = Field(default=True, description="write in the background while training goes on")
 
 
 class ScaleConfig(Section):
     """On how many workers, of what kind, and how the model is spread over them."""
 
-    workers: Count | Auto | WorkerRange = Field("auto", description="a number, or [min, max] for elastic")
-    mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = Field("auto", description="kind of machine")
+    workers: Count | Auto | WorkerRange = Field(default="auto", description="a number, or [min, max] for elastic")
+    mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = Field(default="auto", description="kind of machine")
     strategy: Literal["auto", "data_parallel", "fsdp", "expert_parallel"] = Field(
-        "auto", description="how the model is spread over the workers"
+        default="auto", description="how the model is spread over the workers"
     )
-    accelerator: Text | None = Field(None, description="cpu, cuda, cuda:0, or a type such as H100")
-    threads: Count | Auto = Field("auto", description="CPU threads of each worker")
-    shares: Literal["auto", "equal"] = Field("equal", description="micro-batches per worker")
+    accelerator: Text | None = Field(default=None, description="cpu, cuda, cuda:0, or a type such as H100")
+    threads: Count | Auto = Field(default="auto", description="CPU threads of each worker")
+    shares: Literal["auto", "equal"] = Field(default="equal", description="micro-batches per worker")
 
 
 class RetryConfig(Section):
     """When a run gives up, and how long it waits."""
 
-    restarts_without_progress: NonNegativeInt = Field(3, description="restarts without a new step, then stop")
-    nonfinite_steps: Count = Field(3, description="non-finite steps in a row, then roll back")
-    rollbacks: NonNegativeInt = Field(3, description="roll-backs, then stop")
-    stop_grace_s: NonNegative = Field(60.0, description="seconds to save in after a stop signal")
-    host_wait_s: NonNegative = Field(30.0, description="seconds to wait for a new expert host")
+    restarts_without_progress: NonNegativeInt = Field(default=3, description="restarts without a new step, then stop")
+    nonfinite_steps: Count = Field(default=3, description="non-finite steps in a row, then roll back")
+    rollbacks: NonNegativeInt = Field(default=3, description="roll-backs, then stop")
+    stop_grace_s: NonNegative = Field(default=60.0, description="seconds to save in after a stop signal")
+    host_wait_s: NonNegative = Field(default=30.0, description="seconds to wait for a new expert host")
 
 
 class TuneConfig(Section):
     """The search over batch size and precision."""
 
-    objective: Literal["throughput", "goodput"] = Field("throughput", description="what is maximised")
-    space: dict[str, Any] | None = Field(None, description="key -> values to try; null: batch and precision")
-    max_trials: Count | None = Field(None, description="at most so many trials")
-    fresh: bool = Field(False, description="ignore results of earlier searches")
+    objective: Literal["throughput", "goodput"] = Field(default="throughput", description="what is maximised")
+    space: dict[str, Any] | None = Field(default=None, description="key -> values to try; null: batch and precision")
+    max_trials: Count | None = Field(default=None, description="at most so many trials")
+    fresh: bool = Field(default=False, description="ignore results of earlier searches")
 
 
 class InferConfig(Section):
     """Batch inference over a finished run's weights."""
 
-    input: Text | None = Field(None, description="what to read")
-    output: Text | None = Field(None, description="where to write; null: predictions/ of the run")
-    batch_size: Count | Auto = Field("auto", description="samples per forward pass")
-    max_samples: Count | None = Field(None, description="stop after so many samples")
+    input: Text | None = Field(default=None, description="what to read")
+    output: Text | None = Field(default=None, description="where to write; null: predictions/ of the run")
+    batch_size: Count | Auto = Field(default="auto", description="samples per forward pass")
+    max_samples: Count | None = Field(default=None, description="stop after so many samples")

@@ -76,7 +76,7 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
         return [word for member in schema["anyOf"] for word in _words(member)]
     if "const" in schema or "enum" in schema:
         return [str(word) for word in _choices(schema)]
-    kind = schema.get("type")
+    kind = schema.get("type", "")
     if kind == "array" and "prefixItems" in schema:
         members = schema["prefixItems"]
         return [f"a list of {len(members)}, each {' or '.join(_words(members[0]))}"]

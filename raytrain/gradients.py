@@ -92,6 +92,18 @@ class GradientBuffers:
             return norms[0].square()
         return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
 
+    def mark_(self, bad: Tensor) -> None:
+        """Where `bad` (bool scalar on the device), one gradient becomes NaN: after the sum over the workers it is
+        everybody's, so that no further exchange is needed to agree."""
+        first = self.buffers[0][:1]
+        first.copy_(torch.where(bad, torch.full_like(first, torch.nan), first))
+
+    def nonfinite(self, module: nn.Module) -> list[str]:
+        """Names of the parameters whose gradients are not finite. Reads the device."""
+        finite = torch.stack([torch.isfinite(view).all() for _, view in self._views]).tolist()
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return [names[id(p)] for (p, _), good in zip(self._views, finite, strict=True) if not good]
+
     def scale_(self, factor: Tensor) -> None:
         """Multiply all gradients by a device scalar (the clip coefficient)."""
         for flat in self.buffers:

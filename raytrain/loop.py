@@ -21,6 +21,9 @@ from raytrain.loop_state import Clock, LoopLimits, LoopState, NonFinite, Outcome
 from raytrain.record import EvalRecord, StepRecord
 from raytrain.step import MicroBatch, StepOutput, TrainingStep
 
+#: Parameters that a message about non-finite gradients names.
+NAMED_AT_MOST = 5
+
 
 class TrainingLoop:
     """One attempt's loop on one worker.
@@ -33,6 +36,7 @@ class TrainingLoop:
         reporter, saver: rank 0's writers (others are silent).
         should_stop: rank 0's stop flag (a signal arrived), read once a step.
         peak_memory: `() -> bytes` for the logged rows.
+        clock: the attempt's, where several loops make up one attempt.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class TrainingLoop:
         saver: Saver,
         should_stop: Callable[[], bool],
         peak_memory: Callable[[], int],
+        clock: Clock | None = None,
     ) -> None:
         self.step = step
         self.feed = feed
@@ -55,14 +60,17 @@ class TrainingLoop:
         self.saver = saver
         self.should_stop = should_stop
         self.peak_memory = peak_memory
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self._nonfinite = NonFinite(step.device)
+        self._culprit = ""
+        self._skipped_before = 0
         self._times: list[float] = []
         self._data_s = self._samples = self._tokens = 0.0
         self._since = time.perf_counter()
 
     def run(self, state: LoopState) -> Outcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
+        self._skipped_before = state.skipped_steps
         self._since = time.perf_counter()
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
@@ -70,7 +78,8 @@ class TrainingLoop:
             if last or (self.limits.log_every and state.step % self.limits.log_every == 0):
                 longest = self._log(state, output)
                 if longest >= self.limits.nonfinite_steps:
-                    return Outcome("rollback", f"{longest} steps in a row had non-finite gradients", longest)
+                    why = f"{longest} steps in a row were not finite"
+                    return Outcome("rollback", f"{why} ({self._culprit})" if self._culprit else why, longest)
             every = self.limits.eval_every
             if self.evaluate is not None and (last or (every and state.step % every == 0)):
                 self._evaluate(state)
@@ -78,6 +87,7 @@ class TrainingLoop:
             plateau = self._plateau(state)
             if last or stop or save or plateau:
                 begin = time.perf_counter()
+                state.skipped_steps = self._skipped_before + int(self._nonfinite.total)
                 self.saver.save(state, final=last or stop or plateau)
                 self._charge("save", begin)
             if plateau:
@@ -133,21 +143,14 @@ class TrainingLoop:
         shares = torch.stack([output.loss, output.aux_loss])
         self.step.workers.sum_([shares])
         extra = self.step.trainable.log_metrics() if self.step.trainable.log_metrics else {}
-        named = [output.norm, self._nonfinite.total, self._nonfinite.longest, self.step.scale.value, *extra.values()]
+        bad, scaler = self._nonfinite, self.step.scale
+        named = [output.norm, output.skip, bad.total, bad.longest, scaler.value, *extra.values()]
         values = torch.cat([shares, torch.stack([v.detach().double().to(shares.device) for v in named])]).tolist()
-        loss, aux, norm, skipped, longest, scale = values[:6]
-        now = time.perf_counter()
-        elapsed = max(now - self._since, 1e-9)
+        loss, aux, norm, skip, skipped, longest, scale = values[:7]
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
         times = sorted(self._times)
-        ranks = self.step.workers.gather_floats(
-            [
-                sum(times) / len(times),
-                self._data_s / len(times),
-                float(self.peak_memory()),
-                self.clock.seconds["communication"],
-            ]
-        )
-        steps_s = [row[0] for row in ranks]
+        own = [sum(times) / len(times), self._data_s / len(times), float(self.peak_memory())]
+        step_s, data_s, peak = zip(*self.step.workers.gather_floats(own), strict=True)
         record = StepRecord(
             step=state.step,
             epoch=self._epoch,
@@ -157,27 +160,41 @@ class TrainingLoop:
             lr=output.lr,
             samples_per_s=self._samples / elapsed,
             tokens_per_s=self._tokens / elapsed if self._tokens else None,
-            step_time_s=sum(times) / len(times),
-            data_time_s=self._data_s / len(times),
-            peak_memory_bytes=int(max(row[2] for row in ranks)),
-            loss_scale=scale if self.step.scale.enabled else None,
+            step_time_s=sum(step_s) / len(step_s),
+            data_time_s=sum(data_s) / len(data_s),
+            peak_memory_bytes=int(max(peak)),
+            loss_scale=scale if scaler.enabled else None,
             extra={
                 "step_ms_p50": 1e3 * times[len(times) // 2],
                 "step_ms_p95": 1e3 * times[min(len(times) - 1, int(0.95 * len(times)))],
-                "step_time_s_min": min(steps_s),
-                "step_time_s_max": max(steps_s),
-                "data_time_s_max": max(row[1] for row in ranks),
-                "peak_memory_bytes_min": int(min(row[2] for row in ranks)),
-                "skipped_steps": state.skipped_steps + int(skipped),
-                **dict(zip(extra, values[6:], strict=True)),
+                "step_time_s_min": min(step_s),
+                "step_time_s_max": max(step_s),
+                "data_time_s_min": min(data_s),
+                "data_time_s_max": max(data_s),
+                "peak_memory_bytes_min": int(min(peak)),
+                "peak_memory_bytes_mean": sum(peak) / len(peak),
+                "skipped_steps": self._skipped_before + int(skipped),
+                **dict(zip(extra, values[7:], strict=True)),
             },
         )
         state.final_loss = loss
         self.reporter.metrics(record.to_row())
+        if skip and (not scaler.enabled or scale <= 1.0):
+            self._name_nonfinite(state.step, loss)
         self._times, self._data_s, self._samples, self._tokens = [], 0.0, 0.0, 0.0
         self._nonfinite.longest = torch.zeros_like(self._nonfinite.longest)
         self._since = time.perf_counter()
         return int(longest)
+
+    def _name_nonfinite(self, step: int, loss: float) -> None:
+        """Say what was not finite in the step that was just skipped; its gradients are still there."""
+        if not math.isfinite(loss):
+            self._culprit = f"the loss was {loss}"
+        else:
+            names = self.step.gradients.nonfinite(self.step.trainable.module)
+            more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+            self._culprit = f"the gradients of {', '.join(names[:NAMED_AT_MOST])}{more}"
+        self.reporter.event("nonfinite", step=step, what=self._culprit)
 
     def _evaluate(self, state: LoopState) -> None:
         if self.evaluate is None or (state.last_eval and state.last_eval["step"] == state.step):

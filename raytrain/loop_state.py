@@ -95,7 +95,7 @@ class Clock:
     """Seconds by purpose, on this worker, since its attempt began (DESIGN section 3, `time` in result.json)."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("data", "compute", "communication", "eval", "save"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(("data", "compute", "communication", "eval", "save"), 0.0)
 
     def add(self, purpose: str, seconds: float) -> None:
         """Charge seconds to a purpose."""

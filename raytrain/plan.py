@@ -177,10 +177,11 @@ def make_plan(
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
-    choices = _machine_choices(scale, precision, machines, inventory, total, warnings)
+    workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    choices = _machine_choices(scale, precision, machines, inventory, workers, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
-    batches = choose_batches(loop, workers=choices["workers"].value, warnings=warnings)
-    room, share = _room(machines, inventory, workers=choices["workers"].value)
+    batches = choose_batches(loop, workers=workers.value, warnings=warnings)
+    room, share = _room(machines, inventory, workers=workers.value)
     allowed = int(cluster.memory_fraction * room / share) if room else None
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
@@ -210,15 +211,16 @@ def make_plan(
         model_facts=model_facts,
         data_facts=data_facts,
         inventory=inventory.to_json(),
+        config={},
+        sources={},
     )
 
 
 def _machine_choices(
-    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, inventory: Inventory, total: int,
+    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, inventory: Inventory, workers: Resolved,
     warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
-    """What depends on the machines alone, and on how many rows (`total`) there are to share out."""
-    workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    """What depends on the machines and the number of workers alone."""
     counts = spread(workers.value, machines, inventory)
     strategy = Resolved("data_parallel", "every worker holds the whole model")
     if scale.strategy != "auto":

@@ -32,7 +32,7 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Whatever runs inside leaves buffers, generators and gradients of `module` as they were."""
     generators = rng_state(device)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     try:
         yield
     finally:
@@ -42,7 +42,8 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        module.train(training)
+        for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
+            part.training = training
         set_rng_state(generators, device)
 
 

@@ -60,7 +60,7 @@ def compare(runs: Sequence[RunFolder]) -> str:
 def history_csv(records: RunRecords) -> bytes:
     """history.csv: a header and one row per epoch, full precision, empty where nothing was measured."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
+    writer: csv.DictWriter[str] = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(history(records))
     return buffer.getvalue().encode()

@@ -156,7 +156,7 @@ class RunFolder:
         """The appender of a JSONL file, one per file; on an object store it uploads every 10 s."""
         name = self._name(name)
         if name not in self._writers:
-            if self.store.is_local:
+            if isinstance(self.store, LocalStore):
                 self._writers[name] = JsonlWriter(self.store.at(name))
             else:
                 self._writers[name] = ObjectJsonlWriter(self.store, name)

@@ -143,4 +143,4 @@ def _in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
@@ -41,7 +41,7 @@ class CheckpointSaver:
         run: RunFolder,
         *,
         every: int | str,
-        keep: int | str,
+        keep: int | Literal["all"],
         asynchronous: bool,
         reporter: Reporter,
         clock: Clock,

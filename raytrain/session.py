@@ -13,6 +13,7 @@ import torch
 
 from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.data.batches import StepBatches
+from raytrain.data.contract import Split
 from raytrain.data.resident import place, verify_placement
 from raytrain.data.sources import Source, open_source
 from raytrain.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
@@ -20,7 +21,7 @@ from raytrain.evaluation import evaluate
 from raytrain.feed import Feed
 from raytrain.gradients import Workers
 from raytrain.loop import TrainingLoop
-from raytrain.loop_state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
@@ -43,6 +44,7 @@ class Session:
     def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None) -> None:
         self.job = job
         self.workers = workers
+        self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
@@ -176,7 +178,14 @@ class Session:
             nonfinite_steps=self.job.retry.nonfinite_steps,
         )
 
-    def loop(self, *, reporter: Reporter, saver: Saver | None = None, should_stop: Callable[[], bool]) -> TrainingLoop:
+    def loop(
+        self,
+        *,
+        reporter: Reporter,
+        should_stop: Callable[[], bool],
+        saver: Saver | None = None,
+        clock: Clock | None = None,
+    ) -> TrainingLoop:
         """A loop over this session's step and batches; without a saver it never saves."""
         return TrainingLoop(
             self.step,
@@ -187,6 +196,7 @@ class Session:
             saver=saver or NeverSaves(),
             should_stop=should_stop,
             peak_memory=self.peak_memory,
+            clock=clock,
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -194,8 +204,9 @@ class Session:
         batches = self.feed.eval_batches(self._eval_split(), limit=self.job.loop.eval_batches)
         return evaluate(self.step, batches, workers=self.workers)
 
-    def _eval_split(self) -> Any:
+    def _eval_split(self) -> Split:
         if not hasattr(self, "_placed_eval"):
+            assert self.source.eval is not None, "a loop evaluates only where there is an eval split"
             self._placed_eval = place(self.source.eval, self.job.planned("storage"), self.device)
         return self._placed_eval
 

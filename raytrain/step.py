@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raytrain.device import Placement
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.optim import Schedule, takes_skip_on_device
 from raytrain.precision import LossScale, PrecisionPolicy
@@ -99,6 +100,7 @@ class TrainingStep:
         self.max_grad_norm = max_grad_norm or None
         self.device = device
         self.gradients = GradientBuffers(p for p in trainable.module.parameters() if p.requires_grad)
+        self.placement = Placement(trainable.module, device)
         self._skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
     def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
@@ -130,9 +132,15 @@ class TrainingStep:
         return loss_sum, aux_sum
 
     def run(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int) -> StepOutput:
-        """Take optimizer step number `step` (1-based). Collective over the workers."""
+        """Take optimizer step number `step` (1-based). Collective over the workers.
+
+        Raises:
+            DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
+        """
         begin, waited = time.perf_counter(), self.workers.wait_s
-        loss, aux = self.backward(micro_batches, global_weight=global_weight)
+        with self.placement.guarded():
+            loss, aux = self.backward(micro_batches, global_weight=global_weight)
+        self.gradients.mark_(~torch.isfinite(loss + aux))  # its gradients may be finite, the step is none all the same
         self.workers.sum_(self.gradients.buffers)
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
@@ -155,7 +163,8 @@ class TrainingStep:
         """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
-            self.gradients.scale_(coefficient)
+            # gradients of a skipped step stay as they are, so that those that are not finite can be named
+            self.gradients.scale_(torch.where(agreed.skip, torch.ones_like(coefficient), coefficient))
         lr = self.schedule.apply(self.optimizers, step)
         if self._skips_on_device:
             found = agreed.skip.to(torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -240,7 +240,7 @@ def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
     return loss
 
 
-def _refuse_keys(name: str, unknown: set[str], missing: set[str], accepted: frozenset[str]) -> None:
+def _refuse_keys(name: str, unknown: Set[str], missing: Set[str], accepted: frozenset[str]) -> None:
     parts = [f"the batch keys {sorted(unknown)} that {name}.forward does not take"] if unknown else []
     parts += [f"no batch keys {sorted(missing)} that {name}.forward needs"] if missing else []
     raise InputError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ray import cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
 
 from raytrain.errors import RunError
 from raytrain.faults import write_fault
@@ -55,7 +57,7 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config={
-            "job": cloudpickle.dumps(job),
+            "job": ray.put(cloudpickle.dumps(job)),  # may hold a model or data given in Python
             "import_path": job.import_path,
             "run_path": job.run_path,
             "link": link,
@@ -81,7 +83,8 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
     try:
         ending = trainer.fit().return_value
     except Exception as error:
-        raise RunError(f"Ray Train gave up: {type(error).__name__}: {error}") from error
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours names of actors
+        raise RunError(f"Ray Train gave up: {type(error).__name__}: {text}") from error
     if not isinstance(ending, dict):
         raise RunError(f"the workers returned {ending!r} instead of an ending")
     return ending
@@ -200,7 +203,7 @@ class _Backend(_TorchBackend):
         )
 
 
-_STORE: dict[str, dist.TCPStore] = {}
+_STORE: dict[str, TCPStore] = {}
 
 
 def _set_interface(interface: str | None) -> None:
@@ -214,7 +217,7 @@ def _open_store(world: int) -> int:
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
     port = int(listener.getsockname()[1])
-    _STORE["master"] = dist.TCPStore(
+    _STORE["master"] = TCPStore(
         "127.0.0.1", port, world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return port

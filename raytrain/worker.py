@@ -14,6 +14,7 @@ import traceback
 from typing import Any
 
 import ray
+import ray.exceptions
 import ray.train
 from ray import cloudpickle
 
@@ -23,13 +24,13 @@ from raytrain.data.sources import Source, handed_over
 from raytrain.export import export
 from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
 from raytrain.gradients import Workers
-from raytrain.loop_state import Outcome
+from raytrain.loop_state import Clock, Outcome
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred
-from raytrain.precision import HIGHER_PRECISION
 from raytrain.rank_log import rank_log
 from raytrain.recovery import Decision, Fault, decide
 from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded
+from raytrain.rollback import roll_back
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
@@ -40,7 +41,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     """Entry point of a Ray Train worker.
 
     Args:
-        config: {"job": pickled TrainJob, "import_path", "run_path", "link": handle of the RunLink actor,
+        config: {"job": reference to a pickled TrainJob, "import_path", "run_path", "link": handle of the RunLink actor,
             "data": reference to handed-over data or None}.
 
     Returns:
@@ -52,7 +53,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     with rank_log(
         RunFolder(config["run_path"]), workers.rank, say=config["link"].say.remote if workers.rank == 0 else None
     ):
-        job: TrainJob = cloudpickle.loads(config["job"])
+        job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), link=config["link"])
         return worker.run(data)
@@ -78,6 +79,7 @@ class Worker:
         """Decide, train, end. Exceptions leave a fault record behind."""
         decision, loaded = self._begin()
         if decision.action == "stop":
+            self._reporter(decision).close()  # the last fault and this decision belong to the record
             return self._ending("failed", decision.reason)
         try:
             return self._train(decision, loaded, data)
@@ -205,10 +207,9 @@ class Worker:
         """Run the loop; after non-finite steps in a row roll back, skip the window, raise the precision."""
         session = self.session
         assert session is not None
-        rollbacks = 0
+        rollbacks, clock = 0, Clock()
         while True:
-            saver: CheckpointSaver
-            loop = session.loop(reporter=reporter, should_stop=self._stop.is_set)
+            loop = session.loop(reporter=reporter, should_stop=self._stop.is_set, clock=clock)
             saver = CheckpointSaver(
                 session,
                 self.run_folder,
@@ -231,33 +232,9 @@ class Worker:
             rollbacks += 1
             if rollbacks > self.job.retry.rollbacks:
                 return Outcome("failed", f"{outcome.reason}, after {rollbacks - 1} roll-backs (retry.rollbacks)")
-            self._roll_back(outcome, reporter)
-
-    def _roll_back(self, outcome: Outcome, reporter: Any) -> None:
-        """The newest good checkpoint (or the start), the data after the bad window, the next higher precision."""
-        session = self.session
-        assert session is not None
-        bad_step, cursor = session.state.step, session.state.cursor
-        higher = HIGHER_PRECISION.get(session.precision or "", session.precision or "fp32")
-        loaded = newest_good(self.run_folder).checkpoint
-        self.session = session = Session(
-            self.job, workers=self.workers, local_rank=self.local_rank, source=session.source
-        )
-        session.prepare(higher)
-        if loaded is not None:
-            session.restore(loaded)
-        session.state.cursor = cursor
-        if self.workers.rank == 0:
-            self.run_folder.truncate_metrics(session.state.step)
-            discard_after(self.run_folder, session.state.step)
-        reporter.event(
-            "decision",
-            what="rollback",
-            value=session.state.step,
-            precision=higher,
-            reason=f"{outcome.reason} before step {bad_step}; "
-            f"data up to epoch {cursor.epoch} row {cursor.position} is skipped",
-        )
+            self.session, decision = roll_back(session, self.run_folder, outcome=outcome)
+            session = self.session
+            reporter.event("decision", **decision)
 
     def _checkpoint_every(self) -> int | str:
         planned = self.job.plan.checkpoint_every

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,8 +127,13 @@ class SharedDriver:
 
     def train(self, job: Path, *overrides: str, cwd: Path, timeout: float = 120) -> Path:
         """Trains a job file to its end with `cwd` as the working directory; returns the run folder."""
+        answer = self.ask({"job": str(job), "overrides": overrides, "cwd": str(cwd)}, timeout=timeout)
+        assert answer.get("status") == "done", answer
+        return Path(answer["run"])
+
+    def ask(self, request: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        """One request of tests/driver.py and its answer."""
         process = self._process or self._start()
-        request = {"job": str(job), "overrides": overrides, "cwd": str(cwd)}
         assert process.stdin is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
@@ -141,9 +147,7 @@ class SharedDriver:
                 self.stop()
                 pytest.fail(f"no answer within {timeout} s\n{(self._folder / 'stderr').read_text()}")
             if line.startswith("ANSWER "):
-                answer = json.loads(line.removeprefix("ANSWER "))
-                assert answer.get("status") == "done", answer
-                return Path(answer["run"])
+                return json.loads(line.removeprefix("ANSWER "))
 
     def _start(self) -> subprocess.Popen[str]:
         self._lines = queue.Queue()

@@ -29,12 +29,13 @@ def test_every_dependency_is_pinned_and_says_what_it_is_for() -> None:
 
 def test_no_file_names_a_machine() -> None:
     packages = ("cluster", "raytrain", "experts", "jobs")
-    places = [str(ROOT) + "/", "/ro" + "ot/", "/ho" + "me/", "/wo" + "rk/"]
+    places = [f"{ROOT}/", f"{ROOT.parent}/", f"{Path.home()}/", "/ro" + "ot/", "/wo" + "rk/"]
     kinds = {".py", ".md", ".yaml", ".toml", ".txt", ".csv", ""}
     folders = [ROOT / name for name in (*packages, "tests", ".ci")]
     files = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in kinds]
     inside = [path for folder in folders for path in folder.rglob("*")]
     files += [path for path in inside if path.is_file() and path.suffix in kinds]
     assert {ROOT / "README.md", ROOT / ".ci/run", Path(__file__)} <= set(files)
+    places = [place for place in places if len(place) > len("/tmp/")]  # a checkout in / or /tmp proves nothing
     named = [(path.name, place) for path in files for place in places if place in path.read_text()]
     assert not named, named

@@ -92,8 +92,8 @@ def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
 
     column = table[name]
     _check_present(column, name, key=key)
-    flat = compute.list_flatten(column)
-    lengths = compute.list_value_length(column).to_numpy()
+    flat = compute.call_function("list_flatten", [column])  # by name: pyarrow makes its functions at import
+    lengths = compute.call_function("list_value_length", [column]).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     _check_present(flat, name, key=key, offsets=offsets)
     values = _values(flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -26,33 +26,50 @@ class Split(Protocol):
     Everything but `gather` happens on the host and reads no device value.
     """
 
-    tokens_per_row: int | None
-    nbytes: int
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Tokens of every row, None where rows differ or have none."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows as they are stored."""
+        ...
 
     def __len__(self) -> int:
         """Rows of one training epoch."""
+        ...
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Every handle of this epoch, shuffled: a pure function of (seed, epoch)."""
+        ...
 
     def eval_order(self) -> np.ndarray:
         """Every handle in file order."""
+        ...
 
     def gather(self, handles: np.ndarray) -> Batch:
         """The rows as one batch of tensors (B, ...)."""
+        ...
 
     def weights(self, handles: np.ndarray) -> int | None:
         """What a mean loss over these rows averages over (labels, tokens or rows); None where not known."""
+        ...
 
     def to(self, device: torch.device | str) -> Split:
         """The same split, kept on `device` and gathered there."""
+        ...
 
 
 class RowSplit(Split, Protocol):
     """A split whose rows stand alone, so that some of them can be held out."""
 
-    def select(self, rows: np.ndarray) -> RowSplit:
+    def select(self, rows: np.ndarray) -> Self:
         """These rows alone."""
+        ...
+
+
+Rows = TypeVar("Rows", bound=RowSplit)
 
 
 @dataclass(frozen=True)
@@ -103,7 +120,7 @@ def holdout(rows: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     return np.sort(order[: rows - held]), np.sort(order[rows - held :])
 
 
-def split_off(split: RowSplit, fraction: float) -> tuple[Split, Split | None]:
+def split_off(split: Rows, fraction: float) -> tuple[Rows, Rows | None]:
     """(train, eval) of a split of rows; eval is None where `fraction` of the rows is less than one row."""
     train_rows, eval_rows = holdout(len(split), fraction)
     if not len(eval_rows):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from raytrain.data.contract import Source, facts_of, split_off
 from raytrain.data.files import read_bytes
 from raytrain.errors import InputError
 from raytrain.plan import DataFacts
+
+if TYPE_CHECKING:
+    from raytrain.data.splits import TensorSplit
 
 GZIP_MAGIC = b"\x1f\x8b"
 HEADER_BYTES = 4 + 4 * 4
@@ -141,6 +145,7 @@ def open_idx(
 ) -> Source:
     """Images `x` (B, C, H, W) float32 in [0, 1] and `labels` (B,) int64; kept as bytes until gathered."""
     train, classes = _opened(images, labels, prefix="data.")
+    evaluation: TensorSplit | None
     if eval_images is not None and eval_labels is not None:
         evaluation, others = _opened(eval_images, eval_labels, prefix="data.eval_")
         _check_same_size(train.columns["x"].shape[1:], evaluation.columns["x"].shape[1:], path=eval_images)
@@ -159,7 +164,7 @@ def open_idx(
     )
 
 
-def _opened(images: str, labels: str, *, prefix: str) -> tuple[object, int]:
+def _opened(images: str, labels: str, *, prefix: str) -> tuple[TensorSplit, int]:
     import torch
 
     from raytrain.data.splits import TensorSplit

@@ -73,7 +73,7 @@ class RaggedSplit:
     ) -> None:
         self.ragged = dict(ragged)
         self.dense = dense
-        self.mask = mask
+        self.mask: Literal["always", "padded"] = mask
         first = next(iter(self.ragged.values()))
         self.device = first.values.device
         self._rows = len(first.offsets) - 1

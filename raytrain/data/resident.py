@@ -50,7 +50,7 @@ def move(value: Any, device: torch.device | str) -> Any:
         pinned = value.device.type == "cpu" and torch.device(device).type != "cpu" and value.is_pinned()
         return value.to(device, non_blocking=pinned)
     if isinstance(value, PackedSequence):
-        return value.to(device)
+        return value.to(device)  # pyright: ignore[reportArgumentType]  (torch's stub knows the overload for dtypes alone)
     return rebuild(value, lambda part: move(part, device))
 
 
@@ -69,8 +69,8 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from tensors_of(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for key, part in zip(value._fields, value, strict=True):
+    elif isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        for key, part in zip(fields, value, strict=True):
             yield from tensors_of(part, f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):

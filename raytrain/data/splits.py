@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raytrain.data.contract import IGNORED_LABEL, Batch, Split, generator, nonfinite, row_order
@@ -19,7 +20,7 @@ def is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def host_tensor(values: object) -> Tensor:
+def host_tensor(values: ArrayLike | Tensor) -> Tensor:
     """A CPU tensor of an array, tensor or list of numbers, sharing memory where it can.
 
     Raises:

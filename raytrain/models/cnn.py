@@ -65,5 +65,5 @@ def _flops(module: CNN) -> float:
     _, height, width = module.image
     total = 6.0 * module.head.weight.numel()
     for number, stage in enumerate(module.stages):
-        total += 6.0 * stage.weight.numel() * (height >> number) * (width >> number)
+        total += 6.0 * stage.get_parameter("weight").numel() * (height >> number) * (width >> number)
     return total

@@ -45,8 +45,8 @@ class FeedForward(nn.Module):
         return self.out(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
-    """One pre-norm block around any feed-forward (..., D) -> (..., D)."""
+class PreNorm(nn.Module):
+    """The parts of one pre-norm block around any feed-forward; what `forward` makes of them is the subclass's."""
 
     def __init__(self, width: int, heads: int, dropout: float, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -63,6 +63,10 @@ class Block(nn.Module):
     def drop(self, x: Tensor) -> Tensor:
         """Dropout on a residual branch."""
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Block(PreNorm):
+    """One pre-norm block around any feed-forward (..., D) -> (..., D)."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = self.attend(x_BSD)

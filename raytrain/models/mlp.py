@@ -23,7 +23,7 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = as_input(x, self.layers[0].weight.dtype).flatten(1)
+        y = as_input(x, next(self.parameters()).dtype).flatten(1)
         for layer in self.layers[:-1]:
             y = F.gelu(layer(y))
             y = F.dropout(y, self.dropout, self.training) if self.dropout else y

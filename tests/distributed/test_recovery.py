@@ -5,8 +5,8 @@ The runs share one local cluster; each breaks in its own way.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +16,18 @@ Fit = Callable[..., Any]
 
 @pytest.mark.timeout(240)
 @pytest.mark.covers("LOOP-13")
-def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..., Any], place: Any) -> None:
     def job(fault: str) -> dict[str, Any]:
         return guest_job(
-            model={"dropout": 0.2, "fault": fault, "at": 9, "note": str(tmp_path / "killed")},
+            model={"dropout": 0.2, "fault": fault, "at": 9, "note": str(place.folder / "killed")},
             precision={"dtype": "bf16"},
             loop={"max_steps": 12, "eval_every": 6},
             save={"every": 4},
             scale={"workers": 2},
         )
 
-    unbroken, broken = fit(job(""), save=tmp_path / "a"), fit(job("is_killed_once"), save=tmp_path / "b")
-    assert (tmp_path / "killed").exists()
+    unbroken, broken = fit(job("")), fit(job("is_killed_once"))
+    assert (place.folder / "killed").exists()
     assert broken.losses() == unbroken.losses() and len(broken.losses()) == 12
     assert broken.evals() == unbroken.evals()
     assert broken.result["status"] == "done"
@@ -38,3 +38,66 @@ def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..
     (fault,) = broken.events("fault")
     assert (fault["error"], fault["rank"]) == ("WorkerDied", 1)
     assert broken.result["time"]["restart"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: Callable[..., Any]) -> None:
+    run = fit(
+        guest_job(
+            model={"fault": "always_raises", "at": 5},
+            save={"every": 2},
+            scale={"workers": 2},
+        )
+    )
+    assert run.result["status"] == "failed"
+    assert "KeyError" in run.result["reason"] and "planted at pass 5" in run.result["reason"]
+    assert len(run.events("attempt")) == 2
+    faults = run.events("fault")
+    assert [(row["error"], row["step"]) for row in faults] == [("KeyError", 5), ("KeyError", 5)]
+    assert "in always_raises" in faults[-1]["traceback"]
+    assert run.losses()[-1][0] == 4 and run.result["steps"] == 4
+    assert run.result["weights"] is None
+    assert "planted at pass 5" in (run.path / "report" / "report.html").read_text()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.covers("PREC-09")
+def test_an_operation_that_autocast_breaks_sends_the_run_to_fp32(fit: Fit, guest_job: Callable[..., Any]) -> None:
+    run = fit(
+        guest_job(
+            model={"fault": "fails_under_autocast", "at": 5},
+            precision={"dtype": "bf16"},
+            save={"every": 2},
+        )
+    )
+    assert run.result["status"] == "done"
+    assert [step for step, _ in run.losses()] == [1, 2, 3, 4, 5, 6]
+    assert [(row["precision"], row["from_step"]) for row in run.events("attempt")] == [("bf16", 0), ("fp32", 4)]
+    (decision,) = run.events("decision")
+    assert decision["precision"] == "fp32"
+    assert "bf16 failed at step 5" in decision["reason"] and "planted_kernel" in decision["reason"]
+
+
+@pytest.mark.timeout(240)
+def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
+    fit: Fit, guest_job: Callable[..., Any], place: Any
+) -> None:
+    seen = place.folder / "rows.txt"
+    run = fit(
+        guest_job(
+            model={"fault": "overflows_under_autocast", "at": 7, "note": str(seen)},
+            precision={"dtype": "bf16"},
+            loop={"max_steps": 10, "micro_batch_size": 12},
+            save={"every": 4},
+        )
+    )
+    assert run.result["status"] == "done"
+    (decision,) = run.events("decision")
+    assert (decision["what"], decision["value"], decision["precision"]) == ("rollback", 8, "fp32")
+    assert "3 steps in a row" in decision["reason"] and "row 108" in decision["reason"]
+    assert [step for step, _ in run.losses()] == list(range(1, 11))
+    assert len(run.events("attempt")) == 1
+    windows = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert len(windows) == 9 + 2, "nine steps, the last three of them lost; then two more, on rows not seen before"
+    drawn = [row for window in windows for row in window]
+    assert len(set(drawn)) == len(drawn)

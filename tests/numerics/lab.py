@@ -7,14 +7,18 @@ invented, so that the plan is the same on every box.
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import raytrain.session
 from cluster.inventory import Inventory, Node
 from jobs.driver import train_job
 from jobs.plan import plan_job
@@ -27,6 +31,8 @@ from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.train_job import TrainJob
 
+ROOT = Path(raytrain.session.__file__).parent.parent
+PRODUCT = tuple(str(ROOT / package) for package in ("raytrain", "experts"))
 BOX = Inventory(
     nodes=(Node("box", 8, 16 << 30),),
     source="a test",
@@ -185,3 +191,71 @@ def weights_of(session: Session) -> dict[str, np.ndarray]:
 def optimizer_state(session: Session) -> list[dict[str, Any]]:
     """The optimizers' states."""
     return [optimizer.state_dict() for optimizer in session.optimizers]
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts what makes a host wait for the device: on a GPU each of these would be a synchronisation.
+
+    Both roads are watched: the operators (values read, shapes that depend on values) and the Python methods that
+    reach a tensor's memory without an operator. One call of a method counts once. `spots` says where.
+    """
+
+    METHODS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "cpu")
+    OPERATORS = frozenset(
+        {
+            "aten::_local_scalar_dense",
+            "aten::nonzero",
+            "aten::masked_select",
+            "aten::unique_dim",
+            "aten::_unique2",
+            "aten::unique_consecutive",
+            "aten::repeat_interleave.Tensor",
+            "aten::equal",
+            "aten::is_nonzero",
+            "aten::bincount",
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spots: list[str] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func.name().startswith("aten::index") and any(
+            isinstance(index, Tensor) and index.dtype is torch.bool
+            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
+        )
+        if (by_mask or func.name() in self.OPERATORS) and not self._inside:
+            self._note(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, what: str) -> None:
+        ours = [row for row in traceback.extract_stack() if row.filename.startswith(PRODUCT)]
+        where = f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].name}" if ours else "a test"
+        self.spots.append(f"{what} in {where}")
+
+    def __enter__(self) -> DeviceReads:
+        self._kept = {name: getattr(Tensor, name) for name in self.METHODS}
+        for name, method in self._kept.items():
+            setattr(Tensor, name, self._counted(name, method))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for name, method in self._kept.items():
+            setattr(Tensor, name, method)
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return method(*args, **kwargs)
+            self._note(name)
+            self._inside = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return call

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lab import GPT, MLP, MOE, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
 from raytrain.checkpoint import load, newest_good
 from raytrain.data.batches import Cursor
-from raytrain.gradients import Workers
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
@@ -124,7 +122,8 @@ def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt of a run.
 
     Orders: run (folder), precision, every (steps between checkpoints; None saves nothing), resume ("newest", a
-    step, or None), kill_at (SIGKILL in this step, between two micro-batches), ids (a file for rows seen).
+    step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an infinite loss in
+    this step, on overflow_rank).
     """
     session = life_session(orders["precision"])
     run = RunFolder(orders["run"])
@@ -137,7 +136,7 @@ def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
         session.restore(loaded)
     begin = {"step": session.state.step, "scale": float(session.step.scale.value)}
     seen = _watch_rows(session, kill_at=orders.get("kill_at"))
-    if orders.get("overflow_at"):
+    if orders.get("overflow_at") and rank == orders["overflow_rank"]:
         _overflow(session, at=orders["overflow_at"])
     reporter, outcome, saver = _trained(session, run, every=orders.get("every"))
     if saver is not None:
@@ -163,8 +162,6 @@ def lives(rank: int, world: int, several: list[dict[str, Any]]) -> list[dict[str
 
 
 def _trained(session: Session, run: RunFolder, *, every: int | None) -> tuple[Any, Any, CheckpointSaver | None]:
-    from lab import Rows
-
     reporter = Rows()
     loop = session.loop(reporter=reporter, should_stop=lambda: False)
     saver = None
@@ -212,3 +209,61 @@ def _overflow(session: Session, *, at: int) -> None:
         return out
 
     session.trainable.loss = loss
+
+
+# ---------------------------------------------------------------- DESIGN 4.6: something is not finite somewhere
+
+FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is inf")
+
+
+def nonfinite(rank: int, world: int, several: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Six steps for each (precision, fault); at step 3 the last rank's is not finite. What each step left behind."""
+    return [_nonfinite(rank, world, precision, fault) for precision, fault in several]
+
+
+def _nonfinite(rank: int, world: int, precision: str, fault: str) -> dict[str, Any]:
+    session = make_session(
+        MLP,
+        {"train": class_rows(64), "eval_fraction": 0.0},
+        precision=precision,
+        loop={"max_steps": 6, "micro_batch_size": 4},
+        optim={"max_grad_norm": 0.05, "warmup_steps": 0},
+    )
+    step, inner = session.step, session.trainable.loss
+    seen: list[dict[str, Any]] = []
+
+    def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
+        out = inner(module, batch)
+        if rank != world - 1 or session.state.step + 1 != 3:
+            return out
+        broken = {
+            "gradient is inf": lambda x: x * float("inf"),
+            "gradient is nan": lambda x: x + (next(module.parameters()) * float("nan")).sum() * 0.0,
+            "loss is nan": lambda x: x + float("nan"),
+            "loss alone is inf": lambda x: x + float("inf"),
+        }[fault]
+        return type(out)(loss=broken(out.loss))
+
+    session.trainable.loss = loss
+
+    def after(number: int) -> None:
+        state = digest(session.trainable.module.state_dict(), optimizer_state_but_lr(session))
+        seen.append({"step": number, "state": state, "scale": float(step.scale.value)})
+
+    session.trainable.between_steps = after
+    before = digest(session.trainable.module.state_dict(), optimizer_state_but_lr(session))
+    reporter, outcome = train(session)
+    return {
+        "states": [before, *(row["state"] for row in seen)],
+        "scales": [row["scale"] for row in seen],
+        "norms": reporter.of("train", "grad_norm"),
+        "skipped": reporter.of("train", "skipped_steps"),
+        "outcome": outcome.kind,
+        "events": reporter.events,
+        "losses": reporter.losses,
+    }
+
+
+def optimizer_state_but_lr(session: Session) -> list[Any]:
+    """Moments and step counts; the learning rate goes on with the schedule whether a step is skipped or not."""
+    return [state["state"] for state in optimizer_state(session)]

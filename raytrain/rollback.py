@@ -1,0 +1,55 @@
+"""Rolling back inside an attempt: after non-finite steps in a row, an earlier state, later data, a higher precision."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
+from raytrain.gradients import Workers
+from raytrain.loop_state import Outcome
+from raytrain.precision import HIGHER_PRECISION
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+
+
+def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Session, dict[str, Any]]:
+    """The newest good checkpoint (or the start), the data after the bad window, the next higher precision.
+
+    Collective over the workers; rank 0 has written its last checkpoint by now.
+
+    Args:
+        session: where the steps failed.
+        run: the run folder; what is later than the state returned to is removed from it.
+        outcome: why the loop returned.
+
+    Returns:
+        The session to go on with, and the fields of the decision event.
+    """
+    job, workers = session.job, session.workers
+    bad_step, cursor = session.state.step, session.state.cursor
+    higher = session.precision or "fp32"
+    if job.precision.fallback:
+        higher = HIGHER_PRECISION.get(higher, higher)
+    loaded = _same_checkpoint(run, workers)
+    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
+    fresh.prepare(higher)
+    if loaded is not None:
+        fresh.restore(loaded)
+    fresh.state.cursor = cursor
+    if workers.rank == 0:
+        run.truncate_metrics(fresh.state.step)
+        discard_after(run, fresh.state.step)
+    reason = (
+        f"{outcome.reason} before step {bad_step}; data up to epoch {cursor.epoch} row {cursor.position} is skipped"
+    )
+    return fresh, {"what": "rollback", "value": fresh.state.step, "precision": higher, "reason": reason}
+
+
+def _same_checkpoint(run: RunFolder, workers: Workers) -> LoadedCheckpoint | None:
+    """The newest good one as rank 0 sees it, on every worker: asked one by one they might see different ones."""
+    loaded = newest_good(run).checkpoint if workers.rank == 0 else None
+    step = json.loads(workers.gather_bytes(json.dumps(loaded and loaded.step).encode())[0])
+    if workers.rank and step is not None:
+        loaded = load(run.checkpoint_dir(step), check_hashes=False)
+    return loaded

@@ -1,0 +1,131 @@
+"""DESIGN 4.11: between two logged rows the loop reads nothing from the device, at a logged row once.
+
+Counted on the CPU, where nothing would stop a read from going unnoticed but this count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lab import GPT, MLP, MOE, DeviceReads, Rows, class_rows, make_session, token_rows
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raytrain.session import Session
+
+LAYERS, STEPS, LOG_EVERY = 2, 12, 5
+EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "hosts": 0}}
+CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], int]] = {
+    "mlp": (MLP, class_rows, {}, 0),
+    "gpt": (GPT, token_rows, {}, 0),
+    "moe_gpt": (MOE, token_rows, EXPERTS, LAYERS),
+}
+"""Model, rows, sections, and the reads a forward pass is allowed: one for each layer of experts."""
+
+
+def session_of(name: str, precision: str, storage: str) -> Session:
+    model, rows, sections, _ = CASES[name]
+    return make_session(
+        model,
+        {"train": rows(60), "eval_fraction": 0.0, "storage": storage},
+        precision=precision,
+        loop={"max_steps": STEPS, "micro_batch_size": 8, "log_every": LOG_EVERY},
+        **sections,
+    )
+
+
+def reads_by_step(session: Session) -> dict[int, list[str]]:
+    """Step -> where the device was read, from the end of one step to the end of the next; set-up left out."""
+    reads, steps = DeviceReads(), {}
+
+    class Watching(Rows):
+        pass
+
+    def voted(step: int) -> tuple[bool, bool]:
+        steps[step], reads.spots = reads.spots, []
+        return inner(step)
+
+    loop = session.loop(reporter=Watching(), should_stop=lambda: False)
+    inner, loop._vote = loop._vote, voted  # the last thing of an iteration, unless it saves
+    with reads:
+        loop.run(session.state)
+    return steps
+
+
+@pytest.mark.covers("LOOP-17")
+@pytest.mark.parametrize("storage", ["resident", "stream"])
+@pytest.mark.parametrize(
+    ("name", "precision"), [(name, precision) for name in CASES for precision in ("fp32", "fp16")] + [("gpt", "bf16")]
+)
+def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, precision: str, storage: str) -> None:
+    session = session_of(name, precision, storage)
+    steps = reads_by_step(session)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for step, spots in steps.items():
+        # 60 rows in windows of 16: two micro-batches of 8, and in the fourth window one of 8 and one of 4
+        layers = 2 * CASES[name][3]
+        logged = step % LOG_EVERY == 0 or step == STEPS
+        counted = Counter(spots)
+        assert counted.pop("tolist in experts/expert.py:forward", 0) == layers, (step, spots)
+        assert counted == ({"tolist in raytrain/loop.py:_log": 1} if logged else {}), (step, spots)
+
+
+def test_the_counter_sees_every_way_to_read() -> None:
+    x = torch.arange(1, 4.0)
+    ways = {
+        "item": lambda: x.sum().item(),
+        "tolist": lambda: x.tolist(),
+        "float": lambda: float(x[0]),
+        "int": lambda: int(x[0]),
+        "bool": lambda: bool(x[0] > 0),
+        "if": lambda: 1 if (x > 0).all() else 0,
+        "index": lambda: [5, 6, 7][torch.tensor(1)],
+        "numpy": lambda: x.numpy(),
+        "nonzero": lambda: x.nonzero(),
+        "mask": lambda: x[x > 1],
+        "repeats": lambda: x.repeat_interleave(torch.tensor([1, 2, 1])),
+        "equal": lambda: torch.equal(x, x),
+    }
+    for name, way in ways.items():
+        with DeviceReads() as reads:
+            way()
+        assert len(reads.spots) == 1, (name, reads.spots)
+    with DeviceReads() as reads:
+        x.matmul(x), x[torch.tensor([2, 0])], x.masked_fill(x > 1, 0.0), x.clone().add_(x)
+    assert not reads.spots and Tensor.item is reads._kept["item"]
+
+
+class CountNorms(TorchDispatchMode):
+    """How often a norm is taken, of how many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in func.name() and "layer_norm" not in func.name():
+            self.sizes.append(args[0].numel() if isinstance(args[0], Tensor) else -1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.covers("LOOP-05")
+def test_a_step_takes_one_fused_norm_and_a_gradient_that_is_not_finite_is_named() -> None:
+    session = session_of("gpt", "fp32", "resident")
+    parameters = sum(p.numel() for p in session.trainable.module.parameters())
+    loop = session.loop(reporter=Rows(), should_stop=lambda: False)
+    with CountNorms() as norms:
+        loop.run(session.state)
+    assert norms.sizes == [parameters] * STEPS  # never one for each parameter; its read is counted above
+
+    broken = session_of("gpt", "fp32", "resident")
+    name, weight = "blocks.1.attention.qkv.weight", broken.trainable.module.blocks[1].attention.qkv.weight
+    weight.register_hook(lambda grad: torch.where(torch.tensor(broken.state.step + 1 in (4, 5)), torch.inf, grad))
+    reporter = Rows()
+    outcome = broken.loop(reporter=reporter, should_stop=lambda: False).run(broken.state)
+    assert outcome.kind == "done" and reporter.of("train", "skipped_steps") == [2, 2, 2]
+    (event,) = reporter.events  # steps 4 and 5 were bad, 5 was logged
+    assert (event["kind"], event["step"]) == ("nonfinite", 5)
+    assert event["what"] == f"the gradients of {name}"
