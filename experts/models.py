@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,12 @@ def total(terms: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def moe_layer(
-    width: int, experts: ExpertsConfig, *, hidden: int, residual_scale: float, scope: str = "sequence"
+    width: int,
+    experts: ExpertsConfig,
+    *,
+    hidden: int,
+    residual_scale: float,
+    scope: Literal["sequence", "batch"] = "sequence",
 ) -> MoELayer:
     """One layer as the `experts` section says; the shared expert has the size and kind of the others."""
     router = TopKRouter(
@@ -182,7 +188,9 @@ def _row_loss(module: nn.Module, batch: Batch) -> LossOutput:
     return LossOutput(plain.loss, aux=aux, metrics=plain.metrics)
 
 
-def _trainable(module: nn.Module, loss: object, flops: float, *, blocks: str | None = None) -> Trainable:
+def _trainable(
+    module: nn.Module, loss: Callable[..., LossOutput], flops: float, *, blocks: str | None = None
+) -> Trainable:
     book = LoadBook([part for part in module.modules() if isinstance(part, TopKRouter)])
     return Trainable(
         module,

@@ -20,7 +20,7 @@ from jobs.resume import Resumed
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import LoadedSpec
 from raytrain.attempts import this_process
-from raytrain.errors import InputError, RaytrainError
+from raytrain.errors import InputError, RaytrainError, RunError
 from raytrain.plan import Plan
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
@@ -227,6 +227,7 @@ class TrainCommand:
                 late = stop_at is not None and time.monotonic() > stop_at
                 if self.signals.times > 1 or late:
                     return {"status": "interrupted", "reason": "left without waiting for the workers", "leave": True}
+            self._look(ray, link, display)  # what was said last
         if "error" in outcome:
             if self.signals.asked.is_set():
                 return {"status": "interrupted", "reason": "a stop was asked for"}
@@ -248,6 +249,9 @@ class TrainCommand:
     # -- the end ----------------------------------------------------------------------------------
 
     def _close(self, run: RunFolder, ending: dict[str, Any]) -> Result:
+        newest = run.current_attempt()
+        if run.owner_of(newest) != this_process():
+            raise RunError(f"attempt {newest} of another command has taken over {run.path}; this one writes no result")
         run.append_event(event("driver_end", status=ending["status"], reason=ending.get("reason", "")))
         record = write_result(run, ending)
         run.flush()

@@ -39,6 +39,21 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
     return device
 
 
+def need_data(module: nn.Module) -> None:
+    """Before a module is moved to its device: every parameter and buffer has values.
+
+    Raises:
+        DevicePlacementError: some were left on the meta device; the first five by name.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        raise DevicePlacementError(
+            f"{', '.join(empty[:5])}{more}: on the meta device, without values; model.builder has to initialise them"
+        )
+
+
 class Placement:
     """Where every parameter and buffer of a module should be; looked at in each step, without a device read.
 

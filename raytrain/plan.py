@@ -192,11 +192,10 @@ def make_plan(
         resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
     )
     _warn_of_memory(estimates["memory"], allowed, warnings)
+    decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
     return Plan(
-        **choices,
+        **decided,
         global_batch_size=Resolved(total, "loop.global_batch_size"),
-        **batches,
-        **length,
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),
         optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
@@ -205,7 +204,6 @@ def make_plan(
         storage=storage,
         hosts=_hosts(experts_hosts),
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
-        **estimates,
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings,
         model_facts=model_facts,

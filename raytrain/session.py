@@ -16,7 +16,7 @@ from raytrain.data.batches import StepBatches
 from raytrain.data.contract import Split
 from raytrain.data.resident import place, verify_placement
 from raytrain.data.sources import Source, open_source
-from raytrain.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.evaluation import evaluate
 from raytrain.feed import Feed
 from raytrain.gradients import Workers
@@ -63,6 +63,7 @@ class Session:
         self.precision = precision
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
+        need_data(module)
         module.to(device=self.device, dtype=self.policy.master_dtype)
         module.train()
         verify_placement(module, self.device, name="")

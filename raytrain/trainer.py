@@ -57,7 +57,8 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config={
-            "job": ray.put(cloudpickle.dumps(job)),  # may hold a model or data given in Python
+            # it may hold a model or data given in Python; Ray re-exports `dumps` without saying so
+            "job": ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
             "import_path": job.import_path,
             "run_path": job.run_path,
             "link": link,
@@ -224,7 +225,7 @@ def _open_store(world: int) -> int:
 
 
 def _join(*, port: int, world_rank: int, world: int, backend: str, timeout_s: int) -> None:
-    store = _STORE["master"] if world_rank == 0 else dist.TCPStore("127.0.0.1", port, world, is_master=False)
+    store = _STORE["master"] if world_rank == 0 else TCPStore("127.0.0.1", port, world, is_master=False)
     dist.init_process_group(
         backend=backend, store=store, rank=world_rank, world_size=world, timeout=timedelta(seconds=timeout_s)
     )

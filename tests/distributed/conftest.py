@@ -116,14 +116,16 @@ class Place:
         command.signal_group(signal.SIGKILL)
         pytest.fail(f"not within {limit} s\n{command.finish(timeout=5).text}")
 
-    def step_reached(self, step: int) -> Callable[[], bool]:
-        """For `wait_for`: a train row of `step` or later is on disk."""
+    def steps_of(self, attempt: int, *, more_than: int) -> Callable[[], bool]:
+        """For `wait_for`: this attempt has taken more than so many steps, by the rows on disk."""
 
-        def reached() -> bool:
-            runs = self.folder / "runs" / "latest"
-            return runs.exists() and any(row["step"] >= step for row in self.run.rows("train"))
+        def taken() -> bool:
+            if not (self.folder / "runs" / "latest").exists():
+                return False
+            begun = {row["attempt"]: row["from_step"] for row in self.run.events("attempt")}
+            return attempt in begun and len(self.run.losses()) > begun[attempt] + more_than
 
-        return reached
+        return taken
 
     def processes(self) -> list[int]:
         """Live processes of the commands that were started here."""

@@ -115,10 +115,11 @@ def make_session(
 ) -> Session:
     """A session on this process's workers (one, unless a group is up), prepared for `precision`."""
     workers = workers or Workers()
+    sections["precision"] = {"dtype": precision}
     job, source = make_job(model, data, world=workers.world, **sections)
     session = Session(job, workers=workers, source=source)
     if prepare:
-        session.prepare(precision)
+        session.prepare(job.planned("precision"))
     return session
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from raytrain.checkpoint import load, newest_good
 from raytrain.data.batches import Cursor
+from raytrain.gradients import Workers
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
@@ -267,3 +268,50 @@ def _nonfinite(rank: int, world: int, precision: str, fault: str) -> dict[str, A
 def optimizer_state_but_lr(session: Session) -> list[Any]:
     """Moments and step counts; the learning rate goes on with the schedule whether a step is skipped or not."""
     return [state["state"] for state in optimizer_state(session)]
+
+
+# ---------------------------------------------------------------- what the workers tell each other
+
+
+def collectives(rank: int, world: int) -> dict[str, Any]:
+    """Every verb of `Workers`, with values that name the rank."""
+    workers = Workers()
+    pair = [torch.full((3,), float(rank + 1)), torch.tensor([2.0**rank])]
+    workers.sum_(pair)
+    shared = [torch.full((2,), float(rank)), torch.tensor([rank])]
+    workers.broadcast_(shared)
+    return {
+        "place": (workers.rank, workers.world),
+        "sum": [tensor.tolist() for tensor in pair],
+        "flags": workers.sum_flags([rank, 1, 2**40]),
+        "floats": workers.gather_floats([float(rank), 0.1]),
+        "bytes": workers.gather_bytes(b"" if rank == 1 else bytes([rank]) * (rank + 2)),
+        "nothing": workers.gather_bytes(b""),
+        "broadcast": [tensor.tolist() for tensor in shared],
+        "waited": workers.wait_s > 0,
+    }
+
+
+def aggregated(rank: int, world: int) -> dict[str, Any]:
+    """A logged row of ten steps, and what each rank put into it; also what a rank without eval rows says."""
+    session = make_session(
+        MLP,
+        {"train": class_rows(80), "eval": class_rows(3, seed=8)},
+        loop={"max_steps": 10, "log_every": 5, "micro_batch_size": 8},
+    )
+    told: list[list[float]] = []
+    inner = session.workers.gather_floats
+
+    def watched(values: list[float]) -> list[list[float]]:
+        told.append(values)
+        return inner(values)
+
+    session.workers.gather_floats = watched  # type: ignore[method-assign]
+    reporter = Rows()
+    loop = session.loop(reporter=reporter, should_stop=lambda: False)
+    loop.peak_memory = lambda: 1000 * (rank + 1)
+    loop.run(session.state)
+    rows = [row for row in reporter.rows if row["kind"] == "train"]
+    evals = [row for row in reporter.rows if row["kind"] == "eval"]
+    own = [values for values in told if len(values) == 3]
+    return {"rows": rows, "own": own, "evals": evals, "alone": session.evaluate(0)}

@@ -41,14 +41,11 @@ def reads_by_step(session: Session) -> dict[int, list[str]]:
     """Step -> where the device was read, from the end of one step to the end of the next; set-up left out."""
     reads, steps = DeviceReads(), {}
 
-    class Watching(Rows):
-        pass
-
     def voted(step: int) -> tuple[bool, bool]:
         steps[step], reads.spots = reads.spots, []
         return inner(step)
 
-    loop = session.loop(reporter=Watching(), should_stop=lambda: False)
+    loop = session.loop(reporter=Rows(), should_stop=lambda: False)
     inner, loop._vote = loop._vote, voted  # the last thing of an iteration, unless it saves
     with reads:
         loop.run(session.state)
