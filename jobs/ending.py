@@ -56,10 +56,10 @@ def _best_checkpoint(run: RunFolder) -> str | None:
 
 
 def last_sign_of_life(run: RunFolder) -> float | None:
-    """Unix seconds of the newest event or heartbeat: when a command that was killed was last seen."""
-    rows = run.read_rows(run.events)
-    beat = run.store.changed("attempts/heartbeat.json")
-    return max([row["time"] for row in rows] + ([beat] if beat else []), default=None)
+    """Unix seconds of the newest event, row or heartbeat: when a command that was killed was last seen."""
+    seen = [row["time"] for row in run.read_rows(run.events)]
+    seen += [time for name in ("metrics.jsonl", "attempts/heartbeat.json") if (time := run.store.changed(name))]
+    return max(seen, default=None)
 
 
 def process_start(now: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
+from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume, read_job
 from raytrain.decode import apply_overrides, load_yaml
 from raytrain.errors import InputError
 from raytrain.run_folder import RunFolder, find_unfinished
@@ -51,7 +51,7 @@ def open_resumed(
             remedy="stop it first, or wait",
         )
     original = run.read_json(run.job_mapping)
-    given = load_yaml(Path(path).read_text(), origin=str(path)) if path else original
+    given = load_yaml(read_job(path), origin=str(path)) if path else original
     mapping, _ = apply_overrides(given, overrides)
     changed = changed_keys(original, mapping)
     refused = [key for key in changed if not may_change_on_resume(key)]

@@ -25,6 +25,7 @@ JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 #: Signals closer together than this are one.
 SAME_SIGNAL_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -148,34 +149,69 @@ class StopSignals:
     Before `training` is set, a signal ends the command at once by raising `Interrupted`; afterwards the first sets
     `asked` (the workers save and return) and the second leaves at once. Outside the main thread (a notebook's
     executor) signals are left alone.
+
+    An exception out of a signal's function is lost where it lands in a finalizer or beside a fork, and `ray.init` puts
+    a function of its own in our place; so a thread counts the signals by the interpreter's wake-up pipe, which misses
+    none, and of a lost exception nothing is printed.
     """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.training = False
         self.times = 0
-        self._last = float("-inf")
+        self._last = self._raised = float("-inf")
         self._previous: dict[int, Any] = {}
+        self._writer: int | None = None
+        self._unraisable: Any = None
 
     def install(self) -> None:
-        """Take over both signals; called again after `ray.init`, which replaces SIGTERM's."""
+        """Take over both signals; called again after `ray.init`, which replaces SIGTERM's.
+
+        Raises:
+            Interrupted: one arrived meanwhile, and nobody has heard it.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        if self._writer is None:
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._count, args=(reader,), daemon=True, name="stop-signals").start()
+            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._lost
+        for number in _SIGNALS:
             previous = signal.signal(number, self._arrived)
             self._previous.setdefault(number, previous)
+        if self.asked.is_set() and not self.training:
+            raise Interrupted("before the first step")
 
     def restore(self) -> None:
         """Give both signals back."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         self._previous = {}
+        if self._writer is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._writer)
+            self._writer = None
+            sys.unraisablehook = self._unraisable
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells send one stop twice, to the process and its group
-            self.times += 1
-        self._last = now
-        self.asked.set()
-        if not self.training:
+        again, self._raised = now - self._raised <= SAME_SIGNAL_S, now
+        if not self.training and not again:
             raise Interrupted(signal.Signals(number).name)
+
+    def _lost(self, lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt | SystemExit):
+            self._unraisable(lost)
+
+    def _count(self, reader: int) -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(64):
+                now = time.monotonic()
+                if not any(number in _SIGNALS for number in numbers):
+                    continue
+                if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells signal the process and its group
+                    self.times += 1
+                self._last = now
+                self.asked.set()

@@ -117,7 +117,7 @@ def load_spec(
     if mapping is None:
         origin = "recipe" if path is None else "file"
         path = path or DEFAULT_RECIPE
-        text = _read(path)
+        text = read_job(path)
         mapping = load_yaml(text, origin=str(path))
     merged, touched = apply_overrides(mapping, overrides)
     spec = decode(JobSpec, merged)
@@ -135,7 +135,8 @@ def load_spec(
     )
 
 
-def _read(path: Path) -> str:
+def read_job(path: Path) -> str:
+    """The text of a JOB.yaml. Errors: InputError naming the file."""
     key = str(path)
     if path.is_dir():
         resume = f"to go on with a run: --resume {key}" if (path / "job.yaml").exists() else ""

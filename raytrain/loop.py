@@ -204,8 +204,10 @@ class TrainingLoop:
         loss = values.pop("loss")
         record = EvalRecord(step=state.step, loss=loss, accuracy=values.pop("accuracy", None), extra=values)
         self._charge("eval", begin)
-        better = state.best_eval_loss is None or loss < state.best_eval_loss - self.limits.min_delta
-        state.evals_without_gain = 0 if better else state.evals_without_gain + 1
+        if not math.isnan(loss) and (state.gain_from is None or loss < state.gain_from - self.limits.min_delta):
+            state.gain_from, state.evals_without_gain = loss, 0
+        else:
+            state.evals_without_gain += 1
         if not math.isnan(loss) and (state.best_eval_loss is None or loss < state.best_eval_loss):
             state.best_eval_loss, state.best_step = loss, state.step
         state.last_eval = {"step": state.step, "loss": loss}

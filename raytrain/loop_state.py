@@ -32,6 +32,7 @@ class LoopState:
     cursor: Cursor = field(default_factory=lambda: Cursor(epoch=0, position=0))
     best_eval_loss: float | None = None
     best_step: int | None = None
+    gain_from: float | None = None  # the eval loss that the next must undercut by `min_delta`
     evals_without_gain: int = 0
     last_eval: dict[str, Any] | None = None
     final_loss: float | None = None

@@ -54,8 +54,8 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
             notes.append(f"{trial.precision} refused: {refusal}")
         elif ratio < 1 + WORTHWHILE_GAIN:
             notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}")
-        elif trial.seconds < best.seconds:
-            best = trial
+        else:
+            best = min(best, trial, key=lambda one: one.seconds)
             notes.append(
                 f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
             )

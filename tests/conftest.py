@@ -83,13 +83,13 @@ def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 @pytest.fixture
-def start_cli() -> Iterator[Callable[..., Started]]:
-    """`start_cli(*args, cwd=, env=)` starts `python -m jobs ...`; whatever is left at the end is killed."""
+def start_python() -> Iterator[Callable[..., Started]]:
+    """`start_python(*args, cwd=, env=)` starts `python ...`; whatever is left at the end is killed."""
     started: list[Started] = []
 
     def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jobs", *args],
+            [sys.executable, *args],
             cwd=cwd,
             env=fixed_environment(env),
             stdin=subprocess.DEVNULL,
@@ -105,6 +105,12 @@ def start_cli() -> Iterator[Callable[..., Started]]:
     for command in started:
         command.signal_group(signal.SIGKILL)
         command.process.communicate()
+
+
+@pytest.fixture
+def start_cli(start_python: Callable[..., Started]) -> Callable[..., Started]:
+    """`start_cli(*args, cwd=, env=)` starts `python -m jobs ...`."""
+    return partial(start_python, "-m", "jobs")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -72,6 +73,9 @@ class Run:
     def checkpoints(self) -> list[int]:
         return sorted(int(mark.parent.name[5:]) for mark in self.path.glob("checkpoints/step_*/COMPLETE"))
 
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step:08d}"
+
     def _lines(self, name: str) -> list[dict[str, Any]]:
         file = self.path / name
         text = file.read_text() if file.exists() else ""
@@ -140,12 +144,55 @@ class Place:
                     continue
         return found
 
+    def titles(self, word: str) -> list[str]:
+        """Command lines with this word among the processes of the commands started here."""
+        found = []
+        for pid in self.processes():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            found += [line] if word in line else []
+        return found
+
+    def listening(self) -> set[str]:
+        """Addresses on which processes of the commands started here listen."""
+        sockets, found = _listening_sockets(), set()
+        for pid in self.processes():
+            for link in Path(f"/proc/{pid}/fd").glob("*"):
+                try:
+                    target = os.readlink(link)
+                except OSError:
+                    continue
+                found |= {sockets[target[8:-1]]} if target[8:-1] in sockets else set()
+        return found
+
+    def end(self, *, within: float) -> list[int]:
+        """Waits until no process of the commands started here is left; returns those that are."""
+        ends = time.monotonic() + within
+        while time.monotonic() < ends and self.processes():
+            time.sleep(0.05)
+        return self.processes()
+
+
+def _listening_sockets() -> dict[str, str]:
+    """inode -> address of every TCP socket of this machine that listens."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                number = fields[1].partition(":")[0]  # words of four bytes, each in the machine's order
+                words = [bytes.fromhex(number[i : i + 8])[::-1] for i in range(0, len(number), 8)]
+                address = ipaddress.ip_address(b"".join(words))
+                found[fields[9]] = str(getattr(address, "ipv4_mapped", None) or address)
+    return found
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     """A folder for commands; what they leave behind is ended with the test."""
-    for file in GUEST.glob("*.py"):
-        shutil.copy(file, tmp_path / file.name)
+    shutil.copy(GUEST / "guest_code.py", tmp_path)
     temp = Path(tempfile.mkdtemp(prefix="rtt-", dir="/tmp"))  # short: socket paths end at 107 bytes
     place = Place(tmp_path, temp)
     yield place

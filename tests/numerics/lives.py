@@ -100,6 +100,7 @@ def data_parallel(rank: int, world: int) -> dict[str, Any]:
         "gap_without_reduction": max(alone),
         "size": max(float(mean.abs().max()) for mean in means),
         "micro_batches": len(mine),
+        "effective_batch": session.job.planned("effective_batch"),
         "losses": reporter.losses,
         "digest": digest(session.trainable.module.state_dict(), optimizer_state(session)),
     }

@@ -42,7 +42,7 @@ def test_the_scale_of_fp16_halves_exactly_once_and_is_out_of_the_norm_before_the
 ) -> None:
     for fault in lives.FAULTS:
         for rank in made["fp16", fault]:
-            assert rank["scales"] == [2.0**16] * 2 + [2.0**15] * 4
+            assert rank["scales"] == [2.0**16] * 2 + [2.0**15] * 4 and rank["skipped"][-1] == 1
             # unscaled before it was taken: the norm is that of float32, and 65536 times as small as the scaled one
             np.testing.assert_allclose(rank["norms"][:2], made["fp32", fault][0]["norms"][:2], rtol=0.01)
             assert max(rank["norms"][:2]) > 0.05, "the clip was not active"

@@ -88,11 +88,9 @@ class Troubled(Net):
             file.write(json.dumps(row.tolist()) + "\n")
         self._poisoned = call >= self._at and torch.is_autocast_enabled("cpu")
 
-    def talks(self, call: int, row: Tensor) -> None:
-        if call == self._at:
+    def talks_and_later_waits(self, call: int, row: Tensor) -> None:
+        if call == 3:
             print(f"pass {call} of rank {dist.get_rank()}")
-
-    def waits_for_release(self, call: int, row: Tensor) -> None:
         while call == self._at and not os.path.exists(self._note):
             time.sleep(0.05)
 

@@ -1,0 +1,126 @@
+"""The line between a bench and the processes it measures: one runs its block, everybody else waits without a CPU.
+
+A Unix socket in a private directory; each message is one line of JSON. The bench is the server; each process of an arm
+connects, says who it is, and then obeys `{"steps": n}` until it hears `{"steps": 0}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raytrain.errors import RunError
+
+#: Where the processes of an arm find the bench; Ray's workers inherit it from the driver's environment.
+ADDRESS = "RAYTRAIN_BENCH_SOCKET"
+#: Seconds without a word after which an arm counts as dead.
+PATIENCE_S = 180.0
+
+
+class Line:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._file = connection.makefile("rw", encoding="utf-8", newline="\n")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one message."""
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for one message.
+
+        Raises:
+            RunError: the other end is gone, or said nothing within the socket's time limit.
+        """
+        try:
+            text = self._file.readline()
+        except TimeoutError as error:
+            raise RunError(f"no word from the other end within {self._socket.gettimeout():g} s") from error
+        if not text:
+            raise RunError("the other end hung up")
+        return json.loads(text)
+
+    def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+            self._socket.close()
+
+
+def dial(*, arm: str, rank: int) -> Line:
+    """Connect to the bench and say who is there; the time of it ends this arm's start-up."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(os.environ[ADDRESS])
+    line = Line(connection)
+    line.send({"arm": arm, "rank": rank, "time": time.time()})
+    return line
+
+
+class Arms:
+    """The bench's end: every connected process, by arm. Runs in the bench's own process."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="rtb-")  # mode 0700, and short: socket paths end at 107 bytes
+        self.address = os.path.join(self.folder, "s")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(64)
+        self._listener.settimeout(0.5)
+        self._lines: dict[str, list[Line]] = {}
+
+    def __enter__(self) -> Arms:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for lines in self._lines.values():
+            for line in lines:
+                line.close()
+        self._listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> float:
+        """Wait until all processes of `arm` have connected; the unix time at which the last was ready.
+
+        Raises:
+            RunError: the arm ended before, or another one connected.
+        """
+        ready, lines = 0.0, self._lines.setdefault(arm, [])
+        while len(lines) < processes:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if not alive():
+                    raise RunError(f"the arm {arm!r} ended before its first step") from None
+                continue
+            connection.settimeout(PATIENCE_S)
+            line = Line(connection)
+            hello = line.receive()
+            if hello["arm"] != arm:
+                raise RunError(f"expected the arm {arm!r}, and {hello['arm']!r} came")
+            lines.append(line)
+            ready = max(ready, hello["time"])
+        return ready
+
+    def order(self, arm: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Let every process of an arm obey `message`; the answer of the last to finish (the largest "seconds")."""
+        for line in self._lines[arm]:
+            line.send(message)
+        answers = [line.receive() for line in self._lines[arm]]
+        return max(answers, key=lambda answer: answer["seconds"])
+
+    def dismiss(self, arm: str) -> None:
+        """Tell an arm that it was the last block, and forget it."""
+        for line in self._lines.pop(arm, []):
+            with contextlib.suppress(OSError):
+                line.send({"steps": 0})
+            line.close()

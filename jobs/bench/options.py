@@ -1,0 +1,89 @@
+"""What each bench can be asked, and the list of them. Torch-free: `bench --list` and `--help` are instant."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from cluster.config import Count, NonNegativeInt, Section, Text
+
+
+class BenchOptions(Section):
+    """Keys of one bench; `QUICK` are its values under `--quick`, sized for a test and not for a figure."""
+
+    QUICK: ClassVar[dict[str, Any]] = {}
+
+    seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
+    blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
+    threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+
+
+class LoopOptions(BenchOptions):
+    """Our loop in Ray Train workers against the loop one writes by hand."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10, "startups": 0,
+    }  # fmt: skip
+
+    workers: list[Count] = Field([1, 2], description="world sizes, one after the other")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(12, description="rows of a step, over all workers")
+    text: Text | None = Field(None, description="a text file; null generates one")
+    block_steps: Count = Field(40, description="steps of one block, a multiple of 10 (the log interval)")
+    dropped: Count = Field(2, description="blocks before the kept ones")
+    startups: NonNegativeInt = Field(2, description="times that each arm's start-up is measured, apart")
+
+
+class PrecisionOptions(BenchOptions):
+    """fp32 against bf16 and fp16, by layer width."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "widths": [16, 32], "batch": 8, "blocks": 3, "block_s": 0.0, "compare_width": 32, "gpt_width": 16,
+        "gpt_layers": 1,
+    }  # fmt: skip
+
+    widths: list[Count] = Field([256, 512, 1024, 2048], description="of the three hidden layers of a perceptron")
+    batch: Count = Field(256, description="rows of a step of the perceptron")
+    compare_width: Count = Field(512, description="where our gain is held against the plain loop's own gain")
+    gpt_width: NonNegativeInt = Field(128, description="of a small GPT (context 64, batch 12); 0 leaves it out")
+    gpt_layers: Count = Field(4, description="of the small GPT")
+    block_s: float = Field(0.25, ge=0, description="seconds that one block of the fp32 arm should take")
+
+
+class CheckpointOptions(BenchOptions):
+    """The pause that a checkpoint makes in the loop, written in the background or in its way."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
+
+    millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")
+    batch: Count = Field(64, description="rows of a step")
+    steps: Count = Field(5, description="steps of one block; the checkpoint is taken after the first")
+    dir: Text | None = Field(None, description="where checkpoints are written; null is the system's temporary directory")
+
+
+class MemoryOptions(BenchOptions):
+    """Peak memory of four small micro-batches against one large batch, in processes of their own."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"layers": 1, "width": 64, "context": 32, "rows": 16, "blocks": 1}
+
+    blocks: Count = Field(3, description="processes of each arm")
+    rows: Count = Field(64, description="rows of a step; must be divisible by `accumulation`")
+    accumulation: Count = Field(4, description="micro-batches of the second arm")
+    layers: Count = Field(4, description="of the GPT")
+    width: Count = Field(256, description="of the GPT")
+    context: Count = Field(128, description="tokens of a window")
+    steps: Count = Field(4, description="steps of each process; the peak is taken from the third on")
+
+
+BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
+    "loop": (LoopOptions, "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"),
+    "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
+                  "and what `auto` chooses"),
+    "checkpoint": (CheckpointOptions, "how long an asynchronous checkpoint stops the loop, against a synchronous one"),
+    "memory": (MemoryOptions, "peak memory with gradient accumulation against one large batch"),
+}  # fmt: skip
+"""Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""

@@ -1,0 +1,85 @@
+"""Fault records: what is kept of an exception, and which of an attempt's faults decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain.errors import CollectiveFailed, DevicePlacementError, InputError, OutOfMemory, RunError
+from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
+from raytrain.recovery import Fault
+from raytrain.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(str(tmp_path), "test")
+
+
+def of(error: Exception, *, attempt: int = 1, rank: int = 0, time: float = 0.0, precision: str = "fp32") -> Fault:
+    try:
+        raise error
+    except Exception as caught:
+        made = fault_of(caught, attempt=attempt, rank=rank, step=7, precision=precision, from_step=3)
+    return Fault(**{**made.to_json(), "time": time or made.time})
+
+
+def test_an_exception_leaves_its_type_its_first_line_and_its_place() -> None:
+    made = of(ValueError("first line\nsecond line"))
+    assert (made.error, made.message, made.step, made.from_step) == ("ValueError", "first line", 7, 3)
+    assert "in of\n    raise error" in made.traceback and made.time > 1e9
+    assert of(KeyError()).message == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (InputError("data.source", seen="x", expected="y"), True),
+        (DevicePlacementError("w is on meta"), True),
+        (RunError("a full disk"), True),
+        (OutOfMemory("a smaller micro-batch may fit"), False),
+        (CollectiveFailed("a peer is gone"), False),
+        (RuntimeError("somebody's"), False),
+    ],
+)
+def test_what_we_explain_ourselves_will_not_go_away(error: Exception, final: bool) -> None:
+    assert of(error).final is final
+
+
+@pytest.mark.parametrize(("precision", "reduced"), [("fp32", False), ("fp64", False), ("tf32", True), ("bf16", True)])
+def test_a_fault_knows_whether_the_precision_was_reduced(precision: str, reduced: bool) -> None:
+    assert of(RuntimeError("x"), precision=precision).reduced is reduced
+
+
+def test_each_attempt_has_one_decisive_fault_the_cause_before_its_echo(run: RunFolder) -> None:
+    write_fault(run, of(CollectiveFailed("peer gone"), attempt=1, rank=1, time=1.0))
+    write_fault(run, of(ValueError("the cause"), attempt=1, rank=0, time=2.0))
+    write_fault(run, of(RuntimeError("later"), attempt=1, rank=2, time=3.0))
+    write_fault(run, of(RuntimeError("early"), attempt=2, rank=1, time=4.0))
+    dead = of(RuntimeError("x"), attempt=2, rank=0, time=5.0)
+    write_fault(run, Fault(**{**dead.to_json(), "error": "WorkerDied", "traceback": ""}))
+    write_fault(run, of(CollectiveFailed("alone"), attempt=3, rank=0, time=6.0))
+    found = read_faults(run, since=1)
+    assert [(f.attempt, f.error, f.message) for f in found] == [
+        (1, "ValueError", "the cause"),
+        (2, "WorkerDied", "x"),
+        (3, "CollectiveFailed", "alone"),
+    ]
+    assert [f.attempt for f in read_faults(run, since=2)] == [2, 3]  # what an earlier command met is history
+
+
+def test_no_fault_no_record(run: RunFolder) -> None:
+    assert read_faults(run, since=0) == [] and fallen_precision(run) is None
+
+
+def test_the_precision_a_run_fell_to_is_the_last_one_decided(run: RunFolder) -> None:
+    for row in (
+        {"kind": "decision", "what": "checkpoint_every", "value": 3},
+        {"kind": "decision", "what": "recovery", "precision": "bf16"},
+        {"kind": "decision", "what": "rollback", "precision": "fp32"},
+        {"kind": "decision", "what": "recovery", "precision": None},
+        {"kind": "attempt", "precision": "fp16"},
+    ):
+        run.append_event(row)
+    assert fallen_precision(run) == "fp32"

@@ -1,0 +1,99 @@
+"""Parameter groups, optimizers and the learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lab import MLP, class_rows, make_session, train
+from torch import nn
+
+from jobs.spec import load_spec
+from raytrain.config import OptimConfig
+from raytrain.optim import Schedule, build_optimizers, parameter_groups, takes_skip_on_device
+
+
+def schedule(kind: str = "cosine", *, warmup: int = 4, steps: int = 24, final: float = 0.1) -> Schedule:
+    return Schedule(OptimConfig(schedule=kind, final_lr_fraction=final), lr=0.02, warmup_steps=warmup, max_steps=steps)
+
+
+@pytest.mark.covers("LOOP-06")
+def test_the_learning_rate_is_its_closed_form_at_the_start_after_warm_up_and_at_the_end() -> None:
+    """Steps count from 1: step 1 moves already, step w + 1 is the first at the peak, the last is at the floor."""
+    session = make_session(
+        MLP,
+        {"train": class_rows(64), "eval_fraction": 0.0},
+        loop={"max_steps": 24},
+        optim={"lr": 0.02, "warmup_steps": 4, "final_lr_fraction": 0.1},
+    )
+    used: list[float] = []
+    session.trainable.between_steps = lambda step: used.append(session.optimizers[0].param_groups[0]["lr"])
+    rows, _ = train(session)
+    assert used == rows.of("train", "lr")  # what is logged is what was used
+    assert used[:5] == pytest.approx([0.02 * step / 5 for step in (1, 2, 3, 4, 5)], rel=1e-12)
+    for step in range(5, 25):
+        cosine = 0.002 + 0.018 * (1 + math.cos(math.pi * (step - 5) / 19)) / 2
+        assert used[step - 1] == pytest.approx(cosine, rel=1e-12), step
+    assert used[-1] == pytest.approx(0.002, rel=1e-12) and max(used) == used[4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_peak", "half_way", "at_end"), [("linear", 1.0, 0.55, 0.1), ("constant", 1.0, 1.0, 1.0)]
+)
+def test_the_other_schedules(kind: str, at_peak: float, half_way: float, at_end: float) -> None:
+    made = schedule(kind, warmup=4, steps=25)
+    assert [made.factor(step) for step in (5, 15, 25)] == pytest.approx([at_peak, half_way, at_end])
+    assert made.factor(2) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 23, 24])
+def test_no_length_of_warm_up_leaves_the_range(warmup: int) -> None:
+    factors = [schedule(warmup=warmup).factor(step) for step in range(1, 30)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[0] == (1.0 if warmup == 0 else 1 / (warmup + 1))
+    assert schedule(warmup=0, steps=1).factor(1) == 1.0
+
+
+@pytest.mark.covers("CLI-07")
+def test_a_learning_rate_from_the_command_line_reaches_the_groups_and_keeps_their_ratio() -> None:
+    spec = load_spec(None, ["optim.lr=0.5", "optim.warmup_steps=0"]).spec
+    assert (spec.optim.lr, spec.optim.weight_decay) == (0.5, OptimConfig().weight_decay)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": module[0].parameters()}, {"params": module[1].parameters(), "lr": spec.optim.lr * 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=spec.optim.lr)
+    made = Schedule(spec.optim, lr=spec.optim.lr, warmup_steps=0, max_steps=11)
+    for step in (1, 6, 11):
+        assert made.apply([optimizer], step) == pytest.approx(0.5 * made.factor(step))
+        one, tenth = (group["lr"] for group in optimizer.param_groups)
+        assert one == pytest.approx(0.5 * made.factor(step)) and tenth == pytest.approx(0.1 * one)
+    assert made.factor(6) < 0.6
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head, self.norm = nn.Embedding(7, 4), nn.Linear(4, 7), nn.LayerNorm(4)
+        self.head.weight = self.tokens.weight
+        self.norm.weight.requires_grad_(False)
+
+
+def test_matrices_decay_vectors_do_not_tied_weights_stand_once_and_frozen_ones_nowhere() -> None:
+    module = Tied()
+    decay, plain = parameter_groups(module.named_parameters(remove_duplicate=False), weight_decay=0.3)
+    assert decay["weight_decay"] == 0.3 and [id(p) for p in decay["params"]] == [id(module.tokens.weight)]
+    assert plain["weight_decay"] == 0.0
+    assert {id(p) for p in plain["params"]} == {id(module.head.bias), id(module.norm.bias)}
+    assert len(parameter_groups(nn.Linear(2, 2, bias=False).named_parameters(), weight_decay=0.1)) == 1
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_the_optimizers_have_the_keys_of_their_section_and_skip_on_the_device(name: str, kind: type) -> None:
+    config = OptimConfig(name=name, betas=(0.8, 0.95), eps=1e-6, momentum=0.7, weight_decay=0.2)
+    (optimizer,) = build_optimizers(Tied(), config, lr=0.04)
+    assert type(optimizer) is kind and takes_skip_on_device(optimizer)
+    group = optimizer.param_groups[0]
+    assert group["fused"] is True and group["lr"] == 0.04 and group["weight_decay"] == 0.2
+    wanted = {"betas": (0.8, 0.95), "eps": 1e-6} if name == "adamw" else {"momentum": 0.7}
+    assert {key: group[key] for key in wanted} == wanted
+    assert not takes_skip_on_device(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], fused=False))

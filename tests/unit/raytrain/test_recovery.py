@@ -1,0 +1,98 @@
+"""The failure rules: faults in, one decision out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from raytrain.config import RetryConfig
+from raytrain.recovery import Decision, Fault, decide
+
+TRACE = """Traceback (most recent call last):
+  File "loop.py", line 3, in run
+    step()
+  File "model.py", line {line}, in forward
+{error}: {m}"""
+
+
+def fault(**fields: Any) -> Fault:
+    """A ValueError in step 5 under float32, unless said otherwise."""
+    base: dict[str, Any] = {
+        "attempt": 1, "rank": 0, "step": 5, "error": "ValueError", "message": "at 0x7f01", "precision": "fp32",
+        "reduced": False, "final": False, "from_step": 0, "time": 1.0,
+    }  # fmt: skip
+    base |= fields
+    trace = TRACE.format(line=fields.get("line", 9), error=base["error"], m=base["message"])
+    base.pop("line", None)
+    return Fault(**{"traceback": "" if base["error"] == "WorkerDied" else trace, **base})
+
+
+def died(**fields: Any) -> Fault:
+    return fault(error="WorkerDied", message="exit by SIGKILL", **fields)
+
+
+def decided(*faults: Fault, fallback: bool = True, starts: list[int] | None = None, **retry: int) -> Decision:
+    origins = starts if starts is not None else list(range(0, 10 * len(faults) + 1, 10))
+    return decide(list(faults), retry=RetryConfig(**retry), fallback=fallback, resumed_from=origins)
+
+
+def test_without_a_fault_it_goes_on() -> None:
+    assert decide([], retry=RetryConfig(), fallback=True, resumed_from=[0]).action == "go_on"
+
+
+@pytest.mark.parametrize(
+    ("faults", "action", "words"),
+    [
+        pytest.param([died()], "go_on", "SIGKILL", id="a lost worker"),
+        pytest.param([fault()], "go_on", "newest checkpoint", id="the first error"),
+        pytest.param([fault(final=True, error="InputError")], "stop", "InputError", id="what we explain ourselves"),
+        pytest.param([fault(), fault(message="at 0x9999")], "stop", "twice at step 5", id="the same place twice"),
+        pytest.param([fault(), fault(line=77)], "go_on", "restarted", id="another line is another error"),
+        pytest.param([fault(), fault(error="KeyError")], "go_on", "restarted", id="another type is another error"),
+        pytest.param([fault(), fault(step=6)], "go_on", "restarted", id="another step once"),
+        pytest.param([fault(), fault(step=6), fault(step=7)], "stop", "three times", id="three steps, one place"),
+        pytest.param([died(), died()], "go_on", "restarted", id="deaths leave no traceback to compare"),
+        pytest.param([fault(), died(), fault()], "stop", "twice", id="a death between two equal errors"),
+        pytest.param([fault(precision="bf16"), fault()], "go_on", "restarted", id="another precision once"),
+    ],
+)
+def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
+    decision = decided(*faults)
+    assert decision.action == action and words in decision.reason
+
+
+def test_an_operation_that_fails_in_reduced_precision_raises_it_once() -> None:
+    broken = fault(error="RuntimeError", message="no kernel for Half", precision="fp16", reduced=True)
+    decision = decided(broken)
+    assert decision.action == "raise_precision" and decision.precision == "fp32" and "no kernel" in decision.reason
+    assert decided(broken, fallback=False).action == "go_on"
+    assert decided(fault(error="TypeError", precision="fp16", reduced=True)).action == "go_on"
+    # in float32 it is an error as any other
+    after = fault(error="RuntimeError", message="no kernel for Half", precision="fp32")
+    assert decided(broken, after).action == "go_on"
+    assert decided(broken, after, after).action == "stop"
+
+
+@pytest.mark.parametrize(
+    ("starts", "action"),
+    [
+        ([0, 0, 0, 0], "stop"),
+        ([0, 0, 0, 4], "go_on"),
+        ([0, 3, 3, 3], "go_on"),
+        ([0, 3, 3, 3, 3], "stop"),
+        ([5, 2, 2, 9], "go_on"),
+    ],
+)
+def test_three_restarts_without_progress_are_enough(starts: list[int], action: str) -> None:
+    deaths = [died(attempt=number) for number in range(1, len(starts))]
+    decision = decided(*deaths, starts=starts)
+    assert decision.action == action
+    assert action == "go_on" or "3 restarts without progress" in decision.reason
+    assert decided(*deaths[:1], starts=[0, 0], restarts_without_progress=1).action == "stop"
+
+
+def test_a_fault_survives_json() -> None:
+    one = fault(rank=2, step=None)
+    assert Fault(**json.loads(json.dumps(one.to_json()))) == one

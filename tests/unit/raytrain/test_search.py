@@ -1,0 +1,42 @@
+"""Choosing a precision from what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytrain.search import PrecisionTrial, choose_precision
+
+NAN = float("nan")
+
+
+def trial(
+    name: str, seconds: float, *, loss: float = 2.0, norm: float = 1.0, error: str | None = None
+) -> PrecisionTrial:
+    return PrecisionTrial(name, seconds, loss, norm, error)
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen", "words"),
+    [
+        pytest.param([trial("bf16", 0.5)], "bf16", "2.00 times as fast as fp32", id="faster and equal"),
+        pytest.param([trial("bf16", 0.98)], "fp32", "1.02 times as fast", id="within the noise"),
+        pytest.param([trial("bf16", 3.0)], "fp32", "0.33 times as fast", id="slower"),
+        pytest.param([trial("bf16", 0.5, loss=2.05)], "fp32", "refused: its loss 2.05", id="another loss"),
+        pytest.param([trial("bf16", 0.5, loss=2.03)], "bf16", "agree", id="nearly the loss"),
+        pytest.param([trial("bf16", 0.5, norm=1.3)], "fp32", "gradient norm is 1.3 times", id="another norm"),
+        pytest.param([trial("fp16", 0.5, norm=NAN)], "fp32", "not finite", id="no norm"),
+        pytest.param([trial("fp16", 0.5, loss=NAN)], "fp32", "not finite", id="no loss"),
+        pytest.param([trial("fp16", 0.1, error="no kernel")], "fp32", "refused: no kernel", id="not runnable"),
+        pytest.param([trial("bf16", 0.6), trial("fp16", 0.4)], "fp16", "2.50 times", id="the fastest of two"),
+        pytest.param([trial("fp16", 0.4), trial("bf16", 0.6)], "fp16", "1.67 times", id="in any order"),
+        pytest.param([trial("bf16", 0.6), trial("fp16", 0.4, loss=9.0)], "bf16", "refused", id="the best that passes"),
+        pytest.param([], "fp32", "nothing but fp32", id="nothing to compare"),
+    ],
+)
+def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, words: str) -> None:
+    made = choose_precision([*trials, trial("fp32", 1.0)])
+    assert made.value == chosen and words in made.reason
+
+
+def test_a_gradient_of_zero_has_no_ratio() -> None:
+    assert choose_precision([trial("fp32", 1.0, norm=0.0), trial("bf16", 0.5, norm=0.0)]).value == "bf16"
