@@ -115,6 +115,38 @@ def report(runs: tuple[str, ...]) -> None:
     sys.exit(write(list(runs)))
 
 
+class _BenchCommand(click.Command):
+    """`bench --help` ends with the keys of every bench."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from jobs.bench.command import bench_key_lines
+
+        with formatter.section("Keys of each bench, as key=value, with their defaults"):
+            for line in bench_key_lines():
+                formatter.write_text(line)
+
+
+@main.command(cls=_BenchCommand)
+@click.argument("name", required=False)
+@click.argument("arguments", nargs=-1, metavar="[key=value ...]")
+@click.option("--list", "as_list", is_flag=True, help="name the benches and what they measure")
+@click.option("--out", metavar="FILE.json", help="where the raw values go (default: runs/bench/NAME-TIME.json)")
+@click.option("--quick", is_flag=True, help="tiny sizes: shows that it works, measures nothing worth quoting")
+@click.option("--json", "as_json", is_flag=True, help="print the document as well; what people read goes to stderr")
+def bench(
+    name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool
+) -> None:
+    """Measure this machine: arms in alternating blocks of one run, ratios with an interval."""
+    from jobs.bench.command import bench_verb, list_lines
+
+    if as_list:
+        click.echo("\n".join(list_lines()))
+        return
+    if name is None:
+        raise InputError("bench", seen="no name", expected="a name of `raytrain bench --list`")
+    sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
+
+
 def _later(verb: str, does: str) -> None:
     @main.command(name=verb, help=f"{does} (not built yet)", context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -62,7 +62,7 @@ class CheckpointOptions(BenchOptions):
     millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")
     batch: Count = Field(64, description="rows of a step")
     steps: Count = Field(5, description="steps of one block; the checkpoint is taken after the first")
-    dir: Text | None = Field(None, description="where checkpoints are written; null is the system's temporary directory")
+    dir: Text | None = Field(None, description="where they are written; null is the system's temporary directory")
 
 
 class MemoryOptions(BenchOptions):

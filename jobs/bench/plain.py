@@ -61,7 +61,7 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
         self.model = DistributedDataParallel(module) if ddp else module
         self.loss, self.batches, self.clip, self.autocast = loss, batches, clip, autocast
-        self.lr, self.max_steps, self.warmup, self.done = lr, max_steps, min(100, max(1, max_steps // 20)), 0
+        self.lr, self.max_steps, self.warmup, self.done = lr, max_steps, min(100, max_steps // 20), 0
 
     def step(self) -> Tensor:
         """One optimizer step; the loss before it."""

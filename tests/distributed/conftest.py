@@ -68,7 +68,8 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any]:
-        return json.loads((self.path / "plan.json").read_text())
+        """The choices of plan.json."""
+        return json.loads((self.path / "plan.json").read_text())["choices"]
 
     def checkpoints(self) -> list[int]:
         return sorted(int(mark.parent.name[5:]) for mark in self.path.glob("checkpoints/step_*/COMPLETE"))
@@ -106,6 +107,9 @@ class Place:
     def run(self) -> Run:
         """The newest run."""
         return Run((self.folder / "runs" / "latest").resolve())
+
+    def run_at(self, path: Path | str) -> Run:
+        return Run(Path(path))
 
     def wait_for(self, what: Callable[[], Any], *, limit: float, command: Any) -> Any:
         """What `what()` returns as soon as it is true; fails if the command ends before, or at the limit."""

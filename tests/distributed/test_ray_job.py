@@ -38,12 +38,15 @@ def jobs_of(address: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def head(start_python: Callable[..., Any], place: Any) -> Iterator[str]:
-    """A Ray head as an administrator starts it, on loopback, on ports and in a folder of its own; its address."""
+    """A Ray head as an administrator starts it, on loopback, on ports and in a folder of its own; its address.
+
+    It claims four GPUs that this machine does not have.
+    """
     gcs, dashboard, client, agent = free_ports(4)
     options = {
         "node-ip-address": "127.0.0.1", "dashboard-host": "127.0.0.1", "port": gcs, "dashboard-port": dashboard,
         "ray-client-server-port": client, "dashboard-agent-listen-port": agent,
-        "num-cpus": 2, "temp-dir": place.temp / "r",
+        "num-cpus": 2, "num-gpus": 4, "temp-dir": place.temp / "r",
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the job's `python` is this one
@@ -72,10 +75,11 @@ def not_yet(answers: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.timeout(580)
+@pytest.mark.covers("DEV-01")
 def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     start_python: Callable[..., Any], head: str, guest_job: Callable[..., Any], place: Any
 ) -> None:
-    good = guest_job(save={"dir": str(place.folder / "runs")}, scale={"workers": 2})
+    good = guest_job(loop={"max_steps": 20}, save={"dir": str(place.folder / "runs")}, scale={"workers": 2})
     place.write(good, "good.yaml")
     place.write({**good, "optim": {"learning_rate": 0.01}}, "wrong.yaml")
     env = place.env | {"RAY_AUTH_MODE": "disabled"}
@@ -93,6 +97,8 @@ def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     assert (rows["wrong"]["status"], rows["wrong"]["driver_exit_code"]) == ("FAILED", 2), said["wrong"].text
     assert "optim.learning_rate" in said["wrong"].text
     run = place.run
-    assert run.result["status"] == "done" and len(run.losses()) == 6
+    assert run.result["status"] == "done" and len(run.losses()) == 20
+    assert "Ray lists 4 GPU slots" in said["good"].out and "its driver shows no device" in said["good"].out
+    assert run.plan["device"]["value"] == "cpu"
     assert (run.path / "weights" / "model.safetensors").exists() and (run.path / "report" / "report.html").exists()
     assert len(list((place.folder / "runs").glob("guest-*"))) == 1

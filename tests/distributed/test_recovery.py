@@ -15,7 +15,7 @@ Fit = Callable[..., Any]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("LOOP-13")
+@pytest.mark.covers("LOOP-13", "DEV-02")
 def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..., Any], place: Any) -> None:
     def job(fault: str) -> dict[str, Any]:
         return guest_job(
@@ -23,7 +23,7 @@ def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..
             precision={"dtype": "bf16"},
             loop={"max_steps": 12, "eval_every": 6},
             save={"every": 4},
-            scale={"workers": 2},
+            scale={"workers": 2, "mode": "cpu"},
         )
 
     unbroken, broken = fit(job("")), fit(job("is_killed_once"))
@@ -38,15 +38,17 @@ def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..
     (fault,) = broken.events("fault")
     assert (fault["error"], fault["rank"]) == ("WorkerDied", 1)
     assert broken.result["time"]["restart"] > 0
+    assert broken.plan["mode"] == {"value": "cpu", "reason": "scale.mode"}
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.covers("DEV-02")
 def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: Callable[..., Any]) -> None:
     run = fit(
         guest_job(
             model={"fault": "always_raises", "at": 5},
             save={"every": 2},
-            scale={"workers": 2},
+            scale={"workers": 2, "mode": "multi_gpu"},
         )
     )
     assert run.result["status"] == "failed"
@@ -58,16 +60,18 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
     assert run.losses()[-1][0] == 4 and run.result["steps"] == 4
     assert run.result["weights"] is None
     assert "planted at pass 5" in (run.path / "report" / "report.html").read_text()
+    assert run.plan["mode"]["value"] == "cpu" and "fell back: multi_gpu was asked for" in run.plan["mode"]["reason"]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("PREC-09")
+@pytest.mark.covers("PREC-09", "DEV-02")
 def test_an_operation_that_autocast_breaks_sends_the_run_to_fp32(fit: Fit, guest_job: Callable[..., Any]) -> None:
     run = fit(
         guest_job(
             model={"fault": "fails_under_autocast", "at": 5},
             precision={"dtype": "bf16"},
             save={"every": 2},
+            scale={"mode": "single_gpu"},
         )
     )
     assert run.result["status"] == "done"
@@ -76,9 +80,11 @@ def test_an_operation_that_autocast_breaks_sends_the_run_to_fp32(fit: Fit, guest
     (decision,) = run.events("decision")
     assert decision["precision"] == "fp32"
     assert "bf16 failed at step 5" in decision["reason"] and "planted_kernel" in decision["reason"]
+    assert run.plan["mode"]["value"] == "cpu" and "fell back: single_gpu was asked for" in run.plan["mode"]["reason"]
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.covers("DEV-02")
 def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
     fit: Fit, guest_job: Callable[..., Any], place: Any
 ) -> None:
@@ -101,3 +107,4 @@ def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
     assert len(windows) == 9 + 2, "nine steps, the last three of them lost; then two more, on rows not seen before"
     drawn = [row for window in windows for row in window]
     assert len(set(drawn)) == len(drawn)
+    assert run.plan["mode"]["value"] == "cpu" and run.plan["mode"]["reason"].startswith("there is no GPU")

@@ -1,4 +1,4 @@
-"""The plain loop that ours must equal bit for bit: nothing of raytrain in it but the model and the order of rows."""
+"""The plain loop that ours must equal bit for bit: nothing of raytrain in it but the model."""
 
 from __future__ import annotations
 

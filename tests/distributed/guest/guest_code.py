@@ -100,18 +100,11 @@ def net(width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, not
     return Troubled(width, dropout, fault=fault, at=at, note=note, pause=pause)
 
 
-def broken_import() -> None:
-    """Named by a job as `guest_code:broken_import.missing`."""
-
-
-SEEN = os.environ.get("GUEST_SEEN", "")
-
-
 class Watcher:
     """A good observer that tries to change what it sees."""
 
     def metrics(self, row: dict[str, Any]) -> None:
-        with open("watched.jsonl", "a") as file:
+        with open(Path(__file__).parent / "watched.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         row["loss"] = -1.0
         row.clear()

@@ -111,9 +111,11 @@ def test_evaluating_changes_no_counter_no_buffer_and_no_later_step(name: str) ->
             "experts": experts,
         }
 
+    modes = state()["modes"]
     stopped = session.loop(reporter=(rows := Rows()), should_stop=lambda: session.state.step == 3)
     stopped.run(session.state)
     before = state()
+    assert before["modes"] == modes, "an evaluation inside the loop left a part in another mode"
     assert session.evaluate(3) == session.evaluate(3)
     assert state() == before
     assert rows.losses + train(session)[0].losses == reference
