@@ -20,6 +20,8 @@ from raytrain.snapshot import flatten, unflatten
 STALL_BUDGET = 0.03
 #: ... and at most this many seconds of work may be lost to a failure, budget permitting.
 WORK_AT_RISK_S = 30.0
+#: Checkpoints are at most this many steps apart, or as many as the work at risk takes where steps are very short.
+MOST_STEPS = 10_000
 #: The first automatic checkpoint, which measures the stall.
 FIRST_STEP = 10
 
@@ -56,13 +58,13 @@ class CheckpointSaver:
         self._last_step = session.state.step
         self._begin = time.perf_counter()
         self._begin_step = session.state.step
-        self._writer = (
+        self.writer = (
             CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence, world_size=self.workers.world)
             if self.workers.rank == 0
             else None
         )
-        if self._writer is not None:  # the first copy touches new memory and would stall the loop many times longer
-            self._writer.rehearse(session.parts())
+        if self.writer is not None:  # the first copy touches new memory and would stall the loop many times longer
+            self.writer.rehearse(session.parts())
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
@@ -77,12 +79,12 @@ class CheckpointSaver:
         flat = flatten(self.session.generator_state())
         gathered = self.workers.gather_bytes(_pack(flat.tensors, flat.skeleton))
         self._last_step = state.step
-        if self._writer is None:
+        if self.writer is None:
             return
         generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}
         step_s = (time.perf_counter() - self._begin) / max(1, state.step - self._begin_step)
         eval_loss = state.last_eval["loss"] if state.last_eval and state.last_eval["step"] == state.step else None
-        stall = self._writer.save(
+        stall = self.writer.save(
             {**self.session.parts(), "rng": generators},
             {
                 "loop": state.to_json(),
@@ -95,14 +97,15 @@ class CheckpointSaver:
         )
         self._solve(stall, step_s, state.step)
         if final:
-            self._writer.wait()
+            self.writer.wait()
         self.reporter.event("checkpoint", step=state.step, stall_s=stall, seconds=dict(self.clock.seconds))
 
     def _solve(self, stall: float, step_s: float, step: int) -> None:
         if self._every != "auto":
             return
         least = max(1, int(WORK_AT_RISK_S / max(step_s, 1e-9)))
-        solved = solve_interval(stall_s=stall, step_time_s=step_s, budget=STALL_BUDGET, minimum=least)
+        most = max(MOST_STEPS, least)
+        solved = solve_interval(stall_s=stall, step_time_s=step_s, budget=STALL_BUDGET, minimum=least, maximum=most)
         interval = int(solved.value)
         if self._interval is None or not 0.75 <= interval / self._interval <= 1.33:
             self.reporter.event("decision", what="checkpoint_every", value=interval, reason=solved.reason, step=step)
@@ -110,8 +113,8 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Wait for the last write."""
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:

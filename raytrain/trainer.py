@@ -22,6 +22,7 @@ from ray import cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+from ray.train.v2.api.exceptions import WorkerGroupError
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
 
 from raytrain.errors import RunError
@@ -177,7 +178,22 @@ class Collectives(TorchConfig):
 
 
 class _Backend(_TorchBackend):
+    """Lives in Ray's controller for the whole run, over all restarts."""
+
+    _failures = 0
+
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Bring a new group of workers together; one that dies meanwhile is lost like any other, and Ray restarts."""
+        try:
+            self._bring_together(worker_group, backend_config)
+        except ray.exceptions.RayError as error:
+            self._failures += 1
+            if self._failures > START_FAILURES:
+                raise RunError(f"{self._failures} times in a row the workers did not come together: {error}") from error
+            raise WorkerGroupError(str(error), {}) from error  # what else is raised here ends the run
+        self._failures = 0
+
+    def _bring_together(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_set_interface, backend_config.interface)
         world = len(worker_group)
         if world == 1:

@@ -176,6 +176,7 @@ class Worker:
             reporter.event(
                 "decision", what="recovery", value=decision.action, precision=decision.precision, reason=decision.reason
             )
+            print(f"attempt {self.attempt}: {decision.reason}")
         return reporter
 
     def _precision(self, decision: Decision, loaded: LoadedCheckpoint | None, reporter: Any) -> str:

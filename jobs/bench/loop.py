@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jobs.bench.lines import ADDRESS, Arms
 from jobs.bench.loop_arms import LOG_EVERY, OurRun, borrowed_environment, job_of, make_text, start_plain, threads_of
-from jobs.bench.measuring import Claim, Goal, Measurement, Say, alternate, compare, equal_series, median_interval
+from jobs.bench.measuring import Goal, Measurement, Say, alternate, compare, equal_series, median_interval
 from jobs.bench.options import LoopOptions
 from raytrain.errors import InputError, RunError
 
@@ -125,12 +125,10 @@ def _blocks(options: LoopOptions, found: Measurement, arms: Arms, *, world: int,
             label = f"{name} / ours, {world} worker(s)"
             found.ratios.append(compare(times, of=name, to="ours", name=label, goal=GOAL))
     first = next(ratio for ratio in found.ratios if ratio.name == f"{peer} / ours, {world} worker(s)")
-    found.claims.append(
-        Claim(
-            f"with {world} worker(s), Ray, logging and votes cost at most 2 % of a steady step",
-            "reproduced" if first.met else "not reproduced",
-            f"{first.median:.3f} of the {peer}'s rate, interval [{first.low:.3f}, {first.high:.3f}]",
-        )
+    found.claim(
+        f"with {world} worker(s), Ray, logging and votes cost at most 2 % of a steady step",
+        bool(first.met),
+        f"{first.median:.3f} of the {peer}'s rate, interval [{first.low:.3f}, {first.high:.3f}]",
     )
     found.values[f"{world} worker(s)"] = {
         "threads": threads_of(options, world),

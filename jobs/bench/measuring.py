@@ -178,6 +178,11 @@ class Measurement:
         self.checks.append(check)
         return check.passed
 
+    def claim(self, effect: str, holds: bool, evidence: str) -> None:
+        """Note a verdict; sizes made for a test show nothing either way."""
+        verdict = "not measurable here" if self.quick else "reproduced" if holds else "not reproduced"
+        self.claims.append(Claim(effect, verdict, f"{evidence}{'; --quick sizes' if self.quick else ''}"))
+
     @property
     def passed(self) -> bool:
         """Whether every condition of the gate holds; without one nothing was compared."""
@@ -211,9 +216,13 @@ class Measurement:
             goal = "" if ratio.goal is None else f"; goal {ratio.goal}: {'met' if ratio.met else 'MISSED'}"
             shown.append(
                 f"{ratio.name}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
-                f"over {len(ratio.values)} blocks, {ratio.verdict}{goal}"
+                f"over {len(ratio.values)} blocks, {_sentence(ratio)}{goal}"
             )
         return shown + [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
+
+
+def _sentence(ratio: Ratio) -> str:
+    return f"{ratio.to} is {ratio.verdict}" if ratio.verdict in ("faster", "slower") else ratio.verdict
 
 
 def header(began: float, *, load_before: float) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class PlainLoop:
         self.model = DistributedDataParallel(module) if ddp else module
         self.loss, self.batches, self.clip, self.autocast = loss, batches, clip, autocast
         self.lr, self.max_steps, self.warmup, self.done = lr, max_steps, min(100, max_steps // 20), 0
+        self.last = torch.zeros(())
 
     def step(self) -> Tensor:
         """One optimizer step; the loss before it."""
@@ -94,7 +95,7 @@ class PlainLoop:
         """`steps` more steps; the global loss of every `log_every`-th."""
         losses = []
         for _ in range(steps):
-            loss = self.step()
+            loss = self.last = self.step()
             if self.done % log_every == 0:
                 if dist.is_initialized():
                     dist.all_reduce(loss)

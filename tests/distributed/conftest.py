@@ -111,18 +111,19 @@ class Place:
     def run_at(self, path: Path | str) -> Run:
         return Run(Path(path))
 
-    def wait_for(self, what: Callable[[], Any], *, limit: float, command: Any) -> Any:
+    def wait_for(self, what: Callable[[], Any], *, limit: float, command: Any = None) -> Any:
         """What `what()` returns as soon as it is true; fails if the command ends before, or at the limit."""
         ends = time.monotonic() + limit
         while time.monotonic() < ends:
             found = what()
             if found:
                 return found
-            if command.process.poll() is not None:
+            if command is not None and command.process.poll() is not None:
                 pytest.fail(f"the command ended early\n{command.finish(timeout=5).text}")
             time.sleep(0.02)
-        command.signal_group(signal.SIGKILL)
-        pytest.fail(f"not within {limit} s\n{command.finish(timeout=5).text}")
+        if command is not None:
+            command.signal_group(signal.SIGKILL)
+        pytest.fail(f"not within {limit} s\n{command.finish(timeout=5).text if command is not None else ''}")
 
     def steps_of(self, attempt: int, *, more_than: int) -> Callable[[], bool]:
         """For `wait_for`: this attempt has taken more than so many steps, by the rows on disk."""

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
+from raytrain.attempts import this_process
+from raytrain.run_folder import RunFolder
 
 Fit = Callable[..., Any]
 
@@ -108,3 +112,23 @@ def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
     drawn = [row for window in windows for row in window]
     assert len(set(drawn)) == len(drawn)
     assert run.plan["mode"]["value"] == "cpu" and run.plan["mode"]["reason"].startswith("there is no GPU")
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_another_command_takes_over_writes_nothing_more(
+    fit: Fit, guest_job: Callable[..., Any], place: Any
+) -> None:
+    job = guest_job(model={"pause": 0.03}, loop={"max_steps": 1000}, save={"every": 20}, scale={"workers": 2})
+    with ThreadPoolExecutor(1) as aside:
+        old = aside.submit(fit, job)
+        place.wait_for(place.steps_of(1, more_than=5), limit=120)
+        folder = RunFolder(str(place.run.path))
+        assert folder.next_attempt(this_process()) == 2
+        taken_at = place.run.losses()[-1][0]
+        old.result(timeout=120)
+    run = place.run
+    assert run.losses()[-1][0] <= taken_at + 1, "at most the row that was being written"
+    assert not (run.path / "result.json").exists() and not (run.path / "weights").exists()
+    assert run.events("driver_end") == [] and run.events("fault") == []
+    assert [path.name for path in run.path.glob("faults/*") if path.name.startswith("0002")] == []
+    assert folder.alive() == folder.owner(), "it belongs to the new owner, and is not over"

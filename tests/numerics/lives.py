@@ -80,7 +80,11 @@ def data_parallel(rank: int, world: int) -> dict[str, Any]:
         GPT,
         {"train": token_rows(160), "eval_fraction": 0.0},
         loop={"max_steps": 50, "global_batch_size": 16, "micro_batch_size": 8},
+        prepare=False,
     )
+    with torch.no_grad():  # somebody's builder that draws from a generator nobody seeds
+        session.trainable.module.positions += 0.01 * rank
+    session.prepare("fp32")
     step, handles = session.step, session.feed.window(Cursor()).handles
     single = []
     for part in np.split(handles, world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -93,6 +94,7 @@ class Clocked:
     ("stall", "step_s", "interval"),
     [
         (0.001, 0.01, 3000),  # cheap: only the work at risk counts
+        (0.001, 0.002, 15_000),  # the same for steps so short that this is very many
         (3.0, 0.01, 9700),  # dear: at most 3 % of the time
         (0.0, 100.0, 1),
     ],
@@ -102,8 +104,8 @@ def test_the_interval_is_solved_from_the_stall_that_was_measured(
 ) -> None:
     session = session_of()
     saver, reporter = saver_of(session, tmp_path, every="auto")
-    saver._writer.close()  # type: ignore[union-attr]
-    saver._writer = Clocked(stall)  # type: ignore[assignment]
+    saver.writer.close()  # type: ignore[union-attr]
+    saver.writer = Clocked(stall)  # type: ignore[assignment]
     assert next(step for step in range(1, 30) if saver.due(step)) == FIRST_STEP
     session.state.step = FIRST_STEP
     now = saver._begin + FIRST_STEP * step_s
@@ -139,6 +141,29 @@ def test_a_newer_attempt_stops_the_write(tmp_path: Path) -> None:
     with pytest.raises(Superseded):
         run_with(session, saver, reporter)
     assert steps_in(tmp_path) == []
+
+
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(tmp_path: Path) -> None:
+    """The writer is held back until training is three steps further."""
+    session, later = session_of("fp16"), threading.Event()
+
+    def state() -> str:
+        return digest(session.parts(), session.generator_state())
+
+    taken: dict[int, str] = {}
+
+    def voted() -> bool:
+        taken[session.state.step] = state()
+        if session.state.step == 8:
+            later.set()
+        return session.state.step == 9
+
+    saver, reporter = saver_of(session, tmp_path, every=5, fence=lambda: later.wait(30))
+    session.loop(reporter=reporter, saver=saver, should_stop=voted).run(session.state)
+    saver.close()
+    loaded = load(RunFolder(str(tmp_path)).checkpoint_dir(5))
+    rng = loaded.parts.pop("rng")["0"]
+    assert digest(loaded.parts, rng) == taken[5] != taken[8]
 
 
 def test_what_travels_between_workers_is_json_and_safetensors() -> None:

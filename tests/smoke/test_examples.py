@@ -1,0 +1,150 @@
+"""The examples of the guides, run as a user runs them: a bare command, a full one, a CPU, the README's Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240
+TABLE = """
+name: table
+model:
+  builder: raytrain.models.mlp:mlp
+  hidden: [16]
+data:
+  source: csv
+  path: {path}
+  label: y
+"""
+SANITY = """
+name: sanity
+model: {{builder: experts.models:moe_gpt, layers: 1, heads: 2, width: 16, context: 16}}
+data: {{source: text, path: {path}}}
+loop: {{max_steps: 3}}
+"""
+
+
+def read(run: Path, name: str) -> dict[str, Any]:
+    return json.loads((run / name).read_text())
+
+
+def rows_of(run: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.fixture
+def table_job(table: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """`table_job(count)`: a JOB.yaml that classifies a table of so many drawn rows."""
+
+    def write(count: int) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(TABLE.format(path=table(tmp_path / "rows.csv", count=count)))
+        return path
+
+    return write
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.covers("CLI-29", "TEST-09")
+def test_three_steps_of_the_bare_command_leave_every_file_of_a_run(
+    run_cli: Callable[..., Any], tiny_text: Path, tmp_path: Path
+) -> None:
+    """No flag is given: whatever is `auto` is found, with a reason, and the command exits 0."""
+    (tmp_path / "job.yaml").write_text(SANITY.format(path=tiny_text))
+    done = run_cli("train", "job.yaml", cwd=tmp_path, timeout=LIMIT_S)
+    assert done.code == 0, done.text
+    run = (tmp_path / "runs" / "latest").resolve()
+    result, plan = read(run, "result.json"), read(run, "plan.json")
+    assert (result["status"], result["steps"]) == ("done", 3) and math.isfinite(result["final_loss"])
+    assert all(choice["reason"] for choice in plan["choices"].values())
+    assert {plan["sources"][key] for key in ("scale.workers", "scale.mode", "precision.dtype")} == {"default"}
+    assert (run / "job.yaml").read_text() == (tmp_path / "job.yaml").read_text()
+    files = (
+        "environment.json", "preflight.json", "metrics.jsonl", "events.jsonl", "sample.json",
+        "weights/model.safetensors", "report/report.html", "report/training_metrics.png",
+        "report/performance_summary.txt", "logs/rank_00000.log",
+        *(f"checkpoints/step_00000003/{name}" for name in ("model.safetensors", "manifest.json", "COMPLETE")),
+    )  # fmt: skip
+    for name in files:
+        assert (run / name).is_file(), name
+    assert any((run / "tensorboard").iterdir())
+    assert [row["step"] for row in rows_of(run, "metrics.jsonl", "train")] == [3]
+    assert [row["step"] for row in rows_of(run, "metrics.jsonl", "eval")] == [3]
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.covers("CLI-28", "CLI-32")
+def test_the_full_training_command_goes_through_the_whole_epoch_in_bf16(
+    train_shared: Callable[..., Path], table_job: Callable[[int], Path]
+) -> None:
+    flags = ("precision.dtype=bf16", "loop.deterministic=false", "loop.log_every=100", "loop.global_batch_size=8")
+    run = train_shared(table_job(1200), *flags, timeout=LIMIT_S)
+    steps = math.ceil(1080 / 8)
+    result, rows = read(run, "result.json"), rows_of(run, "metrics.jsonl", "train")
+    assert (result["status"], result["steps"]) == ("done", steps)
+    assert [(row["step"], row["epoch"]) for row in rows] == [(100, 0), (steps, 0)]
+    assert read(run, "plan.json")["choices"]["max_steps"]["reason"].endswith(f"1 epoch of {steps} steps")
+    (attempt,) = rows_of(run, "events.jsonl", "attempt")
+    assert (attempt["precision"], attempt["matmul"]["autocast"]) == ("bf16", "bfloat16")
+    assert rows_of(run, "metrics.jsonl", "eval")[-1]["accuracy"] > 0.6, "a third would be chance"
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.covers("CLI-30", "CLI-33", "CLI-21")
+def test_accumulation_on_a_cpu_with_the_output_elsewhere(
+    train_shared: Callable[..., Path], table_job: Callable[[int], Path], tmp_path: Path
+) -> None:
+    flags = ("scale.mode=cpu", "loop.global_batch_size=256", "loop.micro_batch_size=64", "save.dir=outputs/cpu/run0")
+    run = train_shared(table_job(640), *flags, "loop.max_steps=4", timeout=LIMIT_S)
+    choices = read(run, "plan.json")["choices"]
+    values = {name: choices[name]["value"] for name in ("mode", "device", "micro_batch_size", "accumulation")}
+    assert values == {"mode": "cpu", "device": "cpu", "micro_batch_size": 64, "accumulation": 4}
+    assert choices["effective_batch"]["value"] == 256 and choices["mode"]["reason"] == "scale.mode"
+    (attempt,) = rows_of(run, "events.jsonl", "attempt")
+    assert attempt["device"] == "cpu"
+    assert run.parent == tmp_path / "outputs" / "cpu" / "run0" and not (tmp_path / "runs").exists()
+    assert (run / "result.json").is_file() and (run / "checkpoints").is_dir() and (run / "logs").is_dir()
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.covers("SRC-05")
+def test_the_python_of_the_readme_runs_as_a_script(start_python: Callable[..., Any], tmp_path: Path) -> None:
+    """The README's lines, with a net and a dataset before them and the result said after them."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "jobs.train" in block]
+    before = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
+
+net = Net()
+x = torch.randn(320, 4, generator=torch.Generator().manual_seed(0))
+dataset = [{"x": row, "labels": row[:3].argmax()} for row in x]
+"""
+    after = """
+import json
+print("ANSWER", json.dumps([result.run, result.status, result.steps, len(result.history), result.weights]))
+"""
+    (tmp_path / "example.py").write_text(before + example + after)
+    done = start_python("example.py", cwd=tmp_path).finish(timeout=LIMIT_S)
+    assert done.code == 0, done.text
+    answer = next(line for line in done.out.splitlines() if line.startswith("ANSWER "))
+    folder, status, steps, rows, weights = json.loads(answer.removeprefix("ANSWER "))
+    assert (status, steps) == ("done", 2 * math.ceil(288 / 32)) and rows >= 3
+    assert Path(weights).is_file() and read(Path(folder), "result.json")["status"] == "done"
+    assert read(Path(folder), "plan.json")["choices"]["workers"]["value"] == 2

@@ -1,0 +1,710 @@
+"""Every key of a job does something: on the plan, in a session, in a worker or in the command. No Ray is started.
+
+`FLAGS` names, for each key, two values and what must differ between them. A key that is in no table fails the first
+test, so that none is added which is read and then forgotten.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+from torch import nn
+
+from cluster.inventory import Device, Inventory, Node
+from jobs.__main__ import main
+from jobs.driver import train_job
+from jobs.plan import plan_job
+from jobs.runtime import Cluster, StopSignals
+from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from raytrain.attempts import this_process
+from raytrain.data.sources import open_source
+from raytrain.decode import dump_yaml, encode, parse_override
+from raytrain.errors import InputError
+from raytrain.expected import key_rows
+from raytrain.gradients import Workers
+from raytrain.plan import Deferred, Plan, Resolved
+from raytrain.recovery import Fault, decide
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+
+ROOT = Path(__file__).resolve().parents[3]
+SECTIONS = ("optim", "precision", "loop", "save", "scale", "retry", "experts", "tune", "infer", "telemetry", "cluster")
+
+
+# ---------------------------------------------------------------- machines and jobs
+
+
+def machine(*gpus: tuple[str, tuple[int, int]], amx: bool = False) -> Inventory:
+    """One invented node of 8 cores, with GPUs of a name and a capability."""
+    devices = tuple(
+        Device("cuda", name, 16 << 30, capability, f"GPU-{index}", index)
+        for index, (name, capability) in enumerate(gpus)
+    )
+    flags = {"amx_bf16": amx, "avx512_bf16": False}
+    return Inventory((Node("box", 8, 16 << 30, devices=devices),), source="a test", cpu_model="c", cpu_flags=flags)
+
+
+BOX = machine()
+GPUS = machine(("NVIDIA A100", (8, 0)), ("NVIDIA A100", (8, 0)))
+FIXED = (
+    "precision.dtype=fp32", "scale.mode=cpu", "scale.threads=1", "loop.max_steps=4", "loop.log_every=1",
+    "loop.global_batch_size=16", "optim.lr=0.01", "optim.warmup_steps=0", "telemetry.tensorboard=false",
+)  # fmt: skip
+
+
+def class_rows(count: int = 64, *, columns: int = 12) -> dict[str, torch.Tensor]:
+    """DET: drawn features, and the largest of four fixed combinations of them."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(count, columns, generator=generator)
+    return {"x": x, "labels": (x @ torch.randn(columns, 4, generator=generator)).argmax(-1)}
+
+
+class Net(nn.Module):
+    """Somebody's module, with the loss of the transformers convention; `scale` spoils it."""
+
+    def __init__(self, width: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 4))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels) * self.scale}
+
+
+def rows_job(folder: Path) -> dict[str, Any]:
+    """A small classifier on rows in memory."""
+    return {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"train": class_rows()}}
+
+
+def nan_job(folder: Path) -> dict[str, Any]:
+    """A module whose loss is never a number."""
+    return {"model": {"module": Net(8, math.nan)}, "data": {"train": class_rows()}}
+
+
+def experts_job(folder: Path) -> dict[str, Any]:
+    """A small mixture of experts on token windows."""
+    tokens = torch.randint(31, (64, 13), generator=torch.Generator().manual_seed(0))
+    sizes = {"layers": 1, "heads": 2, "width": 16, "context": 12, "vocab_size": 31}
+    return {
+        "model": {"builder": "experts.models:moe_gpt", **sizes},
+        "data": {"train": {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}},
+    }
+
+
+def file_job(folder: Path) -> dict[str, Any]:
+    """A file that can be read as a table and as a text."""
+    path = folder / "rows.csv"
+    path.write_text("a,b\n" + "1.5,2\n" * 200)
+    sizes = {"layers": 1, "heads": 1, "width": 8, "context": 8}
+    return {"model": {"builder": "raytrain.models.gpt:gpt", **sizes}, "data": {"path": str(path)}}
+
+
+# ---------------------------------------------------------------- where a key shows
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an observer may write, and what it may patch."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+
+
+def planned(loaded: LoadedSpec, place: Place, *, inventory: Inventory = BOX) -> dict[str, Any]:
+    """Each decision with its value and reason, or the refusal."""
+    try:
+        plan = plan_job(loaded, inventory=inventory)
+    except InputError as error:
+        return {"refused": str(error)}
+    return {"refused": None, **{name: (value, reason) for name, value, reason in plan.rows()}}
+
+
+def planned_on_gpus(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """The same on a machine with two GPUs."""
+    return planned(loaded, place, inventory=GPUS)
+
+
+def session_of(loaded: LoadedSpec, *, run: RunFolder | None = None) -> Session:
+    """A session of the plan, in this process."""
+    spec = loaded.spec
+    source = open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    plan = plan_job(loaded, inventory=BOX, data_facts=source.facts)
+    return Session(train_job(spec, plan, run or RunFolder("unused"), attempt=1), workers=Workers(), source=source)
+
+
+class Rows:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Events are of no interest here."""
+
+    def of(self, kind: str, name: str) -> list[Any]:
+        """One column of the rows of a kind; NaN as text, so that it equals itself."""
+        values = [row[name] for row in self.rows if row["kind"] == kind]
+        return ["nan" if isinstance(value, float) and math.isnan(value) else value for value in values]
+
+
+def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
+    """A whole run of a session: what its rows say, and what its forward passes were given."""
+    session, rows = session_of(loaded), Rows()
+    session.prepare(str(session.job.planned("precision")))
+    batches: list[int] = []
+    dtypes: set[torch.dtype] = set()
+
+    def look(layer: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        if layer.training:
+            batches.append(len(inputs[0]))
+            dtypes.add(output.dtype)
+
+    module = session.trainable.module
+    next(part for part in module.modules() if isinstance(part, nn.Linear)).register_forward_hook(look)
+    outcome = session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
+    return {
+        "losses": rows.of("train", "loss"),
+        "steps": rows.of("train", "step"),
+        "epochs": rows.of("train", "epoch"),
+        "scales": rows.of("train", "loss_scale"),
+        "evals": list(zip(rows.of("eval", "step"), rows.of("eval", "loss"), strict=True)),
+        "eval_steps": rows.of("eval", "step"),
+        "outcome": outcome.kind,
+        "batches": batches,
+        "dtypes": dtypes,
+        "weights_are": {parameter.dtype for parameter in module.parameters()},
+        "parameters": {name: tuple(value.shape) for name, value in module.named_parameters()},
+        "storage": type(session.feed.batches.split).__name__,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+class Silent:
+    """The line to a driver that is not there: what is said is lost, and waiting fails as it does without Ray."""
+
+    def __getattr__(self, name: str) -> Any:
+        import ray.exceptions
+
+        def remote(*arguments: Any) -> None:
+            if name == "wait_stop":
+                raise ray.exceptions.RayError("no driver")
+
+        return SimpleNamespace(remote=remote)
+
+
+def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """A whole attempt of a worker: what lies in the run folder, who wrote it, and who was told."""
+    from raytrain import checkpoint
+    from raytrain.worker import Worker
+
+    writers: set[str] = set()
+    write = checkpoint.write_checkpoint
+
+    def noted(*arguments: Any, **named: Any) -> int:
+        writers.add("background" if "checkpoint" in threading.current_thread().name else "the loop's thread")
+        return write(*arguments, **named)
+
+    place.patch.setattr(checkpoint, "write_checkpoint", noted)
+    (place.folder / "flag_observer.py").write_text("told = []\ndef see(row):\n    told.append(row['kind'])\n")
+    place.patch.syspath_prepend(str(place.folder))
+    told = importlib.import_module("flag_observer").told
+    told.clear()
+    run = RunFolder.create(str(place.folder / "runs"), "flags")
+    run.next_attempt(this_process())
+    Worker(session_of(loaded, run=run).job, workers=Workers(), local_rank=0, link=Silent()).run(None)
+    events = run.read_rows(run.events)
+    return {
+        "checkpoints": [row["step"] for row in events if row["kind"] == "checkpoint"],
+        "kept": sorted(entry.name for entry in run.store.entries("checkpoints")),
+        "writers": writers,
+        "tensorboard": bool(run.store.entries("tensorboard")),
+        "told": list(told),
+        "rollbacks": sum(row.get("what") == "rollback" for row in events),
+    }
+
+
+def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """A whole command that is stopped while its workers train; Ray itself and the workers are played."""
+    from jobs import command
+    from raytrain import trainer
+
+    signals, stopped, seen = StopSignals(), threading.Event(), {}
+    signals.training = True
+
+    class Trains:
+        def __init__(self, *_: Any, torch_config: Any, **__: Any) -> None:
+            seen["interface"] = torch_config.interface
+
+        def fit(self) -> Any:
+            signals.asked.set()
+            assert stopped.wait(60)
+            return SimpleNamespace(return_value={"status": "interrupted", "reason": "saved in time", "leave": True})
+
+    @contextmanager
+    def connected(address: str, **_: Any) -> Iterator[Cluster]:
+        seen["address"] = address
+        yield Cluster(local=address == "local", address=address, folder=str(place.folder))
+
+    link = SimpleNamespace(
+        stop=SimpleNamespace(remote=stopped.set), **{n: SimpleNamespace(remote=str) for n in ("status", "heard")}
+    )
+    place.patch.chdir(place.folder)
+    place.patch.setattr(sys, "path", list(sys.path))
+    place.patch.setattr(command, "connected", connected)
+    place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
+    place.patch.setattr(trainer, "make_link", lambda: link)
+    place.patch.setattr(trainer, "TorchTrainer", Trains)
+    place.patch.setattr("ray.put", lambda value: value)
+    place.patch.setattr("ray.get", lambda *_, **__: ({}, ""))
+    try:
+        quiet = Console(quiet=True)
+        result = command.TrainCommand(
+            loaded, resumed=None, signals=signals, verbose=False, console=quiet, began=0.0
+        ).run()
+    finally:
+        signals.restore()
+    run = Path(result.run)
+    return {
+        **seen,
+        "dir": run.parent.relative_to(place.folder).as_posix(),
+        "name": re.sub(r"-\d{8}T\d{6}Z(-\d+)?$", "", run.name),
+        "ending": result.reason,
+    }
+
+
+def decided(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """What is decided after two restarts that came no further."""
+    died = Fault(1, 0, None, "WorkerDied", "lost", "", "fp32", False, False, 0, 0.0)
+    choice = decide([died, died], retry=loaded.spec.retry, fallback=True, resumed_from=[0, 0, 0])
+    return {"action": choice.action}
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Two values of a key (as the command line has them, or makers of objects) and what has to differ.
+
+    Attributes:
+        see: the observer, and `part`, what of it.
+        job: what the key is given to; `beside`: other keys that it needs.
+    """
+
+    see: Callable[[LoadedSpec, Place], dict[str, Any]]
+    part: str
+    first: Any
+    second: Any
+    beside: tuple[str, ...] = ()
+    job: Callable[[Path], dict[str, Any]] = rows_job
+
+
+def experts(part: str, first: str, second: str, *beside: str) -> Flag:
+    """A key of the mixture of experts, shown by a training session."""
+    return Flag(trained, part, first, second, beside, experts_job)
+
+
+SGD = ("optim.name=sgd",)
+OFTEN = ("loop.eval_every=1", "data.eval_fraction=0.5", "optim.lr=0.001")
+UNHELD = ("scale.mode=auto",)
+FLAGS = {
+    "name": Flag(commanded, "name", "one", "two"),
+    "seed": Flag(trained, "losses", "1", "2"),
+    "model.builder": Flag(trained, "parameters", "raytrain.models.mlp:mlp", "experts.models:moe_mlp"),
+    "model.module": Flag(trained, "parameters", lambda: Net(8), lambda: Net(16)),
+    "data.source": Flag(planned, "steps_per_epoch", "text", "csv", job=file_job),
+    "data.storage": Flag(trained, "storage", "resident", "stream"),
+    "data.eval_fraction": Flag(trained, "evals", "0.0", "0.5"),
+    "data.train": Flag(trained, "losses", lambda: class_rows(64), lambda: class_rows(48)),
+    "data.eval": Flag(trained, "evals", lambda: class_rows(8), lambda: class_rows(24)),
+    "optim.name": Flag(trained, "losses", "adamw", "sgd"),
+    "optim.lr": Flag(trained, "losses", "0.01", "0.1"),
+    "optim.weight_decay": Flag(trained, "losses", "0.1", "5.0"),
+    "optim.betas": Flag(trained, "losses", "[0.9, 0.99]", "[0.1, 0.2]"),
+    "optim.momentum": Flag(trained, "losses", "0.9", "0.0", SGD),
+    "optim.eps": Flag(trained, "losses", "1e-8", "0.1"),
+    "optim.schedule": Flag(trained, "losses", "cosine", "constant"),
+    "optim.warmup_steps": Flag(trained, "losses", "0", "3"),
+    "optim.final_lr_fraction": Flag(trained, "losses", "0.1", "0.9"),
+    "optim.max_grad_norm": Flag(trained, "losses", "null", "0.01", SGD),
+    "optim.scale_lr": Flag(trained, "losses", "none", "sqrt"),
+    "precision.dtype": Flag(trained, "dtypes", "fp32", "bf16"),
+    "precision.fallback": Flag(planned, "refused", "true", "false", ("precision.dtype=tf32",)),
+    "loop.max_steps": Flag(trained, "steps", "2", "3"),
+    "loop.epochs": Flag(trained, "epochs", "1", "2", ("loop.max_steps=9",)),
+    "loop.global_batch_size": Flag(trained, "batches", "16", "8"),
+    "loop.micro_batch_size": Flag(trained, "batches", "auto", "4"),
+    "loop.eval_every": Flag(trained, "eval_steps", "1", "3"),
+    "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
+    "loop.log_every": Flag(trained, "steps", "1", "2"),
+    "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
+    "loop.patience": Flag(trained, "steps", "1", "3", (*OFTEN, "loop.min_delta=100.0")),
+    "loop.min_delta": Flag(trained, "steps", "0.0", "100.0", (*OFTEN, "loop.patience=1")),
+    "save.every": Flag(worked, "checkpoints", "1", "2"),
+    "save.keep": Flag(worked, "kept", "1", "all", ("save.every=1", "data.eval_fraction=0.0")),
+    "save.dir": Flag(commanded, "dir", "runs", "deep/elsewhere"),
+    "save.asynchronous": Flag(worked, "writers", "true", "false"),
+    "scale.workers": Flag(planned, "workers", "1", "2"),
+    "scale.mode": Flag(planned_on_gpus, "device", "auto", "cpu"),
+    "scale.strategy": Flag(planned, "strategy", "auto", "data_parallel"),
+    "scale.accelerator": Flag(planned_on_gpus, "device", "null", "cpu", UNHELD),
+    "scale.threads": Flag(trained, "threads", "1", "2"),
+    "retry.restarts_without_progress": Flag(decided, "action", "3", "2"),
+    "retry.nonfinite_steps": Flag(trained, "steps", "1", "3", job=nan_job),
+    "retry.rollbacks": Flag(worked, "rollbacks", "0", "2", ("retry.nonfinite_steps=1",), nan_job),
+    "retry.stop_grace_s": Flag(commanded, "ending", "60.0", "0.0"),
+    "experts.num_experts": experts("parameters", "4", "2"),
+    "experts.top_k": experts("losses", "2", "1"),
+    "experts.hosts": Flag(planned, "hosts", "auto", "0", job=experts_job),
+    "experts.capacity_factor": experts("losses", "null", "0.5"),
+    "experts.score": experts("losses", "softmax", "sigmoid"),
+    "experts.renormalize": experts("losses", "true", "false"),
+    "experts.balance": experts("losses", "both", "none"),
+    "experts.balance_weight": experts("losses", "0.01", "5.0"),
+    "experts.z_loss_weight": experts("losses", "0.001", "0.5"),
+    "experts.bias_rate": experts("losses", "0.001", "1.0"),
+    "experts.noise": experts("losses", "0.0", "1.0"),
+    "experts.temperature": experts("losses", "1.0", "0.01"),
+    "experts.shared_expert": experts("parameters", "false", "true"),
+    "experts.hidden": experts("parameters", "null", "8"),
+    "experts.activation": experts("parameters", "gelu", "swiglu"),
+    "telemetry.observers": Flag(worked, "told", "[]", "['flag_observer:see']"),
+    "telemetry.tensorboard": Flag(worked, "tensorboard", "true", "false"),
+    "cluster.address": Flag(commanded, "address", "null", "10.0.0.1:6379"),
+    "cluster.interface": Flag(commanded, "interface", "null", "eth7", ("cluster.address=10.0.0.1:6379",)),
+    "cluster.memory_fraction": Flag(planned, "storage", "0.9", "0.1"),
+}  # fmt: skip
+"""Every key that this version obeys."""
+
+REFUSED = {
+    "model.init_from": "runs/latest", "loop.compile": "default", "loop.activation_checkpointing": "true",
+    "scale.shares": "auto", "experts.inflight": "2", "experts.replicas": "1", "experts.placement": "lpt",
+    "experts.rebalance_every": "10",
+}  # fmt: skip
+"""Keys whose every value but the default is refused by name: a later version obeys them."""
+
+LATER = {
+    "tune.objective": ("goodput", "the verb tune"), "tune.space": ("{optim.lr: [0.1]}", "the verb tune"),
+    "tune.max_trials": ("3", "the verb tune"), "tune.fresh": ("true", "the verb tune"),
+    "infer.input": ("in.jsonl", "the verb infer"), "infer.output": ("out", "the verb infer"),
+    "infer.batch_size": ("8", "the verb infer"), "infer.max_samples": ("9", "the verb infer"),
+    "retry.host_wait_s": ("5.0", "expert hosts (DESIGN 5)"),
+    "telemetry.every": ("1.0", "telemetry/<node>.jsonl (DESIGN 3)"),
+}  # fmt: skip
+"""Keys that the design promises and nobody reads yet: a value, and what will read it."""
+
+
+def given(key: str, value: Any, *, flag: Flag, folder: Path) -> LoadedSpec:
+    """The flag's job with one value of its key, as a flag or as an object."""
+    mapping = flag.job(folder)
+    section, _, name = key.partition(".")
+    taken = tuple(text for text in (*FIXED, *flag.beside) if not text.startswith(f"{key}="))
+    if not callable(value):
+        return load_spec(mapping=mapping, overrides=[*taken, f"{key}={value}"])
+    mapping[section] = {**mapping[section], name: value()}
+    if key == "model.module":
+        del mapping["model"]["builder"]
+    return load_spec(mapping=mapping, overrides=taken)
+
+
+def text_of(key: str) -> str | None:
+    """A value of a key as a file may hold it, never its default; None where only Python can give one."""
+    if key in REFUSED or key in LATER:
+        return REFUSED[key] if key in REFUSED else LATER[key][0]
+    flag = FLAGS[key]
+    texts = [value for value in (flag.second, flag.first) if isinstance(value, str)]
+    default = next(row.default for row in key_rows(JobSpec) if row.key == key)
+    return next((text for text in texts if text.strip("'\"") != default.strip('"')), None)
+
+
+@pytest.fixture
+def fixed_process() -> Iterator[None]:
+    """Threads, determinism and the generator are this process's again at the end."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.set_rng_state(state)
+
+
+def test_every_key_is_in_one_of_the_tables() -> None:
+    """A new key belongs into FLAGS, with two values that make a difference."""
+    known = [*FLAGS, *REFUSED, *LATER]
+    assert sorted(known) == sorted(row.key for row in key_rows(JobSpec))
+
+
+@pytest.mark.usefixtures("fixed_process")
+@pytest.mark.covers("CLI-39")
+@pytest.mark.parametrize("key", list(FLAGS))
+def test_two_values_of_a_key_make_a_difference(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = FLAGS[key]
+    seen = []
+    for number, value in enumerate((flag.first, flag.second, flag.first)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            if not callable(value):
+                torch.manual_seed(0)
+            loaded = given(key, value, flag=flag, folder=tmp_path)
+            seen.append(flag.see(loaded, Place(folder, patch))[flag.part])
+    assert seen[0] != seen[1], f"{key} changes nothing: {flag.part} is {seen[0]} either way"
+    assert key == "model.module" or seen[0] == seen[2], f"{flag.part} differs by itself"
+
+
+@pytest.mark.parametrize("key", list(REFUSED))
+def test_a_key_of_a_later_version_is_refused_by_name(key: str) -> None:
+    job = {"model": {"builder": "a:b"}, "data": {"source": "text"}}
+    refuse_later(load_spec(mapping=job).spec, "train")
+    with pytest.raises(InputError) as refusal:
+        refuse_later(load_spec(mapping=job, overrides=[f"{key}={REFUSED[key]}"]).spec, "train")
+    assert refusal.value.key == key and "this version" in str(refusal.value)
+
+
+@cache
+def attributes_read() -> list[tuple[str, str]]:
+    """(place, `section.key`) of every attribute of a section that the product's code reads."""
+    found = []
+    for package in ("cluster", "raytrain", "experts", "jobs"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    owner = ast.unparse(node.value).rpartition(".")[2]
+                    found.append((f"{path.name}:{node.lineno}", f"{owner}.{node.attr}"))
+    return found
+
+
+@pytest.mark.parametrize("key", list(LATER))
+def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_nowhere(key: str) -> None:
+    """An entry of LATER goes as soon as somebody reads its key."""
+    section, _, name = key.partition(".")
+    if section in ("tune", "infer"):
+        with pytest.raises(InputError, match="not built yet"):
+            refuse_later(load_spec().spec, section)
+    readers = [where for where, attribute in attributes_read() if attribute == key]
+    assert not readers, f"{readers} read {key}: it belongs into FLAGS"
+
+
+# ---------------------------------------------------------------- the file stays what it is
+
+
+@pytest.mark.covers("CLI-39")
+@pytest.mark.parametrize("key", [key for key in (*FLAGS, *REFUSED, *LATER) if text_of(key) is not None])
+def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path) -> None:
+    text = text_of(key)
+    section, _, name = key.partition(".")
+    value = parse_override(f"{key}={text}")[1]
+    job: dict[str, Any] = {"model": {"builder": "a:b"}, "data": {"source": "stdlib"}}
+    bare = load_spec(mapping=job).spec
+    job[section] = {**job.get(section, {}), name: value} if name else value
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_yaml(job))
+
+    def held(loaded: LoadedSpec | None = None) -> Any:
+        spec = encode(bare if loaded is None else loaded.spec)[section]
+        return spec[name] if name else spec
+
+    other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
+    filed, beside = load_spec(path), load_spec(path, [other])
+    flagged = load_spec(path, [f"{key}={text}"])
+    assert held(filed) == held(beside) == held(flagged)
+    assert held() != held(filed), f"{text} is the default of {key}: nothing is shown"
+    leaves = [leaf for leaf in filed.sources if leaf == key or leaf.startswith(f"{key}.")]
+    assert leaves and {filed.sources[leaf] for leaf in leaves} == {"file"}
+    assert {beside.sources[leaf] for leaf in leaves} == {"file"}
+    assert {flagged.sources[leaf] for leaf in leaves} == {"command line"}
+    assert beside.sources[other.partition("=")[0]] == "command line"
+
+
+def test_the_command_keeps_the_files_values_beside_a_flag(tmp_path: Path) -> None:
+    """Through the real arguments: what a flag does not name is the file's, what neither names the default."""
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: {builder: 'raytrain.models.gpt:gpt', layers: 1, heads: 1, width: 8, context: 8}\n"
+        "data: {source: stdlib}\nseed: 9\noptim: {lr: 0.5, schedule: linear}\nloop: {epochs: 3, max_steps: 5}\n"
+    )
+    done = CliRunner().invoke(main, ["plan", str(path), "optim.lr=0.25", "--json"])
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.output)
+    config = plan["config"]
+    assert (config["seed"], config["optim"]["lr"], config["optim"]["schedule"]) == (9, 0.25, "linear")
+    assert (config["loop"]["epochs"], config["loop"]["max_steps"], config["loop"]["log_every"]) == (3, 5, 10)
+    origin = {key: plan["sources"][key] for key in ("seed", "optim.lr", "optim.schedule", "loop.log_every")}
+    assert origin == {"seed": "file", "optim.lr": "command line", "optim.schedule": "file", "loop.log_every": "default"}
+
+
+# ---------------------------------------------------------------- one flag, one row
+
+
+def job_of(*flags: str, **sections: Any) -> LoadedSpec:
+    """The rows' job with flags, beside what `sections` say as the file."""
+    base = {name: {} for name in SECTIONS}
+    for text in FIXED:
+        section, _, rest = text.partition(".")
+        name, value = parse_override(f"{section}.{rest}")[0].partition(".")[2], parse_override(text)[1]
+        base[section][name] = value
+    mapping = rows_job(Path())
+    merged = {name: {**section, **sections.get(name, {})} for name, section in base.items()}
+    return load_spec(mapping={**mapping, **merged}, overrides=flags)
+
+
+def plan_of(*flags: str, inventory: Inventory = BOX, **sections: Any) -> Plan:
+    loaded = job_of(*flags, **sections)
+    source = open_source(loaded.spec.data, context=None, seed=loaded.spec.seed)
+    return plan_job(loaded, inventory=inventory, data_facts=source.facts)
+
+
+def value_of(plan: Plan, name: str) -> Any:
+    """A value of the run's record, plan.json."""
+    return plan.to_json()["choices"][name]["value"]
+
+
+@pytest.mark.covers("CLI-06")
+def test_the_batch_of_a_flag_is_the_one_in_the_record_and_in_the_step() -> None:
+    plan = plan_of("loop.global_batch_size=8")
+    assert [value_of(plan, name) for name in ("global_batch_size", "effective_batch", "micro_batch_size")] == [8, 8, 8]
+    shared = plan_of("loop.global_batch_size=8", "scale.workers=2")
+    assert (value_of(shared, "micro_batch_size"), value_of(shared, "effective_batch")) == (4, 8)
+    assert trained(job_of("loop.global_batch_size=8"))["batches"] == [8, 8, 8, 8]
+    assert trained(job_of())["batches"] == [16, 16, 16, 10], "58 rows are left for training"
+
+
+@pytest.mark.covers("CLI-08")
+def test_the_epochs_of_a_flag_are_those_of_the_history() -> None:
+    seen = trained(job_of("loop.epochs=3", loop={"max_steps": None, "epochs": 1, "global_batch_size": 29}))
+    assert seen["epochs"] == [0, 0, 1, 1, 2, 2] and seen["outcome"] == "done"
+    assert seen["batches"] == [29] * 6
+
+
+@pytest.mark.covers("CLI-09")
+@pytest.mark.parametrize(
+    ("mode", "on_cpu", "on_one", "on_two"),
+    [
+        ("auto", ("cpu", 1), ("single_gpu", 1), ("multi_gpu", 2)),
+        ("cpu", ("cpu", 1), ("cpu", 1), ("cpu", 1)),
+        ("single_gpu", ("cpu", 1), ("single_gpu", 1), ("single_gpu", 1)),
+        ("multi_gpu", ("cpu", 1), ("single_gpu", 1), ("multi_gpu", 2)),
+    ],
+)
+def test_the_mode_of_a_flag_on_each_machine(
+    mode: str, on_cpu: tuple[str, int], on_one: tuple[str, int], on_two: tuple[str, int]
+) -> None:
+    one = machine(("NVIDIA A100", (8, 0)))
+    for inventory, expected in ((BOX, on_cpu), (one, on_one), (GPUS, on_two)):
+        plan = plan_of(f"scale.mode={mode}", inventory=inventory)
+        assert (value_of(plan, "mode"), value_of(plan, "workers")) == expected
+        assert value_of(plan, "device") == ("cpu" if expected[0] == "cpu" else "cuda")
+        fell_back = mode not in ("auto", expected[0])
+        assert fell_back == any("fell back" in warning for warning in plan.warnings)
+        assert fell_back == plan.mode.reason.startswith("fell back")
+
+
+@pytest.mark.usefixtures("fixed_process")
+@pytest.mark.covers("CLI-11")
+def test_mixed_precision_is_switched_by_a_key_and_leaves_the_weights_alone() -> None:
+    on, off = (trained(job_of(f"precision.dtype={name}")) for name in ("bf16", "fp32"))
+    assert (on["dtypes"], off["dtypes"]) == ({torch.bfloat16}, {torch.float32})
+    assert on["weights_are"] == off["weights_are"] == {torch.float32}
+    default = load_spec(mapping=rows_job(Path())).spec.precision.dtype
+    assert default == "auto" and isinstance(plan_of("precision.dtype=auto").precision, Resolved)
+    assert value_of(plan_of("precision.dtype=auto"), "precision") == "fp32", "off where the machine has no use for it"
+
+
+@pytest.mark.usefixtures("fixed_process")
+@pytest.mark.covers("CLI-12")
+def test_the_kind_of_mixed_precision_is_named_or_found_by_capability() -> None:
+    old, new = machine(("Tesla T4", (7, 5))), machine(("NVIDIA A100", (8, 0)))
+    for inventory, kinds in ((old, ("fp16", "fp32")), (new, ("bf16", "fp32")), (machine(amx=True), ("bf16", "fp32"))):
+        mode = "cpu" if not inventory.devices() else "auto"
+        choice = plan_of("precision.dtype=auto", f"scale.mode={mode}", inventory=inventory).precision
+        assert isinstance(choice, Deferred) and tuple(choice.bounds) == kinds and choice.reason
+    half, brain = (trained(job_of(f"precision.dtype={name}")) for name in ("fp16", "bf16"))
+    assert (half["dtypes"], brain["dtypes"]) == ({torch.float16}, {torch.bfloat16})
+    assert half["scales"] == [2.0**16] * 4 and brain["scales"] == [None] * 4
+
+
+@pytest.mark.covers("CLI-14")
+def test_accumulation_follows_from_the_micro_batch_of_a_flag() -> None:
+    plan = plan_of("loop.micro_batch_size=4")
+    assert (value_of(plan, "accumulation"), value_of(plan, "effective_batch")) == (4, 16)
+    whole, parts = trained(job_of()), trained(job_of("loop.micro_batch_size=4"))
+    assert parts["batches"] == [4] * 12 + [4, 4, 2] and len(parts["losses"]) == 4
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert value_of(plan_of(), "accumulation") == 1, "without the flag there is none"
+
+
+@pytest.mark.usefixtures("fixed_process")
+@pytest.mark.covers("CLI-31")
+def test_single_gpu_and_fp16_without_a_gpu_is_a_recorded_fallback_that_runs() -> None:
+    flags = ("scale.mode=single_gpu", "precision.dtype=fp16")
+    plan = plan_of(*flags)
+    assert (value_of(plan, "mode"), value_of(plan, "device"), value_of(plan, "precision")) == ("cpu", "cpu", "fp16")
+    assert "single_gpu was asked for, but there is no GPU" in plan.mode.reason
+    assert any("fell back to cpu" in warning for warning in plan.warnings)
+    seen = trained(job_of(*flags))
+    assert seen["dtypes"] == {torch.float16} and seen["outcome"] == "done"
+    assert all(map(math.isfinite, seen["losses"])) and seen["losses"][-1] < seen["losses"][0]
+    there = plan_of(*flags, inventory=GPUS)
+    assert (value_of(there, "mode"), value_of(there, "workers"), there.warnings) == ("single_gpu", 1, [])
+
+
+@pytest.mark.covers("MON-17")
+@pytest.mark.parametrize(("every", "steps"), [(50, [50, 100, 110]), (100, [100, 110]), (0, [110])])
+def test_a_line_of_progress_every_so_many_batches_as_the_flag_says(every: int, steps: list[int]) -> None:
+    seen = trained(job_of(f"loop.log_every={every}", "loop.max_steps=110", "loop.global_batch_size=4"))
+    assert seen["steps"] == steps
+
+
+# ---------------------------------------------------------------- importable anywhere
+
+
+@pytest.mark.covers("SRC-03")
+def test_the_command_line_the_driver_and_the_loop_are_importable_without_gpu_and_network(tmp_path: Path) -> None:
+    """One process that may ask for no name and open no connection, and sees no GPU; Ray stays out of the loop."""
+    code = """
+import sys
+asked = []
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+        asked.append(event)
+        raise PermissionError(event)
+sys.addaudithook(watch)
+def loaded():
+    return [name for name in ("torch", "ray") if name in sys.modules]
+import jobs.__main__, jobs.train
+print(loaded())
+import raytrain.loop, raytrain.session
+print(loaded())
+import jobs.driver, jobs.command, raytrain.trainer, raytrain.worker
+import torch
+print(loaded(), torch.cuda.is_available(), asked)
+"""
+    unseen = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=unseen, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "['torch']", "['torch', 'ray'] False []"]
