@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ class _Verbs(click.Group):
     """Every failure that we explain ourselves is one message on stderr and its exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        signal.signal(signal.SIGTERM, _leave)  # until a verb takes the signals over
         from jobs.runtime import Interrupted
 
         try:
@@ -33,6 +35,11 @@ class _Verbs(click.Group):
         except (click.Abort, KeyboardInterrupt, Interrupted):
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
+
+
+def _leave(number: int, frame: object) -> None:
+    """Nothing was started yet, so nothing has to be saved."""
+    raise KeyboardInterrupt
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:

@@ -117,6 +117,8 @@ class TrainCommand:
                     run = self._open_run(plan, inventory)
                 assert run is not None
                 ending = self._train(plan, run, cluster, checked.handed)
+                if ending.get("leave"):
+                    return self._close(run, ending)  # on disk before Ray is asked to end, which may take its time
         except KeyboardInterrupt:  # `Interrupted` is one
             pass
         except SystemExit as stop:  # ray.init turns a SIGTERM inside it into one
@@ -212,12 +214,12 @@ class TrainCommand:
 
         thread = threading.Thread(target=work, daemon=True, name="fit")
         thread.start()
-        stop_at: float | None = None
+        stop_at, unanswered = None, 0
         with TrainingDisplay(self.console) as display:
             while thread.is_alive():
                 thread.join(STATUS_EVERY_S)
                 run.heartbeat()
-                self._look(ray, link, display)
+                unanswered = 0 if self._look(ray, link, display) else unanswered + 1
                 if self.signals.asked.is_set() and not self.signals.training:
                     raise Interrupted("before the first step")  # where something of Ray's swallowed the first one
                 if self.signals.asked.is_set() and stop_at is None:
@@ -225,7 +227,8 @@ class TrainCommand:
                     link.stop.remote()
                     display.say("stopping: the workers save and return (a second signal leaves at once)")
                 late = stop_at is not None and time.monotonic() > stop_at
-                if self.signals.times > 1 or late:
+                gone = stop_at is not None and unanswered > 1  # the same signal may have ended the cluster
+                if self.signals.times > 1 or late or gone:
                     return {"status": "interrupted", "reason": "left without waiting for the workers", "leave": True}
             self._look(ray, link, display)  # what was said last
         if "error" in outcome:
@@ -234,17 +237,18 @@ class TrainCommand:
             raise outcome["error"]
         return outcome["ending"]
 
-    def _look(self, ray: Any, link: Any, display: Any) -> None:
-        """Fetch the newest progress; before the first step a signal then ends the command by itself."""
+    def _look(self, ray: Any, link: Any, display: Any) -> bool:
+        """Fetch and show the newest progress; False where nobody answers."""
         try:
             self.status, said = ray.get([link.status.remote(), link.heard.remote()], timeout=5)
         except ray.exceptions.RayError:  # too slow, or gone: the thread of `fit` tells how that ends
-            return
+            return False
         if said:
             display.say(said)
         display.show(self.status)
         if not self.signals.training and self.status.get("phase") == "training":
             self.signals.training = True
+        return True
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -287,8 +291,7 @@ def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckR
 
 
 def _known(choice: Any) -> Any:
-    """The value of a resolved choice, None of a deferred one."""
-    return getattr(choice, "value", None)
+    return getattr(choice, "value", None)  # None of a choice that is deferred
 
 
 def _plain_mapping(loaded: LoadedSpec) -> dict[str, Any]:

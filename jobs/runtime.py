@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -100,7 +101,8 @@ def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
     from raytrain.trainer import quiet_ray
 
     try:
-        ray.init(address=address, ignore_reinit_error=True, **options)
+        with _own_process_groups():
+            ray.init(address=address, ignore_reinit_error=True, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "local":
             raise
@@ -109,6 +111,23 @@ def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
         ) from error
     if not verbose:
         quiet_ray()
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Inside, Ray starts its daemons in process groups of their own.
+
+    A shell, `timeout` and service managers signal a whole group; the daemons would die of it before the workers
+    could save. They still end with this process: the kernel tells them of its death.
+    """
+    from ray._private import services
+
+    original = services.ConsolePopen
+    services.ConsolePopen = functools.partial(original, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original  # type: ignore[misc]
 
 
 def _already_connected(*, verbose: bool) -> Iterator[Cluster]:

@@ -187,6 +187,7 @@ class _Backend(_TorchBackend):
         try:
             self._bring_together(worker_group, backend_config)
         except ray.exceptions.RayError as error:
+            _end(worker_group)
             self._failures += 1
             if self._failures > START_FAILURES:
                 raise RunError(f"{self._failures} times in a row the workers did not come together: {error}") from error
@@ -218,6 +219,13 @@ class _Backend(_TorchBackend):
                 for rank in range(world)
             ]
         )
+
+
+def _end(worker_group: Any) -> None:
+    """Ray 2.60 forgets a group that did not come together, and the next one would wait for its processes for ever."""
+    for worker in worker_group.get_workers():
+        ray.kill(worker.actor)
+    worker_group.shutdown()
 
 
 _STORE: dict[str, TCPStore] = {}

@@ -67,7 +67,7 @@ def test_sgd_with_momentum_splits_too() -> None:
             np.testing.assert_allclose(made["weights"][key], value, rtol=0, atol=1e-12, err_msg=key)
 
 
-@pytest.mark.covers("PAR-01", "LOOP-03")
+@pytest.mark.covers("PAR-01", "LOOP-03", "TEST-06")
 def test_reduced_gradients_are_the_mean_and_every_rank_holds_the_same_weights() -> None:
     first, second = run_gang(lives.data_parallel, world=2)
     for made in (first, second):

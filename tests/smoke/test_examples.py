@@ -86,7 +86,7 @@ def test_the_full_training_command_goes_through_the_whole_epoch_in_bf16(
     train_shared: Callable[..., Path], table_job: Callable[[int], Path]
 ) -> None:
     flags = ("precision.dtype=bf16", "loop.deterministic=false", "loop.log_every=100", "loop.global_batch_size=8")
-    run = train_shared(table_job(1200), *flags, timeout=LIMIT_S)
+    run = train_shared(table_job(1200), *flags, "optim.lr=0.02", timeout=LIMIT_S)
     steps = math.ceil(1080 / 8)
     result, rows = read(run, "result.json"), rows_of(run, "metrics.jsonl", "train")
     assert (result["status"], result["steps"]) == ("done", steps)

@@ -12,12 +12,12 @@ os.environ.update(ray_environment())
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_TMPDIR"] = sys.argv[1]
 
-import ray  # noqa: E402 - after its environment
-import torch  # noqa: E402
-from ray.cluster_utils import Cluster  # noqa: E402
+import ray
+import torch
+from ray.cluster_utils import Cluster
 
-from cluster.preflight import check_seen_by_all  # noqa: E402
-from jobs.train import train  # noqa: E402
+from cluster.preflight import check_seen_by_all
+from jobs.train import train
 
 
 def main() -> None:

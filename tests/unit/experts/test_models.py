@@ -138,7 +138,7 @@ def test_both_models_learn() -> None:
         made.module.double()
         optimizer = torch.optim.AdamW(made.module.parameters(), lr=0.01)
         losses = []
-        for step in range(1, 41):
+        for _ in range(40):
             optimizer.zero_grad()
             out = made.loss(made.module, batch)
             (out.loss + out.aux).backward()

@@ -89,10 +89,8 @@ def test_default_gives_way_to_file_and_file_to_command_line(
 
     section, _, name = key.partition(".")
     line = f"{section}: {in_file}\n" if not name else f"{section}: {{{name}: {in_file}}}\n"
-    if section == "model":
-        text = MINIMAL.replace("width: 64", f"width: 64, {name}: {in_file}")
-    else:
-        text = MINIMAL + line
+    inside = MINIMAL.replace("width: 64", f"width: 64, {name}: {in_file}")
+    text = inside if section == "model" else MINIMAL + line
     flag = f"{key}={in_flag}".replace("'", "")
 
     bare, filed = load_spec(write(tmp_path, MINIMAL)), load_spec(write(tmp_path, text))
