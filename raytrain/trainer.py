@@ -35,6 +35,8 @@ from raytrain.worker import train_loop_per_worker
 
 #: Deaths in a row before any worker came as far as taking an attempt number: the workers cannot start at all.
 START_FAILURES = 5
+#: A group that does not come together in a process group (a worker died meanwhile) is tried again so many times.
+MEETING_FAILURES = 2
 
 
 def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | None, storage: str) -> dict[str, Any]:
@@ -189,9 +191,10 @@ class _Backend(_TorchBackend):
         except ray.exceptions.RayError as error:
             _end(worker_group)
             self._failures += 1
-            if self._failures > START_FAILURES:
-                raise RunError(f"{self._failures} times in a row the workers did not come together: {error}") from error
-            raise WorkerGroupError(str(error), {}) from error  # what else is raised here ends the run
+            why = str(error).strip().splitlines()[-1]
+            if self._failures > MEETING_FAILURES:
+                raise RunError(f"{self._failures} times in a row the workers did not come together: {why}") from error
+            raise WorkerGroupError(why, {}) from error  # what else is raised here ends the run
         self._failures = 0
 
     def _bring_together(self, worker_group: Any, backend_config: Any) -> None:

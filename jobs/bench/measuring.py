@@ -23,6 +23,7 @@ from cluster.environment import environment_record
 SCHEMA = 1
 LEVEL = 0.95
 RESAMPLES = 4000
+NO_DIFFERENCE = "no difference shown"
 
 Say = Callable[[str], None]
 
@@ -89,7 +90,8 @@ class Ratio:
 
     Attributes:
         values: one ratio for each repetition.
-        verdict: "faster" or "slower" (of `to` against `of`) where the interval excludes 1, else "no difference shown".
+        verdict: "faster" or "slower" (`to` is, than `of`; "smaller" or "larger" where no times are compared) where the
+            interval excludes 1, else "no difference shown".
         goal, met: what it should reach, and whether its median does; None without a goal.
         share: part of `of` that the difference between the arms can touch (the bound of any gain), where known.
     """
@@ -109,12 +111,12 @@ class Ratio:
 
 def compare(
     times: Mapping[str, Sequence[float]], *, of: str, to: str, name: str, goal: Goal | None = None,
-    share: float | None = None,
+    share: float | None = None, words: tuple[str, str] = ("faster", "slower"),
 ) -> Ratio:  # fmt: skip
-    """The ratio of two arms' times: above 1, `to` is the faster one."""
+    """The ratio of two arms' values: above 1, `to` is the first of `words`, below 1 the second."""
     values = [a / b for a, b in zip(times[of], times[to], strict=True)]
     found = median_interval(values)
-    verdict = "faster" if found.low > 1 else "slower" if found.high < 1 else "no difference shown"
+    verdict = words[0] if found.low > 1 else words[1] if found.high < 1 else NO_DIFFERENCE
     met = None if goal is None else goal.met(found.median)
     return Ratio(name, of, to, found.median, found.low, found.high, values, verdict, goal, met, share)
 
@@ -156,8 +158,8 @@ class Measurement:
     """The document of one bench; filled while it runs.
 
     Attributes:
-        arms: name -> raw seconds of its blocks (or of its only run).
-        block: what one value of an arm stands for.
+        block, unit: what one value of an arm stands for.
+        arms: name -> raw values.
         values: everything else that was measured, by name.
     """
 
@@ -165,6 +167,7 @@ class Measurement:
     quick: bool
     settings: dict[str, Any]
     block: str
+    unit: str = "s"
     checks: list[Check] = field(default_factory=list)
     arms: dict[str, list[float]] = field(default_factory=dict)
     ratios: list[Ratio] = field(default_factory=list)
@@ -199,7 +202,7 @@ class Measurement:
             "gate": {"passed": self.passed, "checks": [asdict(check) for check in self.checks]},
             "block": self.block,
             "arms": {
-                name: {"unit": "s", "values": values, **asdict(median_interval(values))}
+                name: {"unit": self.unit, "values": values, **asdict(median_interval(values))}
                 for name, values in self.arms.items()
             },
             "ratios": [asdict(ratio) for ratio in self.ratios] if self.passed else [],
@@ -222,7 +225,7 @@ class Measurement:
 
 
 def _sentence(ratio: Ratio) -> str:
-    return f"{ratio.to} is {ratio.verdict}" if ratio.verdict in ("faster", "slower") else ratio.verdict
+    return ratio.verdict if ratio.verdict == NO_DIFFERENCE else f"{ratio.to} is {ratio.verdict}"
 
 
 def header(began: float, *, load_before: float) -> dict[str, Any]:
