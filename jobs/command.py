@@ -237,8 +237,7 @@ class TrainCommand:
             raise outcome["error"]
         return outcome["ending"]
 
-    def _look(self, ray: Any, link: Any, display: Any) -> bool:
-        """Fetch and show the newest progress; False where nobody answers."""
+    def _look(self, ray: Any, link: Any, display: Any) -> bool:  # False where nobody answers
         try:
             self.status, said = ray.get([link.status.remote(), link.heard.remote()], timeout=5)
         except ray.exceptions.RayError:  # too slow, or gone: the thread of `fit` tells how that ends
@@ -266,7 +265,8 @@ class TrainCommand:
             page = build_report(run)
             say_ending(self.console, run, record, page)
         if record["status"] == "interrupted":
-            self.console.print(f"interrupted; go on with: raytrain train --resume {run.path}", markup=False)
+            where = "" if record["steps"] else " before the first step"
+            self.console.print(f"interrupted{where}; go on with: raytrain train --resume {run.path}", markup=False)
         return result_of(run, record)
 
 

@@ -11,6 +11,7 @@ from jobs.spec import JobSpec
 from raytrain.attempts import this_process
 from raytrain.callbacks import load_observers
 from raytrain.data.sources import hand_over, handed_over
+from raytrain.errors import InputError
 from raytrain.models.registry import check_shadowing, make_importable, resolve
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
@@ -37,7 +38,12 @@ def check_on_driver(spec: JobSpec) -> Checked:
     load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
-    build(spec, source_facts(source))
+    trainable, _ = build(spec, source_facts(source))
+    parameters = list(trainable.module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        key = "model.builder" if spec.model.module is None else "model.module"
+        seen = "a model that is frozen whole" if parameters else "a model without parameters"
+        raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
     model_facts, data_facts = facts_from(spec, source)
     return Checked(sent, model_facts, data_facts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume, read_job
@@ -62,9 +62,19 @@ def open_resumed(
             expected="the value the run began with",
             remedy="a new run may have it: leave --resume away",
         )
-    return Resumed(run, load_spec(mapping=mapping), changed, finished=run.finished() and not _extended(changed))
+    loaded = _from_run(load_spec(mapping=mapping), changed)
+    return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
 
 
 def _extended(changed: list[str]) -> bool:
     """A finished run with a new length is not finished any more."""
     return bool({"loop.max_steps", "loop.epochs"} & set(changed))
+
+
+def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
+    """The same job, its keys marked as the run's own where they were not given anew beside --resume."""
+    sources = {
+        key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
+        for key, source in loaded.sources.items()
+    }
+    return replace(loaded, sources=sources)

@@ -52,6 +52,7 @@ class RankZeroReporter:
         self._observers = Observers(observers, on_failure=self._observer_failed)
         self._push = push
         self._pushed = 0.0
+        self.last_row: dict[str, Any] = {}
 
     def fence(self) -> None:
         """Raise `Superseded` if a newer attempt has taken the run folder."""
@@ -64,6 +65,7 @@ class RankZeroReporter:
         self.fence()
         self.run.writer(self.run.metrics).write(row)
         self._observers.metrics(row)
+        self.last_row = row
         now = time.monotonic()
         if self._push is not None and now - self._pushed > 0.5:
             self._pushed = now

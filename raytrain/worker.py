@@ -155,7 +155,7 @@ class Worker:
         if outcome.kind == "failed":
             return self._ending("failed", outcome.reason)
         if outcome.kind != "interrupted" and self.workers.rank == 0:
-            self._push({"phase": "exporting"})
+            self._push({"phase": "exporting", "row": getattr(reporter, "last_row", {})})
             export(session, self.run_folder)
         reporter.close()
         return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)

@@ -100,11 +100,13 @@ def _blocks(options: LoopOptions, found: Measurement, arms: Arms, *, world: int,
     peer = "plain loop" if world == 1 else "plain DDP"
     orders = {peer: ("plain", "float64"), f"{peer}, torch's clip": ("plain", "torch"), "ours": ("ours", "")}
     losses: dict[str, list[float]] = {name: [] for name in orders}
+    cpu: dict[str, list[float]] = {name: [] for name in orders}
 
     def block(name: str) -> float:
         arm, clip = orders[name]
         answer = arms.order(arm, {"steps": options.block_steps, "clip": clip})
         losses[name] += answer["losses"]
+        cpu[name].append(answer["cpu_s"] / options.block_steps)
         return answer["seconds"] / options.block_steps
 
     turns = {name: (lambda name=name: block(name)) for name in orders}
@@ -133,6 +135,7 @@ def _blocks(options: LoopOptions, found: Measurement, arms: Arms, *, world: int,
     found.values[f"{world} worker(s)"] = {
         "threads": threads_of(options, world),
         "samples_per_s": {name: options.batch / statistics.median(times[name]) for name in orders},
+        "cpu_s_per_step": {name: statistics.median(values) for name, values in cpu.items()},
         "losses": losses,
     }
     return True

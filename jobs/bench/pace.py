@@ -18,7 +18,7 @@ class Pace:
     def __init__(self) -> None:
         self._line: Line | None = None
         self._until = 0
-        self._began = 0.0
+        self._began = self._cpu = 0.0
         self._losses: list[float] = []
 
     def event(self, row: dict[str, Any]) -> None:
@@ -31,10 +31,10 @@ class Pace:
         """A logged row; where it ends a block, tell the seconds and wait for the next."""
         if self._line is None:
             return
-        ended = time.perf_counter()
+        ended, cpu = time.perf_counter(), time.process_time()
         self._losses.append(row["loss"])
         if row["step"] >= self._until:
-            self._line.send({"seconds": ended - self._began, "losses": self._losses})
+            self._line.send({"seconds": ended - self._began, "cpu_s": cpu - self._cpu, "losses": self._losses})
             self._losses = []
             self._wait()
 
@@ -44,7 +44,7 @@ class Pace:
         if steps == 0:
             self.close()
         self._until += steps
-        self._began = time.perf_counter()
+        self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def close(self) -> None:
         """The last block is over: the run goes on to its end alone."""

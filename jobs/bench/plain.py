@@ -151,9 +151,10 @@ def main(path: str) -> None:
     while (order := line.receive())["steps"]:
         if world > 1:
             dist.barrier()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         losses = loops[order["clip"]].run(order["steps"])
-        line.send({"seconds": time.perf_counter() - began, "losses": losses})
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        line.send({"seconds": seconds, "cpu_s": cpu_s, "losses": losses})
     if world > 1:
         dist.destroy_process_group()
 
