@@ -266,7 +266,7 @@ class TrainCommand:
             say_ending(self.console, run, record, page)
         if record["status"] == "interrupted":
             where = "" if record["steps"] else " before the first step"
-            self.console.print(f"interrupted{where}; go on with: raytrain train --resume {run.path}", markup=False)
+            self.console.print(f"interrupted{where}; go on with: raytrain train --resume {run.path}", soft_wrap=True)
         return result_of(run, record)
 
 

@@ -85,5 +85,5 @@ def run_train(
 
 
 def _finished(run: RunFolder, console: Console) -> Result:
-    console.print(f"{run.path} is done; nothing is left to train", markup=False)
+    console.print(f"{run.path} is done; nothing is left to train", markup=False, soft_wrap=True)
     return result_of(run, run.read_json(run.result))

@@ -52,9 +52,9 @@ class Line:
 
     def close(self) -> None:
         """Hang up."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-            self._socket.close()
+        for end in (self._file, self._socket):
+            with contextlib.suppress(OSError):  # what was left to send to somebody who is gone
+                end.close()
 
 
 def dial(*, arm: str, rank: int) -> Line:

@@ -42,7 +42,7 @@ def test_three_workers_killed_twice_and_resumed_at_once_train_as_if_unbroken(
     assert killed.evals() == unbroken.evals() and len(killed.evals()) == 6
     attempts = [(row["attempt"], row["from_step"]) for row in killed.events("attempt")]
     assert [number for number, _ in attempts] == [1, 2, 3]
-    assert 0 == attempts[0][1] < attempts[1][1] < attempts[2][1] < 120, attempts
+    assert 0 == attempts[0][1] < attempts[1][1] <= attempts[2][1] < 120, attempts
     result = killed.result
     assert (result["status"], result["steps"]) == ("done", 120)
     assert sum(result["time"].values()) == pytest.approx(result["wall_s"], rel=0.01)

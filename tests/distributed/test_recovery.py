@@ -26,7 +26,7 @@ def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..
             model={"dropout": 0.2, "fault": fault, "at": 9, "note": str(place.folder / "killed")},
             precision={"dtype": "bf16"},
             loop={"max_steps": 12, "eval_every": 6},
-            save={"every": 4},
+            save={"every": 4, "asynchronous": False},  # on disk before the death, however slow the disk
             scale={"workers": 2, "mode": "cpu"},
         )
 

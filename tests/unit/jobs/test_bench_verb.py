@@ -1,0 +1,189 @@
+"""`raytrain bench`: names, keys, where the document goes, exit codes; and each bench run small, but for `loop`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.bench.command import bench_verb, list_lines, options_of
+from jobs.bench.options import BENCHES
+from raytrain.errors import InputError
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`bench(name, *keys)` runs it small in this process and returns the document; torch is left as it was."""
+
+    def run(name: str, *keys: str) -> dict[str, Any]:
+        out = tmp_path / f"{name}.json"
+        threads = torch.get_num_threads()
+        code = bench_verb(name, [*keys, "threads=1"], out=str(out), quick=True, as_json=False)
+        assert torch.get_num_threads() == threads
+        document = json.loads(out.read_text())
+        assert code == 0 and document["gate"]["passed"], document["gate"]
+        check_consistent(document)
+        return document
+
+    return run
+
+
+def check_consistent(document: dict[str, Any]) -> None:
+    """Every ratio follows from the raw values beside it, and every interval holds its median."""
+    assert document["quick"] and document["arms"] and document["ratios"]
+    for arm in document["arms"].values():
+        assert len(arm["values"]) == document["settings"]["blocks"]
+        assert all(value > 0 for value in arm["values"]) and arm["low"] <= arm["median"] <= arm["high"]
+    for ratio in document["ratios"]:
+        assert len(ratio["values"]) == document["settings"]["blocks"]
+        assert min(ratio["values"]) <= ratio["low"] <= ratio["median"] <= ratio["high"] <= max(ratio["values"])
+        excludes = ratio["low"] > 1 or ratio["high"] < 1
+        assert excludes == (ratio["verdict"] != "no difference shown")
+    assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
+
+
+# ---------------------------------------------------------------- the benches, small
+
+
+@pytest.mark.covers("PERF-26", "PERF-27", "TEST-05")
+def test_precision_compares_full_steps_and_the_bytes_kept_for_backward(bench: Callable[..., Any]) -> None:
+    document = bench("precision")
+    models = document["values"]["models"]
+    assert set(models) == {"mlp 16", "mlp 32", "gpt"}
+    names = [ratio["name"] for ratio in document["ratios"]]
+    assert {f"{model}: fp32 / {half}" for model in models for half in ("bf16", "fp16")} <= set(names)
+    (pair,) = [ratio for ratio in document["ratios"] if ratio["name"] == "mlp 16: fp32 / bf16"]
+    fp32, bf16 = (document["arms"][f"mlp 16, {kind}"]["values"] for kind in ("fp32", "bf16"))
+    assert pair["values"] == [a / b for a, b in zip(fp32, bf16, strict=True)] and 0 < pair["share"] <= 1
+    checks = [check["name"] for check in document["gate"]["checks"]]
+    assert "mlp 32: ours equals plain bf16" in checks and "mlp 32: ours equals plain fp32" in checks
+    (gain,) = [ratio for ratio in document["ratios"] if "the plain loop's own gain" in ratio["name"]]
+    assert gain["goal"] == {"at_least": 0.9, "at_most": None}
+    for row in models.values():
+        assert row["auto"]["value"] in ("fp32", "bf16") and row["auto"]["reason"]
+        kept = row["saved_for_backward"]
+        assert kept["bf16"]["per_row"] < 0.8 * kept["fp32"]["per_row"], "half the bytes, but for what stays fp32"
+        assert kept["fp32"]["total"] > kept["fp32"]["per_row"]
+    assert document["values"]["matrix_units"] in ("AMX", "AVX512-bf16", "neither")
+    even = document["values"]["break_even_width"]
+    assert even is None or 16 <= even <= 32
+
+
+def test_the_bytes_kept_of_a_known_model_are_counted_exactly() -> None:
+    from jobs.bench.sessions import SavedForBackward
+
+    layers = torch.nn.Linear(8, 16, bias=False), torch.nn.Tanh(), torch.nn.Linear(16, 4, bias=False)
+    module = torch.nn.Sequential(*layers)
+    x = torch.randn(32, 8)
+    # kept: x for the first weight, tanh's output for tanh and for the second weight, but once
+    assert SavedForBackward(module).during(lambda: module(x)) == 4 * (32 * 8 + 32 * 16)
+
+
+def test_checkpoint_stalls_of_both_kinds_and_the_same_bytes(bench: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    document = bench("checkpoint", f"dir={tmp_path / 'disk'}")
+    (name,) = document["values"]["models"]
+    row = document["values"]["models"][name]
+    # weights and two moments in fp32, and a little beside
+    assert 12 * row["parameters"] <= row["checkpoint_bytes"] < 13 * row["parameters"] + 50_000
+    assert row["staged_bytes"] >= 12 * row["parameters"]
+    stalls = {kind: document["arms"][f"{name}, {kind}"]["median"] for kind in ("asynchronous", "synchronous")}
+    assert row["asynchronous_over_synchronous"] == pytest.approx(stalls["asynchronous"] / stalls["synchronous"])
+    (ratio,) = [ratio for ratio in document["ratios"] if "stall" in ratio["name"]]
+    assert ratio["goal"]["at_most"] == 0.25 and ratio["met"] == (ratio["median"] <= 0.25)
+    assert all(seconds > 0 for kind in row["write_s"].values() for seconds in kind)
+    assert 0 < row["share_of_budget"] <= 1 and row["interval_steps"] >= 1
+    assert not list((tmp_path / "disk").iterdir()), "a bench leaves no checkpoint behind"
+
+
+@pytest.mark.covers("PERF-07", "PERF-09")
+def test_accumulation_lowers_the_peak_of_the_same_step(bench: Callable[..., Any]) -> None:
+    document = bench("memory", "rows=16", "accumulation=4")
+    (small, large) = document["values"]["processes"]
+    (ratio,) = document["ratios"]
+    assert document["arms"][small]["unit"] == "bytes"
+    # the logits and activations of a quarter of the rows; a third leaves room for what does not scale
+    assert ratio["median"] < 0.5
+    one, four = document["values"]["processes"][large][0], document["values"]["processes"][small][0]
+    assert one["micro_batches"] == 1 and four["micro_batches"] == 4
+    assert one["micro_batches"] * 16 == four["micro_batches"] * 4 == 16, "the effective batch is the same"
+    assert four["peak"] > four["floor"] and one["peak"] > one["floor"]
+    assert four["losses"] == pytest.approx(one["losses"], rel=1e-4) and math.isfinite(sum(four["losses"]))
+
+
+# ---------------------------------------------------------------- the verb
+
+
+def test_the_list_names_every_bench() -> None:
+    lines = list_lines()
+    assert [line.split()[0] for line in lines] == list(BENCHES)
+    assert {"loop", "precision", "checkpoint"} <= set(BENCHES)
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str) -> None:
+    kind, _ = BENCHES[name]
+    usual, quick = options_of(name, [], quick=False), options_of(name, [], quick=True)
+    assert set(kind.QUICK) <= set(kind.model_fields) and quick.blocks <= usual.blocks
+    assert options_of(name, ["blocks=7"], quick=True).blocks == 7
+    assert name == "memory" or usual.blocks >= 15, "an interval needs repetitions"
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "named"),
+    [
+        ("lop", [], "bench"),
+        ("loop", ["blks=3"], "blks"),
+        ("loop", ["blocks=0"], "blocks"),
+        ("loop", ["blocks=two"], "blocks"),
+        ("loop", ["block_steps=15"], "block_steps"),
+        ("loop", ["batch=3"], "batch"),
+        ("memory", ["rows=10", "accumulation=4"], "rows"),
+        ("precision", ["widths=[0]"], "widths"),
+    ],
+)
+def test_a_wrong_name_or_key_is_named(tmp_path: Path, name: str, keys: list[str], named: str) -> None:
+    with pytest.raises(InputError) as caught:
+        bench_verb(name, keys, out=str(tmp_path / "x.json"), quick=True, as_json=False)
+    assert caught.value.key == named
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_listing_benches_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['raytrain', 'bench', '--list']\n"
+        "import atexit; atexit.register(lambda: print([m for m in ('torch', 'ray') if m in sys.modules]))\n"
+        "from jobs.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(BENCHES) + 1
+
+
+@pytest.mark.covers("SRC-03")
+def test_command_line_driver_and_loop_import_without_gpu_or_network(tmp_path: Path) -> None:
+    """Any attempt to open a connection, and any sight of a GPU, fails the import."""
+    code = (
+        "import socket, sys\n"
+        "def refuse(*a, **k): raise OSError('no network here')\n"
+        "for name in ('connect', 'connect_ex', 'sendto', 'bind'): setattr(socket.socket, name, refuse)\n"
+        "socket.getaddrinfo = socket.create_connection = refuse\n"
+        "import jobs.__main__, jobs.train, jobs.command, raytrain.loop, raytrain.worker, raytrain.trainer\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print('imported')"
+    )
+    blind = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env={**os.environ, **blind},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "imported"), done.stderr
