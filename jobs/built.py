@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from jobs.plan import facts_of_model
 from jobs.spec import JobSpec
@@ -15,6 +16,9 @@ from raytrain.models.registry import call_builder, resolve, to_trainable
 from raytrain.plan import DataFacts, ModelFacts
 from raytrain.train_job import source_facts
 from raytrain.trainable import Trainable
+
+RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
+                "xavier_uniform_", "xavier_normal_")  # fmt: skip
 
 
 def opened(spec: JobSpec) -> Source:
@@ -72,12 +76,27 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
 
     with torch.random.fork_rng(devices=[]):
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), NothingDrawn():
                 return call(), "the meta device"
         except RaytrainError:
             raise
         except Exception:  # code that reads its own weights cannot run on meta; the CPU tells what is wrong
             return _on_cpu(call, spec.model.builder), "the CPU"
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Inside, filling a tensor on the meta device with random numbers does nothing, as there is nothing to fill.
+
+    torch would import its compiler for it, which takes a second.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Only the in-place fills of `torch.nn.init` and of tensors are left out."""
+        target = args[0] if args else (kwargs or {}).get("tensor")
+        fills = getattr(func, "__name__", "") in RANDOM_FILLS
+        if fills and isinstance(target, torch.Tensor) and target.is_meta:
+            return target
+        return func(*args, **(kwargs or {}))
 
 
 def _on_cpu(call: Any, name: str) -> Trainable:

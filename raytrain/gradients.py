@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -145,13 +145,26 @@ class Workers:
 
     def sum_flags(self, values: list[int]) -> list[int]:
         """Sum small host integers over the workers; never touches the device."""
+        return self.begin_sum_flags(values)()
+
+    def begin_sum_flags(self, values: list[int]) -> Callable[[], list[int]]:
+        """Start a sum of host integers and return at once; calling what comes back waits for it.
+
+        While it travels, other collectives may run, in the same order on every worker.
+        """
         if self.world == 1:
-            return values
+            return lambda: values
         vector = torch.tensor(values, dtype=torch.int64)
         with self._together():
-            dist.all_reduce(vector, group=self._flags)
-        # numpy shares memory with a CPU tensor: no device read is made or counted
-        return [int(value) for value in vector.numpy()]
+            work = dist.all_reduce(vector, group=self._flags, async_op=True)
+
+        def finish() -> list[int]:
+            with self._together():
+                work.wait()
+            # numpy shares memory with a CPU tensor: no device read is made or counted
+            return [int(value) for value in vector.numpy()]
+
+        return finish
 
     def gather_floats(self, values: list[float]) -> list[list[float]]:
         """One row of host floats for each worker, on every worker."""

@@ -165,16 +165,17 @@ class LocalStore:
         return os.path.exists(self.at(name))
 
     def entries(self, name: str) -> list[Entry]:
-        """Sorted; empty where the directory does not exist."""
+        """Sorted; empty where the directory does not exist. What is deleted meanwhile is left out."""
+        rows = []
         try:
             with os.scandir(self.at(name)) as found:
-                rows = [
-                    Entry(e.name, e.is_dir(), 0 if e.is_dir() else e.stat(follow_symlinks=False).st_size)
-                    for e in found
-                ]
+                for entry in found:
+                    with contextlib.suppress(FileNotFoundError):  # a temporary file of another process, gone again
+                        size = 0 if entry.is_dir() else entry.stat(follow_symlinks=False).st_size
+                        rows.append(Entry(entry.name, entry.is_dir(), size))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(rows, key=lambda entry: entry.name)
+        return sorted(rows, key=lambda row: row.name)
 
     def changed(self, name: str) -> float | None:
         """Time of the last change in unix seconds; None where it does not exist."""

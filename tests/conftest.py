@@ -85,6 +85,20 @@ def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., Started]]:
     """`start_python(*args, cwd=, env=)` starts `python ...`; whatever is left at the end is killed."""
+    with python_processes() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_module_python() -> Iterator[Callable[..., Started]]:
+    """`start_python` for a process that several tests look at."""
+    with python_processes() as start:
+        yield start
+
+
+@contextlib.contextmanager
+def python_processes() -> Iterator[Callable[..., Started]]:
+    """What `start_python` yields."""
     started: list[Started] = []
 
     def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
@@ -136,6 +150,10 @@ class SharedDriver:
         answer = self.ask({"job": str(job), "overrides": overrides, "cwd": str(cwd)}, timeout=timeout)
         assert answer.get("status") == "done", answer
         return Path(answer["run"])
+
+    def run_script(self, path: Path, *, timeout: float = 120) -> str:
+        """Runs a Python file in its own folder, where Ray is up already; returns what it printed."""
+        return self.ask({"script": str(path), "cwd": str(path.parent)}, timeout=timeout)["out"]
 
     def ask(self, request: dict[str, Any], *, timeout: float) -> dict[str, Any]:
         """One request of tests/driver.py and its answer."""

@@ -1,13 +1,17 @@
 """One driver process for many short runs: it starts Ray once, then trains each job that it reads from stdin.
 
 Started by the fixture `train_shared` of conftest.py. One JSON line in: {"job", "overrides", "cwd", "resume"}; one out,
-after the word ANSWER: the result of `jobs.train.train`, or the error it raised.
+after the word ANSWER: the result of `jobs.train.train`, or the error it raised. With {"script"} instead of a job it
+runs that file as Python runs a script, and the answer is what it printed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import sys
 from typing import Any
 
@@ -19,11 +23,25 @@ from raytrain.errors import RaytrainError
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Trains one job in the folder it asks for."""
     os.chdir(request["cwd"])
+    if "script" in request:
+        return {"out": run_script(request["script"])}
     try:
         result = train(request["job"], overrides=request["overrides"], resume=request.get("resume"), quiet=True)
     except RaytrainError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"run": result.run, "status": result.status, "steps": result.steps}
+
+
+def run_script(path: str) -> str:
+    """What a script prints, run in this process, where Ray is up: as in a notebook."""
+    printed, before = io.StringIO(), list(sys.path)
+    sys.path.insert(0, os.path.dirname(path))
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.path[:] = before
+    return printed.getvalue()
 
 
 def main() -> None:

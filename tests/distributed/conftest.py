@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -96,6 +97,11 @@ class Place:
     @property
     def env(self) -> dict[str, str]:
         return {"TMPDIR": str(self.temp)}
+
+    @staticmethod
+    def job(**sections: Any) -> dict[str, Any]:
+        """What `guest_job` makes."""
+        return merged_job(**sections)
 
     def write(self, job: dict[str, Any], name: str = "job.yaml") -> Path:
         """The job as a file; JSON is YAML."""
@@ -197,9 +203,23 @@ def _listening_sockets() -> dict[str, str]:
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     """A folder for commands; what they leave behind is ended with the test."""
-    shutil.copy(GUEST / "guest_code.py", tmp_path)
+    with placed(tmp_path) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def module_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """`place` for a command that several tests look at."""
+    with placed(tmp_path_factory.mktemp("place")) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def placed(folder: Path) -> Iterator[Place]:
+    """A `Place`; afterwards no process of it lives."""
+    shutil.copy(GUEST / "guest_code.py", folder)
     temp = Path(tempfile.mkdtemp(prefix="rtt-", dir="/tmp"))  # short: socket paths end at 107 bytes
-    place = Place(tmp_path, temp)
+    place = Place(folder, temp)
     yield place
     for pid in place.processes():
         try:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,54 +44,51 @@ from guest_code import net, rows
 model = net(dropout=0.0)
 load_model(model, sys.argv[1])
 model.eval()
-with torch.no_grad():
+with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as it was evaluated
     loss = model(**rows()["eval"])["loss"]
 print(json.dumps({"loss": loss.item(), "ours": [name for name in sys.modules if name.split(".")[0] == "raytrain"]}))
 """
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.covers("LOOP-18", "SRC-10", "LOOP-14")
-def test_the_python_door_beside_the_command_line_gives_the_same_run(
-    start_cli: Callable[..., Any], start_python: Callable[..., Any], guest_job: Job, place: Any
-) -> None:
-    place.write(guest_job(model={"dropout": 0.0}, loop={"max_steps": 8}))
+@dataclass(frozen=True)
+class Pair:
+    """One quick job, trained by the command line and by the Python door beside it, in one folder."""
+
+    place: Any
+    command: Any
+    printed: str
+    by_command: Any
+    by_door: Any
+    answer: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pair(module_place: Any, start_module_python: Callable[..., Any], shared_driver: Any) -> Pair:
+    """Both at once: two steps in bf16, each logged; for the command, FutureWarnings are errors and a minute is all."""
+    place = module_place
+    loop = {"max_steps": 2, "log_every": 1}
+    place.write(
+        place.job(model={"dropout": 0.0}, precision={"dtype": "bf16"}, loop=loop, telemetry={"tensorboard": True})
+    )
     (place.folder / "door.py").write_text(PYTHON_DOOR)
-    (place.folder / "plain.py").write_text(PLAIN_PYTORCH)
-    both = [
-        start_cli("train", "job.yaml", cwd=place.folder, env=place.env),
-        start_python("-W", "error::FutureWarning", "door.py", cwd=place.folder, env=place.env),
-    ]
-    command, door = (started.finish(timeout=LIMIT_S) for started in both)
-    assert (command.code, door.code) == (0, 0), command.text + door.text
-    assert door.out == door.err == "", door.text
-    result = json.loads((place.folder / "door.json").read_text())
-    runs = sorted((place.folder / "runs").glob("guest-*"))
-    assert len(runs) == 2
-    ours = place.run_at(result["run"])
-    (other,) = [place.run_at(path) for path in runs if path != ours.path]
-    assert ours.losses() == other.losses() and len(other.losses()) == 8
-    assert ours.evals() == other.evals() and len(other.evals()) == 1
-    weights, others = load_file(result["weights"]), load_file(other.path / "weights" / "model.safetensors")
-    assert sorted(weights) == sorted(others) and all(bool((weights[name] == others[name]).all()) for name in weights)
-    assert [row["loss"] for row in result["history"] if row["kind"] == "train"] == [loss for _, loss in ours.losses()]
-    plain = start_python("plain.py", result["weights"], cwd=place.folder).finish(timeout=60)
-    assert plain.code == 0, plain.text
-    read = json.loads(plain.out)
-    assert read["loss"] == pytest.approx(ours.evals()[-1][1], rel=1e-6) and read["ours"] == []
+    env = place.env | {"PYTHONWARNINGS": "error::FutureWarning"}
+    minute = 60 * max(1.0, os.getloadavg()[0] / 2)
+    started = start_module_python("-m", "jobs", "train", "job.yaml", cwd=place.folder, env=env)
+    printed = shared_driver.run_script(place.folder / "door.py", timeout=minute)
+    command = started.finish(timeout=minute)
+    assert command.code == 0, command.text
+    answer = json.loads((place.folder / "door.json").read_text())
+    runs = [place.run_at(path) for path in (place.folder / "runs").glob("guest-*")]
+    (by_command,) = [run for run in runs if str(run.path) != answer["run"]]
+    return Pair(place, command, printed, by_command, place.run_at(answer["run"]), answer)
 
 
 @pytest.mark.timeout(590)
 @pytest.mark.covers("LOOP-09", "CLI-27", "SRC-11")
-def test_a_quick_run_of_two_steps_writes_everything(run_cli: Callable[..., Any], place: Any, guest_job: Job) -> None:
-    job = guest_job(precision={"dtype": "bf16"}, loop={"max_steps": 2, "log_every": 1}, telemetry={"tensorboard": True})
-    env = place.env | {"PYTHONWARNINGS": "error::FutureWarning"}
-    minute = 60 * max(1.0, os.getloadavg()[0] / 2)  # on two idle cores
-    quick = run_cli("train", str(place.write(job)), cwd=place.folder, env=env, timeout=minute)
-    assert quick.code == 0 and quick.err == "", quick.text
-    assert "Warning" not in quick.out
-    run = place.run
-    assert len(run.losses()) == 2 and run.plan["precision"]["value"] == "bf16"
+def test_a_quick_run_of_two_steps_writes_everything_and_warns_of_nothing(pair: Pair) -> None:
+    assert pair.command.err == "" and "Warning" not in pair.command.out, pair.command.text
+    run = pair.by_command
+    assert [step for step, _ in run.losses()] == [1, 2] and run.plan["precision"]["value"] == "bf16"
     for name in (
         "job.yaml", "plan.json", "environment.json", "preflight.json", "metrics.jsonl", "events.jsonl", "result.json",
         "checkpoints/step_00000002/COMPLETE", "weights/model.safetensors", "logs/rank_00000.log",
@@ -100,19 +98,54 @@ def test_a_quick_run_of_two_steps_writes_everything(run_cli: Callable[..., Any],
     assert list((run.path / "tensorboard").iterdir())
 
 
+@pytest.mark.timeout(590)
+@pytest.mark.covers("LOOP-18", "SRC-10")
+def test_the_python_door_beside_the_command_line_gives_the_same_run(pair: Pair) -> None:
+    assert pair.printed == "", "quiet=True"
+    ours, other = pair.by_door, pair.by_command
+    assert ours.losses() == other.losses() and len(other.losses()) == 2
+    assert ours.evals() == other.evals() and len(other.evals()) == 1
+    weights, others = (load_file(run.path / "weights" / "model.safetensors") for run in (ours, other))
+    assert sorted(weights) == sorted(others) and all(bool((weights[name] == others[name]).all()) for name in weights)
+    assert pair.answer["status"] == "done" and pair.answer["weights"] == str(ours.path / "weights/model.safetensors")
+    said = [(row["step"], row["loss"]) for row in pair.answer["history"] if row["kind"] == "train"]
+    assert said == ours.losses()
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("LOOP-14")
+def test_plain_pytorch_reads_the_weights_and_finds_the_same_eval_loss(
+    pair: Pair, start_module_python: Callable[..., Any]
+) -> None:
+    script = pair.place.folder / "plain.py"
+    script.write_text(PLAIN_PYTORCH)
+    plain = start_module_python(str(script), pair.answer["weights"], cwd=pair.place.folder).finish(timeout=LIMIT_S)
+    assert plain.code == 0, plain.text
+    read = json.loads(plain.out)
+    assert read["loss"] == pytest.approx(pair.by_door.evals()[-1][1], rel=1e-6) and read["ours"] == []
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.covers("LOOP-15")
-def test_observers_watch_every_row_change_nothing_and_may_fail(
+@pytest.mark.covers("LOOP-15", "LOOP-01", "PAR-14")
+def test_two_workers_learn_while_observers_watch_change_nothing_and_may_fail(
     fit: Callable[..., Any], guest_job: Job, place: Any
 ) -> None:
     run = fit(
         guest_job(
-            loop={"max_steps": None, "epochs": 3, "global_batch_size": 80, "eval_every": 3},
+            optim={"lr": 0.03},
+            loop={"max_steps": None, "epochs": 3, "eval_every": 20},
+            save={"every": 20},
+            scale={"workers": 2},
             telemetry={"observers": ["guest_code:Watcher", "guest_code:Fragile"]},
         )
     )
     assert run.result["status"] == "done"
-    assert [step for step, _ in run.losses()] == list(range(1, 10))
+    assert [step for step, _ in run.losses()] == list(range(1, 61))
+    assert run.evals()[-1][1] < 0.5 * run.losses()[0][1] and run.result["best_eval_loss"] == run.evals()[-1][1]
+    assert run.plan["strategy"]["value"] == "data_parallel" and run.plan["workers"]["value"] == 2
+    manifests = [json.loads((run.checkpoint(step) / "manifest.json").read_text()) for step in (20, 40, 60)]
+    assert [(row["step"], row["eval_loss"]) for row in manifests] == run.evals()
+    assert {row["world_size"] for row in manifests} == {2}
     watched = [json.loads(line) for line in (place.folder / "watched.jsonl").read_text().splitlines()]
     assert watched == [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     (failed,) = run.events("observer_failed")
@@ -121,7 +154,7 @@ def test_observers_watch_every_row_change_nothing_and_may_fail(
     assert [int(row["epoch"]) for row in history] == [0, 1, 2]
     losses = [loss for _, loss in run.losses()]
     for epoch, row in enumerate(history):
-        assert float(row["train_loss"]) == pytest.approx(sum(losses[3 * epoch : 3 * epoch + 3]) / 3)
+        assert float(row["train_loss"]) == pytest.approx(sum(losses[20 * epoch : 20 * epoch + 20]) / 20)
         assert float(row["eval_loss"]) == run.evals()[epoch][1]
 
 

@@ -19,40 +19,13 @@ Fit = Callable[..., Any]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.covers("LOOP-13", "DEV-02")
-def test_a_killed_worker_costs_nothing_but_time(fit: Fit, guest_job: Callable[..., Any], place: Any) -> None:
-    def job(fault: str) -> dict[str, Any]:
-        return guest_job(
-            model={"dropout": 0.2, "fault": fault, "at": 9, "note": str(place.folder / "killed")},
-            precision={"dtype": "bf16"},
-            loop={"max_steps": 12, "eval_every": 6},
-            save={"every": 4, "asynchronous": False},  # on disk before the death, however slow the disk
-            scale={"workers": 2, "mode": "cpu"},
-        )
-
-    unbroken, broken = fit(job("")), fit(job("is_killed_once"))
-    assert (place.folder / "killed").exists()
-    assert broken.losses() == unbroken.losses() and len(broken.losses()) == 12
-    assert broken.evals() == unbroken.evals()
-    assert broken.result["status"] == "done"
-    attempts = broken.events("attempt")
-    assert [row["attempt"] for row in attempts] == [1, 2]
-    assert 0 < attempts[1]["from_step"] < 9
-    assert {row["precision"] for row in attempts} == {"bf16"}, "a lost peer is no failure of a precision"
-    (fault,) = broken.events("fault")
-    assert (fault["error"], fault["rank"]) == ("WorkerDied", 1)
-    assert broken.result["time"]["restart"] > 0
-    assert broken.plan["mode"] == {"value": "cpu", "reason": "scale.mode"}
-
-
-@pytest.mark.timeout(240)
 @pytest.mark.covers("DEV-02")
 def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: Callable[..., Any]) -> None:
     run = fit(
         guest_job(
             model={"fault": "always_raises", "at": 5},
             save={"every": 2},
-            scale={"workers": 2, "mode": "multi_gpu"},
+            scale={"mode": "multi_gpu"},
         )
     )
     assert run.result["status"] == "failed"

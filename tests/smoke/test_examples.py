@@ -116,7 +116,7 @@ def test_accumulation_on_a_cpu_with_the_output_elsewhere(
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.covers("SRC-05")
-def test_the_python_of_the_readme_runs_as_a_script(start_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_python_of_the_readme_runs_as_a_script(shared_driver: Any, tmp_path: Path) -> None:
     """The README's lines, with a net and a dataset before them and the result said after them."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "jobs.train" in block]
@@ -138,13 +138,12 @@ dataset = [{"x": row, "labels": row[:3].argmax()} for row in x]
 """
     after = """
 import json
-print("ANSWER", json.dumps([result.run, result.status, result.steps, len(result.history), result.weights]))
+print("ENDED", json.dumps([result.run, result.status, result.steps, len(result.history), result.weights]))
 """
     (tmp_path / "example.py").write_text(before + example + after)
-    done = start_python("example.py", cwd=tmp_path).finish(timeout=LIMIT_S)
-    assert done.code == 0, done.text
-    answer = next(line for line in done.out.splitlines() if line.startswith("ANSWER "))
-    folder, status, steps, rows, weights = json.loads(answer.removeprefix("ANSWER "))
+    said = shared_driver.run_script(tmp_path / "example.py", timeout=LIMIT_S)
+    answer = next(line for line in said.splitlines() if line.startswith("ENDED "))
+    folder, status, steps, rows, weights = json.loads(answer.removeprefix("ENDED "))
     assert (status, steps) == ("done", 2 * math.ceil(288 / 32)) and rows >= 3
     assert Path(weights).is_file() and read(Path(folder), "result.json")["status"] == "done"
     assert read(Path(folder), "plan.json")["choices"]["workers"]["value"] == 2

@@ -59,7 +59,7 @@ class Troubled(Net):
     def __init__(self, width: int, dropout: float, *, fault: str, at: int, note: str, pause: float) -> None:
         super().__init__(width, dropout)
         self._fault, self._at, self._note, self._pause = fault, at, note, pause
-        self._poisoned = False
+        self._poisoned = self._spoken = False
 
     def forward(self, x: Tensor, labels: Tensor, row: Tensor) -> dict[str, Tensor]:
         output = super().forward(x, labels, row)
@@ -78,21 +78,22 @@ class Troubled(Net):
         if call == self._at and torch.is_autocast_enabled("cpu"):
             raise RuntimeError("\"planted_kernel\" not implemented for 'BFloat16'")
 
-    def is_killed_once(self, call: int, row: Tensor) -> None:
-        if call == self._at and dist.get_rank() == 1 and not os.path.exists(self._note):
-            Path(self._note).touch()
+    def lives_hard(self, call: int, row: Tensor) -> None:
+        """Speaks once in each process; hangs at pass `at` until there is a file `go`; rank 1 dies once, later."""
+        rank, notes = dist.get_rank(), Path(self._note)
+        if not self._spoken:
+            self._spoken = True
+            print(f"rank {rank} came to this life")
+        while call == self._at and not (notes / "go").exists():
+            time.sleep(0.05)
+        if call == self._at + 40 and rank == 1 and not (notes / "killed").exists():
+            (notes / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def overflows_under_autocast(self, call: int, row: Tensor) -> None:
         with open(self._note, "a") as file:
             file.write(json.dumps(row.tolist()) + "\n")
         self._poisoned = call >= self._at and torch.is_autocast_enabled("cpu")
-
-    def talks_and_later_waits(self, call: int, row: Tensor) -> None:
-        if call == 3:
-            print(f"pass {call} of rank {dist.get_rank()}")
-        while call == self._at and not os.path.exists(self._note):
-            time.sleep(0.05)
 
 
 def net(width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, note: str = "", pause: float = 0.0) -> Net:

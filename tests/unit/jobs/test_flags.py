@@ -276,7 +276,8 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(command, "connected", connected)
     place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(trainer, "make_link", lambda: link)
-    place.patch.setattr(trainer, "TorchTrainer", Trains)
+    for name in ("TorchTrainer", "LocalTrainer"):
+        place.patch.setattr(trainer, name, Trains)
     place.patch.setattr("ray.put", lambda value: value)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, ""))
     try:

@@ -271,3 +271,27 @@ def test_local_paths_load_neither_torch_nor_pyarrow(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_listing_survives_files_that_come_and_go(tmp_path: Path) -> None:
+    """The heartbeat's temporary file vanished while the attempts were listed, and the run seemed to have none."""
+    store = storage.LocalStore(str(tmp_path))
+    store.write_bytes("attempts/0001.json", b"{}")
+    over = threading.Event()
+
+    def churn() -> None:
+        while not over.is_set():
+            for number in range(20):
+                (tmp_path / "attempts" / f"{number}.tmp").write_bytes(b"")
+            for number in range(20):
+                (tmp_path / "attempts" / f"{number}.tmp").unlink()
+
+    thread = threading.Thread(target=churn, daemon=True)
+    thread.start()
+    try:
+        listings = [[entry.name for entry in store.entries("attempts")] for _ in range(3000)]
+    finally:
+        over.set()
+        thread.join()
+    assert all("0001.json" in names for names in listings)
+    assert any(len(names) > 1 for names in listings), "nothing came and went"
