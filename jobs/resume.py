@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume, read_job
+from jobs.job_file import read_job
+from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
 from raytrain.decode import apply_overrides, load_yaml
 from raytrain.errors import InputError
 from raytrain.run_folder import RunFolder, find_unfinished
@@ -39,7 +40,10 @@ def open_resumed(
         assert loaded is not None
         found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
         return None if found is None else Resumed(found, loaded, [])
-    run = RunFolder.open(resume)
+    try:
+        run = RunFolder.open(resume)
+    except InputError as error:
+        raise InputError("--resume", seen=error.seen, expected=error.expected, remedy=error.remedy) from error
     if not run.exists(run.job_mapping):
         raise InputError("--resume", seen=f"{resume} (no job.json in it)", expected="the folder of a run")
     alive = run.alive()

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
+from jobs.job_file import read_job
 from raytrain.config import (
     DataConfig,
     InferConfig,
@@ -28,7 +29,7 @@ from raytrain.config import (
     ScaleConfig,
     TuneConfig,
 )
-from raytrain.decode import apply_overrides, decode, dump_yaml, encode, load_yaml
+from raytrain.decode import apply_overrides, decode, dump_yaml, encode, load_yaml, parse_override
 from raytrain.errors import InputError
 from raytrain.expected import describe
 
@@ -47,13 +48,11 @@ Name = Annotated[
     str,
     Field(
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        json_schema_extra={"expected": "1 to 64 letters, digits, dots, dashes or underscores"},
+        json_schema_extra={"expected": "1 to 64 ASCII letters, digits, dots, dashes or underscores"},
     ),
 ]
 
-Seed = Annotated[
-    int, Field(ge=0, lt=2**63, json_schema_extra={"expected": "an integer from 0 to 2**63 - 1"})
-]
+Seed = Annotated[int, Field(ge=0, lt=2**63, json_schema_extra={"expected": "an integer from 0 to 2**63 - 1"})]
 
 
 class JobSpec(Section):
@@ -100,7 +99,8 @@ class LoadedSpec:
 def load_spec(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None
 ) -> LoadedSpec:
-    """Reads a job: default < file (or mapping) < command line. Without either, the built-in recipe.
+    """Reads a job: default < file (or mapping) < command line. Without either, the built-in recipe, whose model or
+    data section gives way whole to another `model.builder` or `data.source` of the command line.
 
     Args:
         path: a JOB.yaml; it never inherits the built-in recipe.
@@ -119,6 +119,8 @@ def load_spec(
         path = path or DEFAULT_RECIPE
         text = read_job(path)
         mapping = load_yaml(text, origin=str(path))
+    if origin == "recipe":
+        mapping = _without_replaced(mapping, overrides)
     merged, touched = apply_overrides(mapping, overrides)
     spec = decode(JobSpec, merged)
     _check_across(spec)
@@ -135,21 +137,11 @@ def load_spec(
     )
 
 
-def read_job(path: Path) -> str:
-    """The text of a JOB.yaml. Errors: InputError naming the file."""
-    key = str(path)
-    if path.is_dir():
-        resume = f"to go on with a run: --resume {key}" if (path / "job.yaml").exists() else ""
-        raise InputError(key, seen="a folder", expected="a YAML file", remedy=resume)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise InputError(key, seen="no such file", expected="a YAML file") from error
-    except UnicodeDecodeError as error:
-        seen = f"a byte that is no UTF-8, at {error.start}"
-        raise InputError(key, seen=seen, expected="a text file in UTF-8") from error
-    except (OSError, ValueError) as error:
-        raise InputError(key, seen=str(error), expected="a YAML file that can be read") from error
+def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The built-in recipe without the keys of a model or source that the command line puts another in place of."""
+    given = {parse_override(text)[0] for text in overrides}
+    replaced = {"model": {"model.builder"}, "data": {"data.source"}}
+    return {name: {} if given & replaced.get(name, set()) else section for name, section in recipe.items()}
 
 
 def _values(encoded: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,18 +205,18 @@ def _check_across(spec: JobSpec) -> None:
         raise InputError("data.eval", seen="a dataset beside data.source", expected="data.train with it")
     total, micro = loop.global_batch_size, loop.micro_batch_size
     if isinstance(total, int) and isinstance(micro, int) and total % micro:
-        raise InputError("loop.micro_batch_size", seen=describe(micro),
-                         expected=f"a number that divides loop.global_batch_size, {total}")
+        expected = f"a number that divides loop.global_batch_size, {total}"
+        raise InputError("loop.micro_batch_size", seen=describe(micro), expected=expected)
     if loop.patience is not None and data.eval is None and data.eval_fraction == 0:
-        raise InputError("loop.patience", seen=describe(loop.patience),
-                         expected="null where nothing is evaluated",
-                         remedy="data.eval_fraction above 0 keeps data for evaluation")
+        remedy = "data.eval_fraction above 0 keeps data for evaluation"
+        expected = "null where nothing is evaluated"
+        raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
     if experts.num_experts is not None and experts.top_k > experts.num_experts:
-        raise InputError("experts.top_k", seen=describe(experts.top_k),
-                         expected=f"at most experts.num_experts, {experts.num_experts}")
+        expected = f"at most experts.num_experts, {experts.num_experts}"
+        raise InputError("experts.top_k", seen=describe(experts.top_k), expected=expected)
     if experts.replicas and experts.hosts == 0:
-        raise InputError("experts.replicas", seen=describe(experts.replicas),
-                         expected="0 where experts.hosts is 0", remedy="copies of experts live on hosts")
+        expected, remedy = "0 where experts.hosts is 0", "copies of experts live on hosts"
+        raise InputError("experts.replicas", seen=describe(experts.replicas), expected=expected, remedy=remedy)
 
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:

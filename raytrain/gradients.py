@@ -157,6 +157,7 @@ class Workers:
         vector = torch.tensor(values, dtype=torch.int64)
         with self._together():
             work = dist.all_reduce(vector, group=self._flags, async_op=True)
+        assert work is not None
 
         def finish() -> list[int]:
             with self._together():

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import ray
+import ray.exceptions
 import torch.distributed as dist
 from ray import cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback

@@ -18,6 +18,7 @@ import ray.exceptions
 import ray.train
 from ray import cloudpickle
 
+from raytrain.allocator import keep_freed_memory
 from raytrain.callbacks import TensorBoard, load_observers
 from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
 from raytrain.data.sources import Source, handed_over
@@ -47,6 +48,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     Returns:
         Rank 0's ending ({"status", "reason", ...}); None elsewhere.
     """
+    keep_freed_memory()
     make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
     context = ray.train.get_context()
     workers = Workers()
@@ -151,6 +153,7 @@ class Worker:
             reason=decision.reason,
         )
         outcome = self._loop(reporter)
+        session = self.session  # another one after a rollback
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
         if outcome.kind == "failed":
             return self._ending("failed", outcome.reason)

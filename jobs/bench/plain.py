@@ -75,10 +75,11 @@ class PlainLoop:
             loss = self.loss(self.model, next(self.batches))
         loss.backward()
         if self.clip == "float64":
-            gradients = [parameter.grad for parameter in self.parameters]
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
             norm = torch.stack(norms).square().sum().sqrt()
-            torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0).float())
+            factor = (1.0 / (norm + 1e-6)).clamp(max=1.0).float()
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
         else:
             nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()

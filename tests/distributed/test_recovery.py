@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from raytrain.attempts import this_process
 from raytrain.run_folder import RunFolder
@@ -84,6 +85,11 @@ def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
     assert len(windows) == 9 + 2, "nine steps, the last three of them lost; then two more, on rows not seen before"
     drawn = [row for window in windows for row in window]
     assert len(set(drawn)) == len(drawn)
+    (ended,) = run.events("attempt_end")
+    weights = load_file(run.path / "weights" / "model.safetensors")
+    saved = load_file(run.checkpoint(10) / "model.safetensors")
+    assert ended["step"] == 10 and weights.keys() == saved.keys()
+    assert all(bool((weights[name] == saved[name]).all()) for name in saved), "not those of the session left behind"
     assert run.plan["mode"]["value"] == "cpu" and run.plan["mode"]["reason"].startswith("there is no GPU")
 
 

@@ -134,6 +134,14 @@ def test_every_value_has_a_source(tmp_path: Path) -> None:
     assert set(loaded.sources.values()) == {"default", "file", "command line"}
 
 
+def test_another_source_or_model_replaces_the_recipe_s_section_whole() -> None:
+    spec = load_spec(None, ["data.source=jsonl", "data.path=rows.jsonl", "optim.lr=0.5"]).spec
+    assert spec.data.source == "jsonl" and spec.data.keys == {"path": "rows.jsonl"}
+    assert spec.model.builder == "experts.models:moe_gpt" and spec.optim.lr == 0.5
+    other = load_spec(None, ["model.builder=raytrain.models.mlp:mlp"]).spec
+    assert other.model.keys == {} and other.data.keys == load_spec(None).spec.data.keys
+
+
 def test_a_file_does_not_inherit_the_built_in_recipe(tmp_path: Path) -> None:
     recipe, filed = load_spec(), load_spec(write(tmp_path, MINIMAL))
     assert recipe.spec.name == "default"
