@@ -77,8 +77,12 @@ class Started:
 
 
 def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """The environment of every command: one thread per process, no colours, no GPU unless a test asks."""
+    """The environment of every command: one thread per process, no colours, no GPU unless a test asks.
+
+    Ray is asked to look more often for the end of its workers, as the runs are short.
+    """
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+    fixed["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
     return {**os.environ, **fixed, "PYTHONUNBUFFERED": "1", **(extra or {})}
 
 

@@ -18,7 +18,7 @@ def test_ray_stays_on_loopback_only_where_the_cluster_is_local() -> None:
 
 def test_ray_is_polled_often_and_prints_once() -> None:
     variables = ray_environment()
-    assert float(variables["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) <= 0.2
+    assert 0.5 <= float(variables["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) < 2, "each poll holds the training thread up"
     assert variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
     assert variables["RAY_CHDIR_TO_TRIAL_DIR"] == "0"
     assert all(isinstance(value, str) for value in variables.values())
