@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jobs.plan import facts_of_model
+from jobs.facts import facts_of_model
 from jobs.spec import JobSpec
 from raytrain.data.sources import Source, open_source
 from raytrain.errors import InputError, RaytrainError

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
+from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
 from raytrain.decode import encode
@@ -111,34 +112,6 @@ def plan_job(
 def has_experts(spec: JobSpec) -> bool:
     """Whether the model is one of ours with experts, or a user's that is told their number."""
     return (spec.model.builder or "").startswith("experts.") or spec.experts.num_experts is not None
-
-
-def facts_of_data(spec: JobSpec) -> DataFacts | None:
-    """Sizes of the data without reading it whole; None where only opening it can tell."""
-    from raytrain.data.sources import describe_source
-
-    return describe_source(spec.data, context=spec.model.keys.get("context"))
-
-
-def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
-    """What a builder may take from the data (vocab_size, ...), as far as it is known without opening it."""
-    from raytrain.data.sources import describe_shapes
-
-    shapes = describe_shapes(spec.data)
-    if data_facts is not None and data_facts.vocab_size is not None:
-        shapes["vocab_size"] = data_facts.vocab_size
-    return shapes
-
-
-def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in model by formula; None for others, and where `shapes` does not tell enough."""
-    from experts.plan import expert_facts
-    from raytrain.models.sizes import model_facts
-
-    builder, keys = spec.model.builder, spec.model.keys
-    if builder is None:
-        return None
-    return model_facts(builder, keys, shapes) or expert_facts(builder, keys, shapes, spec.experts)
 
 
 def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
