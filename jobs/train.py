@@ -77,6 +77,8 @@ def run_train(
         refuse_later(loaded.spec, "train")
         if resume == "auto":
             resumed = open_resumed("auto", path, overrides, loaded=loaded)
+            say = f"going on with {resumed.run.path}" if resumed else "no unfinished run of exactly this job: a new one"
+            console.print(say, markup=False, soft_wrap=True)
         return TrainCommand(
             loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began
         ).run()

@@ -8,6 +8,7 @@ an event says so; the run goes on.
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -98,9 +99,9 @@ class TensorBoard:
         self._writer = SummaryWriter(folder, flush_secs=5)
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """One scalar for each number of the row, under train/ or eval/."""
+        """One scalar for each finite number of the row, under train/ or eval/; of others tensorboardX complains."""
         for name, value in row.items():
-            if name not in ("kind", "step") and isinstance(value, int | float):
+            if name not in ("kind", "step") and isinstance(value, int | float) and math.isfinite(value):
                 self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def close(self) -> None:
