@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Text
 
@@ -21,6 +21,8 @@ OneOrTwo = Annotated[int, Field(ge=1, le=2, json_schema_extra={"expected": "1, 2
 
 class ExpertsConfig(Section):
     """Read by the mixture-of-experts builders and by the expert hosts; a dense model ignores it."""
+
+    _connection: Any = PrivateAttr(default=None)
 
     num_experts: Count | None = Field(default=None, description="experts per layer; null lets the builder choose")
     top_k: Count = Field(default=2, description="experts each token is sent to")
@@ -45,3 +47,15 @@ class ExpertsConfig(Section):
         default="auto", description="which host owns which experts"
     )
     rebalance_every: Count | None = Field(default=None, description="steps between placements; null keeps the first")
+
+    @property
+    def connection(self) -> Any:
+        """How a worker's builder reaches the experts' hosts (`experts.membership.Connection`); None builds them in
+        the process."""
+        return self._connection
+
+    def connected(self, connection: Any) -> ExpertsConfig:
+        """This section with a connection, which is no key of the YAML."""
+        section = self.model_copy()
+        section._connection = connection
+        return section

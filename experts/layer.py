@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experts.dispatch import PooledExperts
 from experts.router import Routing, TopKRouter
 
 
@@ -15,7 +16,8 @@ class MoELayer(nn.Module):
 
     Args:
         router: decides where tokens go.
-        experts: `experts(x_RD sorted by expert, counts_E, splits) -> (R, D)`, e.g. GroupedExperts.
+        experts: `experts(x_RD sorted by expert, counts_E, splits) -> (R, D)`, e.g. GroupedExperts; or PooledExperts,
+            where they live elsewhere.
         shared: an expert that every token visits, or None.
     """
 
@@ -30,22 +32,33 @@ class MoELayer(nn.Module):
         """
         routing = self.router(x_BSD, valid_BS)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        y_TD = self._route(x_TD, routing)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+        y_TD, shared_TD = self._route(x_TD, routing)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         return y_TD.to(x_BSD.dtype).view_as(x_BSD), routing.aux
 
-    def _route(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _route(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         flat = routing.indices_TK.flatten()
         splits = None
+        if isinstance(self.experts, PooledExperts):  # the counts are the header of the exchange
+            splits = routing.counts_E.tolist()
         if routing.kept_TK is not None:
             # what is dropped sorts behind the last expert; how much is left is read with the counts
             flat = torch.where(routing.kept_TK.flatten(), flat, self.router.num_experts)
-            splits = routing.counts_E.tolist()
+            splits = routing.counts_E.tolist() if splits is None else splits
         order = flat.argsort(stable=True)
         order = order if splits is None else order[: sum(splits)]
-        rows_RD = dispatch(x_TD, order, top_k=self.router.top_k)
-        return combine(self.experts(rows_RD, routing.counts_E, splits), order, routing.weights_TK)
+        if not isinstance(self.experts, PooledExperts):
+            rows_RD = dispatch(x_TD, order, top_k=self.router.top_k)
+            y_RD = self.experts(rows_RD, routing.counts_E, splits)
+            return combine(y_RD, order, routing.weights_TK), self._share(x_TD)
+        order, route = self.experts.arrange(order, splits or [])
+        sent = self.experts.dispatch(dispatch(x_TD, order, top_k=self.router.top_k), route)
+        shared_TD = self._share(x_TD)  # while the rows are under way
+        return combine(self.experts.combine(sent), order, routing.weights_TK), shared_TD
+
+    def _share(self, x_TD: Tensor) -> Tensor | None:
+        return None if self.shared is None else self.shared(x_TD)
 
 
 def dispatch(x_TD: Tensor, order_R: Tensor, *, top_k: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
+from experts.distribute import distribute
 from experts.expert import GroupedExperts
 from experts.layer import MoELayer
 from experts.load import LoadBook
@@ -151,7 +152,7 @@ def moe_gpt(
     ]
     module = MoEGPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
     flops = moe_gpt_flops(layers=layers, width=width, context=context, vocab_size=vocab_size, experts=experts)
-    return _trainable(module, language_loss, flops, blocks="blocks")
+    return _trainable(module, language_loss, flops, experts=experts, blocks="blocks")
 
 
 def moe_mlp(
@@ -178,7 +179,7 @@ def moe_mlp(
     ]
     module = MoEMLP(stack, features=features, width=width, classes=classes, dropout=dropout)
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
-    return _trainable(module, _row_loss, flops)
+    return _trainable(module, _row_loss, flops, experts=experts)
 
 
 def _row_loss(module: nn.Module, batch: Batch) -> LossOutput:
@@ -189,10 +190,15 @@ def _row_loss(module: nn.Module, batch: Batch) -> LossOutput:
 
 
 def _trainable(
-    module: nn.Module, loss: Callable[..., LossOutput], flops: float, *, blocks: str | None = None
+    module: nn.Module,
+    loss: Callable[..., LossOutput],
+    flops: float,
+    *,
+    experts: ExpertsConfig,
+    blocks: str | None = None,
 ) -> Trainable:
     book = LoadBook([part for part in module.modules() if isinstance(part, TopKRouter)])
-    return Trainable(
+    trainable = Trainable(
         module,
         loss,
         blocks=blocks,
@@ -201,3 +207,4 @@ def _trainable(
         commit=book.commit,
         log_metrics=book.metrics,
     )
+    return trainable if experts.connection is None else distribute(trainable, experts.connection)

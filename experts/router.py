@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain.recompute import inside_backward
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -204,14 +206,9 @@ class TopKRouter(nn.Module):
     @torch.no_grad()
     def _note(self, routed_BE: Tensor, kept_BSK: Tensor | None, valid_BS: Tensor | None) -> None:
         """Add to the pending counts: training forwards only, and never what backward computes again."""
-        if not self.training or _inside_backward():
+        if not self.training or inside_backward():
             return
         self.pending_counts[: self.num_experts] += routed_BE.sum(0)
         if kept_BSK is not None:
             dropped = ~kept_BSK if valid_BS is None else ~kept_BSK & valid_BS.unsqueeze(-1)
             self.pending_counts[self.num_experts] += dropped.sum()
-
-
-def _inside_backward() -> bool:
-    """Whether this runs inside a backward pass, which is where activation checkpointing recomputes."""
-    return torch._C._current_graph_task_id() != -1

@@ -20,8 +20,10 @@ from jobs.resume import Resumed
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import LoadedSpec
 from raytrain.attempts import this_process
+from raytrain.decode import load_yaml
 from raytrain.errors import InputError, RaytrainError, RunError
 from raytrain.plan import Plan
+from raytrain.plan_hosts import separate
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 
@@ -133,9 +135,8 @@ class TrainCommand:
         return self._close(run, ending)
 
     def _plan(self, checked: Checked, inventory: Inventory) -> Plan:
-        return plan_job(
-            self.loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=checked.data_facts
-        )
+        facts = {"model_facts": checked.model_facts, "data_facts": checked.data_facts}
+        return plan_job(self.loaded, inventory=inventory, **facts)  # type: ignore[arg-type]
 
     # -- the run folder ---------------------------------------------------------------------------
 
@@ -151,7 +152,8 @@ class TrainCommand:
         if self.resumed is not None:
             run = self.resumed.run
         else:
-            run = RunFolder.create(self.spec.save.dir, self.spec.name, job=_plain_mapping(self.loaded))
+            given = load_yaml(self.loaded.merged_text, origin="job")
+            run = RunFolder.create(self.spec.save.dir, self.spec.name, job=given)
             run.write_text(run.job, self.loaded.text)
         last_sign = last_sign_of_life(run)
         self.attempt = run.next_attempt(this_process())  # from here on every older worker ends before it writes
@@ -191,10 +193,13 @@ class TrainCommand:
         import ray
 
         from jobs.driver import train_job
+        from jobs.hosts import connect
         from jobs.progress import TrainingDisplay
         from raytrain.trainer import fit, make_link
 
-        job = train_job(self.spec, plan, run, attempt=self.attempt)
+        interface = "lo" if cluster.local else self.spec.cluster.interface
+        connection = connect(plan, run, local=cluster.local, interface=interface, say=self.console.print)
+        job = train_job(self.spec, plan, run, attempt=self.attempt, connection=connection)
         link = make_link()
         outcome: dict[str, Any] = {}
 
@@ -211,6 +216,8 @@ class TrainCommand:
                 )
             except BaseException as error:  # handed to the main thread, which owns the command's fate
                 outcome["error"] = error
+            if connection is not None:
+                connection.close()
 
         thread = threading.Thread(target=work, daemon=True, name="fit")
         thread.start()
@@ -272,10 +279,8 @@ class TrainCommand:
 
 def _resources(plan: Plan | None) -> tuple[int, int]:
     """Logical CPUs and GPUs that a local cluster declares: what the plan needs, not what the box has."""
-    if plan is None:
-        return 1, 0
-    workers = int(plan.workers.value)  # type: ignore[union-attr]
-    return workers + 1, workers if plan.device.value == "cuda" else 0  # type: ignore[union-attr]
+    processes = 0 if plan is None else int(_known(plan.workers)) + separate(plan.hosts)
+    return processes + 1, processes if plan is not None and _known(plan.device) == "cuda" else 0
 
 
 def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:
@@ -292,9 +297,3 @@ def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckR
 
 def _known(choice: Any) -> Any:
     return getattr(choice, "value", None)  # None of a choice that is deferred
-
-
-def _plain_mapping(loaded: LoadedSpec) -> dict[str, Any]:
-    from raytrain.decode import load_yaml
-
-    return load_yaml(loaded.merged_text, origin="job")

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from experts.membership import Connection
 from jobs.built import build, facts_from, opened
 from jobs.spec import JobSpec
 from raytrain.attempts import this_process
@@ -48,9 +49,14 @@ def check_on_driver(spec: JobSpec) -> Checked:
     return Checked(sent, model_facts, data_facts)
 
 
-def train_job(spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int) -> TrainJob:
-    """The workers' orders; `attempt` is the number the driver has taken for their first attempt."""
+def train_job(
+    spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int, connection: Connection | None = None
+) -> TrainJob:
+    """The workers' orders; `attempt` is the number the driver has taken for their first attempt, `connection` how a
+    builder reaches the experts' hosts."""
     names = [name for name in type(spec).model_fields if name not in ("model", "data")]
+    sections = {name: getattr(spec, name) for name in names}
+    sections["experts"] = spec.experts.connected(connection)
     return TrainJob(
         seed=spec.seed,
         model=spec.model,
@@ -67,5 +73,5 @@ def train_job(spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int) -> Tra
         import_path=os.getcwd(),
         owner=this_process(),
         first_attempt=attempt,
-        builder_sections={name: getattr(spec, name) for name in names},
+        builder_sections=sections,
     )

@@ -247,21 +247,18 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     """Key -> whether its value can be had now, what can be, and what is missing."""
     loop, scale, experts = spec.loop, spec.scale, spec.experts
     return {
-        "scale.strategy": (scale.strategy in ("auto", "data_parallel"), "data_parallel or auto",
-                           "experts on hosts are" if scale.strategy == "expert_parallel"
-                           else "sharded training is"),
+        "scale.strategy": (scale.strategy != "fsdp", "data_parallel, expert_parallel or auto", "sharded training is"),
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
         "scale.shares": (scale.shares == "equal", "equal", "unequal shares are"),
-        "experts.hosts": (experts.hosts in ("auto", 0), "auto or 0", "expert hosts are"),
-        "experts.inflight": (experts.inflight in ("auto", 1), "auto or 1", "expert hosts are"),
+        "experts.hosts": (not isinstance(experts.hosts, dict), "a number, colocated or auto",
+                          "hosts by accelerator are"),
+        "experts.inflight": (experts.inflight in ("auto", 1), "auto or 1", "two micro-batches in flight are"),
         "experts.replicas": (experts.replicas == 0, "0", "replicas of experts are"),
-        "experts.placement": (experts.placement == "auto", "auto", "expert hosts are"),
+        "experts.placement": (experts.placement == "auto", "auto", "placement policies in training are"),
         "experts.rebalance_every": (experts.rebalance_every is None, "null", "moving experts is"),
         "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "optim.name": (spec.optim.name != "muon", "adamw or sgd", "Muon is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
-        "loop.activation_checkpointing": (not loop.activation_checkpointing, "false",
-                                          "activation checkpointing is"),
         "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
                                    "the search for a batch size is"),
         "data.storage": (spec.data.storage != "pinned", "auto, resident or stream", "pinned storage is"),

@@ -2,8 +2,8 @@
 
     checkpoints/step_00001000/{<part>.safetensors, state.json, manifest.json, COMPLETE}
 
-The order of writing is the order of trust: parts, then the manifest with every file's size and hash, and
-COMPLETE, which holds the manifest's hash, last. Each is on the disk (fsync) before the next begins.
+The order of writing is the order of trust: parts, then the manifest with every file's size and hash, and COMPLETE,
+which holds the manifest's hash, last. Each is on the disk (fsync) before the next begins.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from raytrain.checkpoint_read import (
     newest_good,
     verify,
 )
+from raytrain.errors import RunError
 from raytrain.record import plain
 from raytrain.retention import discard, discard_after, retain, solve_interval
 from raytrain.run_folder import RunFolder
 from raytrain.safetensors_io import SHARD_BYTES, HashingStream, WrittenFile, shards, write_tensors
 from raytrain.snapshot import Flat, Snapshot, Staging, flatten, split_tied, take_snapshot, unflatten
 from raytrain.storage import Store, open_store
+from raytrain.trainable import StateElsewhere
 
 __all__ = [
     "CheckpointInfo",
@@ -68,9 +70,9 @@ __all__ = [
 class CheckpointWriter:
     """Writes the checkpoints of one attempt; used by one thread of rank 0.
 
-    With `asynchronous`, `save` copies the state into reusable CPU buffers and returns, and one background
-    thread writes them; a second `save` waits for the first, so there is one copy of the state in flight. A
-    failure of the thread surfaces at the next `save`, `wait` or `close`.
+    With `asynchronous`, `save` copies the state into reusable CPU buffers and returns, and one background thread
+    writes them; a second `save` waits for the first, so there is one copy of the state in flight. A failure of the
+    thread surfaces at the next `save`, `wait` or `close`.
 
     Args:
         run_folder: whose checkpoints.
@@ -115,7 +117,7 @@ class CheckpointWriter:
     @property
     def staged_bytes(self) -> int:
         """Memory that the buffers hold."""
-        return 0 if self._staging is None else self._staging.nbytes
+        return self._staging.nbytes if self._staging else 0
 
     def rehearse(self, parts: Mapping[str, Any]) -> float | None:
         """Makes the buffers and times a copy into them, without writing; None where saving is synchronous.
@@ -139,6 +141,7 @@ class CheckpointWriter:
         step: int,
         eval_loss: float | None = None,
         extra: Mapping[str, Any] | None = None,
+        elsewhere: StateElsewhere | None = None,
     ) -> float:
         """Saves the state after `step` steps; returns the seconds that the caller was blocked.
 
@@ -147,9 +150,10 @@ class CheckpointWriter:
             state: small JSON state.
             eval_loss: of exactly these weights, where known; decides which checkpoint is the best.
             extra: more for the manifest.
+            elsewhere: state that other processes are writing into the directory, which `prepare` has made.
 
-        Errors: RunError (disk full, naming the file and the key), CheckpointError (state that cannot be
-        saved), what `fence` raises; with `asynchronous` those of the previous save.
+        Errors: RunError (disk full, naming the file and the key), CheckpointError (state that cannot be saved), what
+        `fence` raises; with `asynchronous` those of the previous save.
         """
         began = time.perf_counter()
         self.wait()
@@ -164,11 +168,24 @@ class CheckpointWriter:
             "extra": plain(dict(extra or {})),
         }
         if self._executor is None:
-            self._write(snapshot, about)
+            self._write(snapshot, about, elsewhere)
         else:
-            self._pending = self._executor.submit(self._write, snapshot, about)
+            self._pending = self._executor.submit(self._write, snapshot, about, elsewhere)
         self.stalls.append(time.perf_counter() - began)
         return self.stalls[-1]
+
+    def prepare(self, step: int) -> None:
+        """An empty directory for a checkpoint that other processes write into as well."""
+        self.wait()
+        self._fence()
+        discard(self._run.checkpoint_dir(step))
+        open_store(self._run.checkpoint_dir(step)).make_dir("")
+
+    def abandon(self) -> None:
+        """As `close`, where what is being written can no longer be completed: it leaves nothing behind."""
+        with contextlib.suppress(RunError):
+            self.wait()
+        self.close()
 
     def wait(self) -> None:
         """Returns when nothing is being written; raises what the background thread raised, once."""
@@ -184,14 +201,20 @@ class CheckpointWriter:
             if self._executor is not None:
                 self._executor.shutdown()
 
-    def _write(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
+    def _write(self, snapshot: Snapshot, about: dict[str, Any], elsewhere: StateElsewhere | None) -> None:
         began = time.perf_counter()
         path = self._run.checkpoint_dir(snapshot.step)
         self._fence()
-        discard(path)
+        if elsewhere is None:
+            discard(path)
         try:
             self.last_bytes = write_checkpoint(
-                open_store(path), snapshot, about, fence=self._fence, shard_bytes=self._shard_bytes
+                open_store(path),
+                snapshot,
+                about,
+                fence=self._fence,
+                shard_bytes=self._shard_bytes,
+                others=None if elsewhere is None else lambda: elsewhere.finish_save(path),
             )
         except BaseException:
             # Give the room back, unless the directory is a newer attempt's by now.
@@ -211,13 +234,14 @@ def write_checkpoint(
     *,
     fence: Callable[[], None] = lambda: None,
     shard_bytes: int = SHARD_BYTES,
+    others: Callable[[], dict[str, Any]] | None = None,
 ) -> int:
     """Writes a snapshot into the empty directory `store`; returns the bytes written.
 
     Args:
         about: the manifest's fields that describe the run.
         fence: called before every file; raises to stop, and then there is no COMPLETE.
-    """
+        others: waits for what other processes write: {"files": ..., more for the manifest}."""
     files: dict[str, WrittenFile] = {}
     parts: dict[str, list[str]] = {}
     for part, tensors in snapshot.tensors.items():
@@ -231,8 +255,10 @@ def write_checkpoint(
                 files[name] = write_tensors(file, piece)
             parts[part].append(name)
     files[STATE] = _write_json(store, STATE, {"state": snapshot.state, "parts": snapshot.skeletons}, fence)
+    more = others() if others is not None else {}
+    files |= more.pop("files", {})
     described = {name: asdict(written) for name, written in files.items()}
-    manifest = {**about, "parts": parts, "tied": snapshot.tied, "files": described}
+    manifest = {**about, "parts": parts, "tied": snapshot.tied, **more, "files": described}
     sealed = _write_json(store, MANIFEST, manifest, fence)
     store.sync_dir("")
     fence()

@@ -109,6 +109,11 @@ def verify(path: str) -> dict[str, Any]:
         return manifest
 
 
+def read_manifest(path: str) -> dict[str, Any]:
+    """The manifest of a checkpoint that was verified before."""
+    return json.loads(open_store(path).read_bytes(MANIFEST))
+
+
 def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
     """Verifies and loads a checkpoint (a local path or a URI).
 

@@ -51,5 +51,10 @@ class CollectiveFailed(RunError):
     """A sum over the workers failed, mostly because one of them is gone; an echo of the cause, not the cause."""
 
 
+class StateLost(RunError):
+    """State that lives in other processes is lost, or they can no longer be reached: the run goes back to the newest
+    checkpoint and on from there."""
+
+
 class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""

@@ -12,11 +12,14 @@ from raytrain.gradients import Workers
 from raytrain.step import MicroBatch, TrainingStep
 
 
-def evaluate(step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Workers) -> dict[str, Any]:
+def evaluate(
+    step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Workers, passes: int = 0
+) -> dict[str, Any]:
     """Mean loss and metrics over all workers' batches, each weighted by its samples or tokens.
 
     Dropout is off, no gradient is kept, no random number is drawn by us; counters of a router are not advanced
-    (modules count in training mode only). A failing batch raises; none is skipped.
+    (modules count in training mode only). A failing batch raises; none is skipped. `passes` as in
+    `TrainingStep.backward`.
 
     Returns:
         {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
@@ -31,6 +34,7 @@ def evaluate(step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Work
             for micro in batches:
                 if micro.weight == 0:
                     continue
+                passes -= 1
                 output = step.forward(micro.batch, global_weight=micro.weight)
                 share = float(micro.weight)
                 for name, value in {"loss": output.loss, **output.metrics}.items():
@@ -38,6 +42,8 @@ def evaluate(step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Work
                         value.detach().double() * share
                     )
                 weight += micro.weight
+            for _ in range(passes if step.trainable.idle is not None else 0):
+                step.idle()
     finally:
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training

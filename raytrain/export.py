@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from raytrain.checkpoint import export_weights
 from raytrain.infer.generate import language_sample
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 
 
-def export(session: Session, run: RunFolder) -> None:
-    """Write `weights/model.safetensors`, and `sample.json` where the model writes text. Rank 0, at the end."""
-    module = session.trainable.module
+def export(session: Session, module: nn.Module, run: RunFolder) -> None:
+    """Write `weights/model.safetensors`, and `sample.json` where the model writes text. Rank 0, at the end.
+
+    `module` is the session's with all its weights.
+    """
     export_weights(module.state_dict(), run.weights, metadata={"step": str(session.state.step)})
     if session.source.decode is None:
         return

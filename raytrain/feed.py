@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,6 +57,16 @@ class Feed:
         for rows in self.batches.rank_handles(handles):
             yield self._gather(self.batches.split, rows)
 
+    def passes(self, rows: int) -> int:
+        """Micro-batches of the busiest worker in a window of so many rows."""
+        return most_passes(rows, micro_batch=self.batches.micro_batch, world=self.batches.world)
+
+    def eval_passes(self, split: Split, *, limit: int | None) -> int:
+        """Batches of the busiest worker in an evaluation."""
+        rows, each = len(split), EVAL_MICRO_BATCHES * self.batches.micro_batch
+        rows = rows if limit is None else min(rows, limit * each)
+        return most_passes(rows, micro_batch=each, world=self.batches.world)
+
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """This rank's share of the eval split, in file order."""
         batches = self.batches
@@ -83,6 +94,11 @@ class Feed:
 
     def _weigh(self, batch: Batch) -> int:
         return int(self._weight(batch)) if self._weight is not None else labels_weight(batch)
+
+
+def most_passes(rows: int, *, micro_batch: int, world: int) -> int:
+    """How many micro-batches the busiest of `world` workers has, of so many rows."""
+    return math.ceil(math.ceil(rows / micro_batch) / world)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain.errors import CollectiveFailed, RunError
+from raytrain.errors import CollectiveFailed, RunError, StateLost
 
 BUCKET_BYTES = 64 * 2**20
 #: On a CPU the norm goes through a buffer in pieces of this many elements: torch makes a float64 copy of what it takes
 #: the norm of, and a copy that stays in the cache costs a tenth of one that does not.
 NORM_PIECE = 2**18
+#: So long may the word that a group was given up take to every worker.
+WORD_S = 3.0
 
 
 class GradientBuffers:
@@ -119,6 +123,20 @@ def _norm_pieces(flat: Tensor) -> tuple[Tensor, ...]:
     return flat.split(NORM_PIECE) if flat.device.type == "cpu" else (flat,)
 
 
+@dataclass(frozen=True)
+class WorkersGroup:
+    """Process groups over the workers that can be given up and made anew, which torch's default group cannot.
+
+    Attributes:
+        payload, flags: for tensors of the device, and for CPU tensors.
+        lost: why they are given up, None while they are not.
+    """
+
+    payload: Any
+    flags: Any
+    lost: Callable[[], str | None]
+
+
 class Workers:
     """The workers as one training step sees them: sums over the group, and nothing at all for a single worker.
 
@@ -130,10 +148,18 @@ class Workers:
     def __init__(self) -> None:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._flags = None
-        if self.world > 1 and dist.get_backend() != "gloo":
-            self._flags = dist.new_group(backend="gloo")
+        self._payload: Any = None
+        self._flags: Any = None
+        if self.world > 1:
+            self._payload = self._flags = dist.group.WORLD
+            if dist.get_backend() != "gloo":
+                self._flags = dist.new_group(backend="gloo")
+        self._lost: Callable[[], str | None] | None = None
         self.wait_s = 0.0
+
+    def use(self, group: WorkersGroup) -> None:
+        """From now on meet over these process groups of the same workers."""
+        self._payload, self._flags, self._lost = group.payload, group.flags, group.lost
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over the workers in place, in the order given."""
@@ -141,7 +167,7 @@ class Workers:
             return
         with self._together():
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                self._of(tensor).allreduce([tensor]).wait()
 
     def sum_flags(self, values: list[int]) -> list[int]:
         """Sum small host integers over the workers; never touches the device."""
@@ -156,8 +182,7 @@ class Workers:
             return lambda: values
         vector = torch.tensor(values, dtype=torch.int64)
         with self._together():
-            work = dist.all_reduce(vector, group=self._flags, async_op=True)
-        assert work is not None
+            work = self._flags.allreduce([vector])
 
         def finish() -> list[int]:
             with self._together():
@@ -174,7 +199,7 @@ class Workers:
         own = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.world)]
         with self._together():
-            dist.all_gather(rows, own, group=self._flags)
+            self._flags.allgather([rows], [own]).wait()
         return [[float(value) for value in row.numpy()] for row in rows]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -186,7 +211,7 @@ class Workers:
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
         rows = [torch.empty_like(own) for _ in range(self.world)]
         with self._together():
-            dist.all_gather(rows, own, group=self._flags)
+            self._flags.allgather([rows], [own]).wait()
         return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
@@ -195,7 +220,10 @@ class Workers:
             return
         with self._together():
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)  # torch has no gradient for it and would warn
+                self._of(tensor).broadcast([tensor.detach()], _from_first()).wait()
+
+    def _of(self, tensor: Tensor) -> Any:
+        return self._flags if tensor.device.type == "cpu" else self._payload
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -204,10 +232,29 @@ class Workers:
         try:
             yield
         except RuntimeError as error:
+            reason = self._why_lost()
+            if reason is not None:
+                raise StateLost(reason) from error
             raise CollectiveFailed(f"a sum over {self.world} workers failed: {str(error).splitlines()[0]}") from error
         finally:
             self.wait_s += time.perf_counter() - begin
 
+    def _why_lost(self) -> str | None:
+        """Another worker may hear of the end first and close its side: this one's own word of it is waited for."""
+        ends = time.monotonic() + WORD_S
+        while self._lost is not None and time.monotonic() < ends:
+            reason = self._lost()
+            if reason is not None:
+                return reason
+            time.sleep(0.01)
+        return None
+
     def close(self) -> None:
-        """Forget the flag group (torch destroys it with the default group)."""
-        self._flags = None
+        """Forget the groups (torch destroys its own)."""
+        self._payload = self._flags = None
+
+
+def _from_first() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options

@@ -113,7 +113,8 @@ class TrainingLoop:
             )
         workers = self.step.workers
         self._begun = workers.begin_sum_flags(self._wishes(state.step + 1)) if workers.world > 1 else None
-        output = self.step.run(micros, global_weight=weight, step=state.step + 1)
+        passes = self.feed.passes(len(handles))
+        output = self.step.run(micros, global_weight=weight, step=state.step + 1, passes=passes)
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
         scale = self.step.scale

@@ -78,6 +78,10 @@ class Schedule:
             return 1.0 - done * (1.0 - self.final_fraction)
         return self.final_fraction + 0.5 * (1.0 - self.final_fraction) * (1.0 + math.cos(math.pi * done))
 
+    def at(self, step: int) -> float:
+        """The main learning rate at `step`."""
+        return self.peak * self.factor(step)
+
     def apply(self, optimizers: list[torch.optim.Optimizer], step: int) -> float:
         """Set every group's learning rate for `step`, keeping the ratios between groups, and return the main one."""
         factor = self.factor(step)

@@ -20,6 +20,7 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
+from raytrain.plan_hosts import choose_hosts, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
 from raytrain.plan_steps import (
     choose_batches,
@@ -178,7 +179,8 @@ def make_plan(
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
     workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    choices = _machine_choices(scale, precision, machines, inventory, workers, warnings)
+    hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
+    choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings)
     room, share = _room(machines, inventory, workers=workers.value)
@@ -202,36 +204,32 @@ def make_plan(
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         storage=storage,
-        hosts=_hosts(experts_hosts),
+        hosts=hosts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings,
         model_facts=model_facts,
         data_facts=data_facts,
         inventory=inventory.to_json(),
-        config={},
-        sources={},
-    )
+        config={}, sources={},
+    )  # fmt: skip
 
 
 def _machine_choices(
     scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, inventory: Inventory, workers: Resolved,
-    warnings: list[str],
+    hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
     """What depends on the machines and the number of workers alone."""
     counts = spread(workers.value, machines, inventory)
-    strategy = Resolved("data_parallel", "every worker holds the whole model")
-    if scale.strategy != "auto":
-        strategy = Resolved(scale.strategy, "scale.strategy")
     return {
         "mode": machines.mode,
         "device": machines.device,
         "accelerator": machines.accelerator,
         "workers": workers,
         "placement": choose_placement(counts, machines),
-        "strategy": strategy,
+        "strategy": choose_strategy(scale, hosts),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
-        "threads": choose_threads(scale, counts, machines, inventory, warnings),
+        "threads": choose_threads(scale, counts, machines, inventory, warnings, hosts=separate(hosts)),
         "precision": choose_precision(precision, machines, inventory, warnings),
     }
 
@@ -261,11 +259,3 @@ def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str]) 
             f"{size_text(estimate.value)} are estimated for each worker, but it may take"
             f" {size_text(allowed)}: lower loop.micro_batch_size"
         )
-
-
-def _hosts(asked: Any) -> Resolved:
-    if asked is None:
-        return Resolved("none", "the model has no experts")
-    if asked == "auto":
-        return Resolved(0, "in-process: separate expert hosts come with a later version")
-    return Resolved(asked, "experts.hosts")

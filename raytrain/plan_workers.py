@@ -99,15 +99,20 @@ def choose_placement(counts: dict[str, int], machines: Machines) -> Resolved:
 
 
 def choose_threads(
-    scale: ScaleConfig, counts: dict[str, int], machines: Machines, inventory: Inventory, warnings: list[str]
-) -> Resolved:
-    """CPU threads of each worker, one number for all: equal thread counts give bit-equal sums."""
+    scale: ScaleConfig, counts: dict[str, int], machines: Machines, inventory: Inventory, warnings: list[str],
+    *, hosts: int = 0,
+) -> Resolved:  # fmt: skip
+    """CPU threads of each worker, one number for all: equal thread counts give bit-equal sums.
+
+    `hosts` are further processes, taken to be on the fullest node.
+    """
     cores: dict[str, int] = {}
     for node in inventory.nodes:
         cores[node.host] = cores.get(node.host, 0) + node.cpus
     host = min(counts, key=lambda name: cores[name] / counts[name])
-    shared = max(1, cores[host] // counts[host])
-    basis = f"{cores[host]} usable cores / {counts[host]} processes on {host}"
+    processes = counts[host] + (0 if machines.on_gpu else hosts)
+    shared = max(1, cores[host] // processes)
+    basis = f"{cores[host]} usable cores / {processes} processes on {host}"
     if isinstance(scale.threads, int):
         if scale.threads * counts[host] > cores[host]:
             warnings.append(f"scale.threads {scale.threads} is more than {basis}")

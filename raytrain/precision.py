@@ -89,6 +89,11 @@ class LossScale:
         self.value = torch.tensor(initial if enabled else 1.0, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
+    @property
+    def inverse(self) -> Tensor:
+        """What gradients that are not unscaled yet must be multiplied by."""
+        return self.value.reciprocal()
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""
         return loss * self.value.to(loss.dtype) if self.enabled else loss
@@ -96,7 +101,7 @@ class LossScale:
     def unscale_(self, gradients: list[Tensor]) -> None:
         """Divide flat gradient buffers by the scale, before their norm is taken."""
         if self.enabled:
-            inverse = self.value.reciprocal()
+            inverse = self.inverse
             for flat in gradients:
                 flat.mul_(inverse)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raytrain.device import rng_state, set_rng_state
 from raytrain.gradients import GradientBuffers, Workers
@@ -28,8 +28,9 @@ MAX_ROUNDS = 12
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, generators and gradients of `module` as they were."""
+def untouched(trainable: Trainable, device: torch.device) -> Iterator[None]:
+    """Whatever runs inside leaves buffers, generators and gradients of the model as they were."""
+    module = trainable.module
     generators = rng_state(device)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     modes = [(part, part.training) for part in module.modules()]
@@ -45,6 +46,8 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
         set_rng_state(generators, device)
+        if trainable.discard is not None:
+            trainable.discard()
 
 
 def compare_precisions(
@@ -66,7 +69,7 @@ def compare_precisions(
     times: dict[str, list[float]] = {policy.name: [] for policy in policies}
     values: dict[str, tuple[float, float]] = {}
     errors: dict[str, str] = {}
-    with untouched(trainable.module, device):
+    with untouched(trainable, device):
         begin = time.perf_counter()
         for round_number in range(MAX_ROUNDS + 1):
             for policy in policies:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
+from raytrain.errors import RunError, StateLost
 from raytrain.gradients import Workers
 from raytrain.loop_state import Outcome
 from raytrain.precision import HIGHER_PRECISION
@@ -44,6 +46,59 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
         f"{outcome.reason} before step {bad_step}; data up to epoch {cursor.epoch} row {cursor.position} is skipped"
     )
     return fresh, {"what": "rollback", "value": fresh.state.step, "precision": higher, "reason": reason}
+
+
+class Rewinds:
+    """Goes back to the newest checkpoint when state elsewhere is lost, as long as that leads anywhere.
+
+    Args:
+        limit: times without a new step in between.
+    """
+
+    def __init__(self, run: RunFolder, *, limit: int) -> None:
+        self._run, self._limit = run, limit
+        self._furthest = self._times = 0
+
+    def back(self, session: Session, error: StateLost) -> tuple[Session, dict[str, Any]]:
+        """The session to go on with, and the decision event; again where more is lost meanwhile. Collective.
+
+        Raises:
+            RunError: too often without progress.
+        """
+        began = time.perf_counter()
+        if session.state.step > self._furthest:
+            self._furthest, self._times = session.state.step, 0
+        while True:
+            self._times += 1
+            if self._times > self._limit:
+                raise RunError(f"{error}; {self._limit} times without a step (retry.restarts_without_progress)")
+            try:
+                fresh, decision = rewind(session, self._run, reason=str(error))
+            except StateLost as again:
+                error = again
+                continue
+            return fresh, {**decision, "seconds": time.perf_counter() - began}
+
+
+def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, dict[str, Any]]:
+    """The newest good checkpoint (or the start) again, after state elsewhere was lost: the same data, the same series.
+
+    Collective over the workers, which meet anew: the session is built first, and brings their new groups.
+
+    Raises:
+        StateLost: once more, meanwhile.
+    """
+    job, workers = session.job, session.workers
+    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
+    loaded = _same_checkpoint(run, workers)
+    fresh.prepare(session.precision or "fp32")
+    if loaded is not None:
+        fresh.restore(loaded)
+    if workers.rank == 0:
+        run.truncate_metrics(fresh.state.step)
+        discard_after(run, fresh.state.step)
+    lost = session.state.step - fresh.state.step
+    return fresh, {"what": "rewind", "value": fresh.state.step, "lost_steps": lost, "reason": reason}
 
 
 def _same_checkpoint(run: RunFolder, workers: Workers) -> LoadedCheckpoint | None:

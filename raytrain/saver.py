@@ -76,8 +76,13 @@ class CheckpointSaver:
 
     def save(self, state: LoopState, *, final: bool) -> None:
         """Collective: gather the generators, snapshot on rank 0, write in the background (wait if it is the last)."""
+        elsewhere = self.session.trainable.elsewhere
+        if elsewhere is not None and self.writer is not None:
+            self.writer.prepare(state.step)
         flat = flatten(self.session.generator_state())
         gathered = self.workers.gather_bytes(_pack(flat.tensors, flat.skeleton))
+        if elsewhere is not None:  # everybody has met: the directory is there
+            elsewhere.begin_save(state.step)
         self._last_step = state.step
         if self.writer is None:
             return
@@ -94,6 +99,7 @@ class CheckpointSaver:
             },
             step=state.step,
             eval_loss=eval_loss,
+            elsewhere=elsewhere,
         )
         self._solve(stall, step_s, state.step)
         if final:
@@ -110,6 +116,11 @@ class CheckpointSaver:
         if self._interval is None or not 0.75 <= interval / self._interval <= 1.33:
             self.reporter.event("decision", what="checkpoint_every", value=interval, reason=solved.reason, step=step)
         self._interval = interval
+
+    def abandon(self) -> None:
+        """End where a part of the state is lost: what is being written is given up."""
+        if self.writer is not None:
+            self.writer.abandon()
 
     def close(self) -> None:
         """Wait for the last write."""

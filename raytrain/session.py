@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.data.batches import StepBatches
@@ -26,6 +27,7 @@ from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe import compare_precisions
+from raytrain.recompute import recompute
 from raytrain.search import choose_precision
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, source_facts
@@ -54,6 +56,10 @@ class Session:
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
         self.trainable = build_trainable(job.model, sections=job.builder_sections, facts=self.facts)
+        if self.trainable.workers_group is not None:
+            workers.use(self.trainable.workers_group)
+        if job.loop.activation_checkpointing:
+            recompute(self.trainable)
         self.state = LoopState()
         self.precision: str | None = None
 
@@ -157,6 +163,8 @@ class Session:
         own = self.trainable.state_parts() if self.trainable.state_parts else {}
         for name, part in own.items():
             part.load_state_dict(loaded.parts[f"part_{name}"])
+        if self.trainable.elsewhere is not None:
+            self.trainable.elsewhere.restore(loaded.path, step=loaded.step)
         self.state = LoopState.from_json(loaded.state["loop"])
         if loaded.state["world_size"] == self.workers.world:
             set_rng_state(loaded.parts["rng"][str(self.workers.rank)], self.device)
@@ -202,8 +210,13 @@ class Session:
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Loss and metrics over the eval split, the same on every worker."""
-        batches = self.feed.eval_batches(self._eval_split(), limit=self.job.loop.eval_batches)
-        return evaluate(self.step, batches, workers=self.workers)
+        split, limit = self._eval_split(), self.job.loop.eval_batches
+        batches, passes = self.feed.eval_batches(split, limit=limit), self.feed.eval_passes(split, limit=limit)
+        return evaluate(self.step, batches, workers=self.workers, passes=passes)
+
+    def whole_module(self) -> nn.Module | None:
+        """The module with all its weights on rank 0, at the end of training; collective."""
+        return self.trainable.whole() if self.trainable.whole is not None else self.trainable.module
 
     def _eval_split(self) -> Split:
         if not hasattr(self, "_placed_eval"):

@@ -110,14 +110,20 @@ class TrainingStep:
                 return self.trainable.loss(self.trainable.module, batch, num_items_in_batch=global_weight)
             return self.trainable.loss(self.trainable.module, batch)
 
-    def backward(self, micro_batches: Iterable[MicroBatch], *, global_weight: int) -> tuple[Tensor, Tensor]:
-        """Accumulate gradients of this worker's micro-batches; returns its shares of the loss and auxiliary loss."""
+    def backward(
+        self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Accumulate gradients of this worker's micro-batches; returns its shares of the loss and auxiliary loss.
+
+        `passes` is how many the busiest worker has: a model that needs the others in its forward takes part in those.
+        """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.gradients.zero_()
         for micro in micro_batches:
             if micro.weight == 0:  # nothing to average over: a mean of nothing is NaN, and NaN times 0 too
                 continue
+            passes -= 1
             output = self.forward(micro.batch, global_weight=global_weight)
             share = 1.0 if self.trainable.takes_global_count else micro.weight / global_weight
             loss, aux = output.loss, output.aux
@@ -128,10 +134,20 @@ class TrainingStep:
             if aux is not None:
                 aux_sum += aux.detach().double() * share
             self.scale.scale(total).backward()
+        for _ in range(passes if self.trainable.idle is not None else 0):
+            self.idle().backward()
         self.gradients.check()
         return loss_sum, aux_sum
 
-    def run(self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int) -> StepOutput:
+    def idle(self) -> Tensor:
+        """This worker's part in a micro-batch of the others."""
+        assert self.trainable.idle is not None
+        with self.policy.autocast(self.device):
+            return self.trainable.idle()
+
+    def run(
+        self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int, passes: int = 0
+    ) -> StepOutput:
         """Take optimizer step number `step` (1-based). Collective over the workers.
 
         Raises:
@@ -139,13 +155,20 @@ class TrainingStep:
         """
         begin, waited = time.perf_counter(), self.workers.wait_s
         with self.placement.guarded():
-            loss, aux = self.backward(micro_batches, global_weight=global_weight)
+            loss, aux = self.backward(micro_batches, global_weight=global_weight, passes=passes)
         self.gradients.mark_(~torch.isfinite(loss + aux))  # its gradients may be finite, the step is none all the same
         self.workers.sum_(self.gradients.buffers)
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
-        local = LocalStep(step=step, sum_of_squares=squares, nonfinite=~torch.isfinite(squares), counts=counts)
+        local = LocalStep(
+            step=step,
+            sum_of_squares=squares,
+            nonfinite=~torch.isfinite(squares),
+            counts=counts,
+            lr=self.schedule.at(step),
+            inverse_scale=self.scale.inverse if self.scale.enabled else None,
+        )
         agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
         lr = self.commit(agreed, step=step)
         waited = self.workers.wait_s - waited

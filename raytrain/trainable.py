@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -40,12 +40,17 @@ class LocalStep:
         sum_of_squares: float64 scalar over the reduced gradients of this rank's share.
         nonfinite: bool scalar, true where a gradient or the loss is not finite.
         counts: this rank's routed tokens (`Trainable.counts`), or None.
+        lr: learning rate of this step.
+        inverse_scale: of fp16's loss scale, which gradients elsewhere still carry; device scalar, None where there
+            is no scale.
     """
 
     step: int
     sum_of_squares: Tensor
     nonfinite: Tensor
     counts: Tensor | None = None
+    lr: float = 0.0
+    inverse_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,23 @@ class GlobalStep:
     norm: Tensor
     skip: Tensor
     counts: Tensor | None = None
+
+
+class StateElsewhere(Protocol):
+    """State that lives in other processes, which save and load it themselves. Every call is one of all workers, but
+    for `finish_save`, which rank 0's writer makes."""
+
+    def begin_save(self, step: int) -> None:
+        """Have it snapshotted as it is after `step`; its owners write it in the background."""
+        ...
+
+    def finish_save(self, folder: str) -> dict[str, Any]:
+        """Wait for them: {"files": name -> WrittenFile, and more for the manifest}. Raises RunError."""
+        ...
+
+    def restore(self, folder: str, *, step: int) -> None:
+        """Have it loaded from a checkpoint. Raises CheckpointError, at the latest with the next step."""
+        ...
 
 
 @dataclass
@@ -79,6 +101,14 @@ class Trainable:
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
             over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
+        elsewhere: state in other processes, or None.
+        workers_group: a `raytrain.gradients.WorkersGroup` where the workers' own group must end together with
+            something else; None = torch's default group.
+        idle: `idle()` takes part in a micro-batch of the other workers, without rows; a scalar zero to call
+            backward on. None where a forward needs nobody else.
+        discard: forget what passes without a step have left behind (gradients and counts elsewhere).
+        whole: the module with everything that lives elsewhere, on rank 0 (None on the others), collective; None where
+            `module` is whole.
     """
 
     module: nn.Module
@@ -94,6 +124,11 @@ class Trainable:
     takes_global_count: bool = False
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
+    elsewhere: StateElsewhere | None = None
+    workers_group: Any = None
+    idle: Callable[[], Tensor] | None = None
+    discard: Callable[[], None] | None = None
+    whole: Callable[[], nn.Module | None] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:

@@ -22,6 +22,7 @@ from raytrain.allocator import keep_freed_memory
 from raytrain.callbacks import TensorBoard, load_observers
 from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
 from raytrain.data.sources import Source, handed_over
+from raytrain.errors import StateLost
 from raytrain.export import export
 from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
 from raytrain.gradients import Workers
@@ -31,7 +32,7 @@ from raytrain.plan import Deferred
 from raytrain.rank_log import rank_log
 from raytrain.recovery import Decision, Fault, decide
 from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded
-from raytrain.rollback import roll_back
+from raytrain.rollback import Rewinds, roll_back
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
@@ -75,6 +76,7 @@ class Worker:
         self.from_step = 0
         self._new_faults: list[Fault] = []
         self._refused: list[str] = []
+        self._rewinds = Rewinds(self.run_folder, limit=job.retry.restarts_without_progress)
         self._stop = threading.Event()
 
     def run(self, data: Any) -> dict[str, Any] | None:
@@ -153,13 +155,15 @@ class Worker:
             reason=decision.reason,
         )
         outcome = self._loop(reporter)
-        session = self.session  # another one after a rollback
+        session = self.session  # after a rollback another one
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
         if outcome.kind == "failed":
             return self._ending("failed", outcome.reason)
-        if outcome.kind != "interrupted" and self.workers.rank == 0:
+        if outcome.kind != "interrupted":
             self._push({"phase": "exporting", "row": getattr(reporter, "last_row", {})})
-            export(session, self.run_folder)
+            module = session.whole_module()
+            if self.workers.rank == 0 and module is not None:
+                export(session, module, self.run_folder)
         reporter.close()
         return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)
 
@@ -228,8 +232,17 @@ class Worker:
             self._push({"phase": "training", "max_steps": loop.limits.max_steps, "step": session.state.step})
             try:
                 outcome = loop.run(session.state)
-            finally:
+            except StateLost as error:
+                saver.abandon()
+                self._push({"phase": "recovering"})
+                self.session, decision = self._rewinds.back(session, error)
+                session = self.session
+                reporter.event("decision", **decision)
+                continue
+            except BaseException:
                 saver.close()
+                raise
+            saver.close()
             reporter.event("account", seconds=loop.clock.seconds, step=session.state.step)
             if outcome.kind != "rollback":
                 return outcome

@@ -23,7 +23,7 @@ RAY_LAZILY = {
 }  # fmt: skip
 RAY_AT_THE_EDGE = {
     "raytrain.worker", "raytrain.trainer", "raytrain.data.ray_source", "raytrain.infer.actors",
-    "experts.directory", "experts.host",
+    "experts.directory", "experts.host", "experts.connection",
 }  # fmt: skip
 TORCH_FREE = {
     "raytrain.config", "raytrain.decode", "raytrain.yaml_core", "raytrain.errors", "raytrain.record",

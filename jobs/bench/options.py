@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config import Count, NonNegativeInt, Section, Text
+from cluster.config import Count, NonNegativeInt, Positive, Section, Text
 
 
 class BenchOptions(Section):
@@ -79,11 +79,38 @@ class MemoryOptions(BenchOptions):
     steps: Count = Field(4, description="steps of each process; the peak is taken from the third on")
 
 
+class PlacementOptions(BenchOptions):
+    """Placement policies, planned on the windows so far and scored on the next one."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 2, "experts": 12, "hosts": 4, "replicas": 4, "blocks": 3, "rows": 5_000,
+        "plan_layers": 2, "plan_experts": 32, "plan_hosts": 8, "plan_replicas": 8, "plans": 1,
+    }  # fmt: skip
+
+    trace: Text | None = Field(None, description="JSONL, a window a line: {step, layers: [[rows]]}; null draws one")
+    history: Count = Field(4, description="windows that the first forecast is made from")
+    layers: Count = Field(4, description="of the drawn trace")
+    experts: Count = Field(64, description="of each layer of the drawn trace")
+    rows: Count = Field(200_000, description="of each window and layer of the drawn trace")
+    sigma: float = Field(1.0, ge=0, description="spread of the drawn loads' logarithms")
+    drift: float = Field(0.2, ge=0, description="how far those walk from one window to the next")
+    hosts: Count = Field(8, description="that the experts are placed on")
+    replicas: NonNegativeInt = Field(8, description="extra copies in each layer; rounded up to full slots")
+    speeds: list[Positive] = Field([4.0, 2.0, 1.0], description="of the unequal hosts, repeated in turn")
+    plan_layers: Count = Field(58, description="of the placement that is timed")
+    plan_experts: Count = Field(256, description="of the placement that is timed")
+    plan_hosts: Count = Field(64, description="of the placement that is timed")
+    plan_replicas: NonNegativeInt = Field(64, description="of the placement that is timed")
+    plans: Count = Field(5, description="times that it is timed")
+
+
 BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "loop": (LoopOptions, "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"),
     "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
                   "and what `auto` chooses"),
     "checkpoint": (CheckpointOptions, "how long an asynchronous checkpoint stops the loop, against a synchronous one"),
     "memory": (MemoryOptions, "peak memory with gradient accumulation against one large batch"),
+    "placement": (PlacementOptions, "placement policies on the next window of expert load, per host; EPLB's example; "
+                  "time to plan"),
 }  # fmt: skip
 """Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""

@@ -116,3 +116,22 @@ class Fragile:
 
     def metrics(self, row: dict[str, Any]) -> None:
         raise ValueError("planted in an observer")
+
+
+class KillsHost:
+    """Kills one expert host of this machine in the middle of the run, once."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        note = Path(__file__).parent / "host killed"
+        if row["kind"] != "train" or row["step"] != 33 or note.exists():
+            return
+        mine = Path("/proc/self/environ").read_bytes().split(b"TMPDIR=")[-1].split(b"\0")[0]
+        for entry in Path("/proc").iterdir():
+            try:
+                title, place = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if title.startswith(b"ray::ExpertHost") and mine in place:
+                note.touch()
+                os.kill(int(entry.name), signal.SIGKILL)
+                return

@@ -362,6 +362,7 @@ FLAGS = {
     "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
+    "loop.activation_checkpointing": experts("batches", "false", "true"),
     "loop.patience": Flag(trained, "steps", "1", "3", (*OFTEN, "loop.min_delta=100.0")),
     "loop.min_delta": Flag(trained, "steps", "0.0", "100.0", (*OFTEN, "loop.patience=1")),
     "save.every": Flag(worked, "checkpoints", "1", "2"),
@@ -401,7 +402,7 @@ FLAGS = {
 """Every key that this version obeys."""
 
 REFUSED = {
-    "model.init_from": "runs/latest", "loop.compile": "default", "loop.activation_checkpointing": "true",
+    "model.init_from": "runs/latest", "loop.compile": "default",
     "scale.shares": "auto", "experts.inflight": "2", "experts.replicas": "1", "experts.placement": "lpt",
     "experts.rebalance_every": "10",
 }  # fmt: skip

@@ -132,7 +132,7 @@ def test_experts_are_told_apart_from_dense_models(tmp_path: Path) -> None:
     mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt"}
     assert planned(dense).choices()["hosts"] == Resolved("none", "the model has no experts")
     hosts = planned(mixture).hosts
-    assert isinstance(hosts, Resolved) and hosts.value == 0
+    assert isinstance(hosts, Resolved) and hosts.value == 2
     few, many = (planned(mixture, f"experts.num_experts={count}").parameters for count in (4, 8))
     assert isinstance(few, Resolved) and isinstance(many, Resolved)
     assert many.value - few.value == 4 * (2 * 8 * 32 + 8)

@@ -499,10 +499,25 @@ def test_what_only_the_opened_data_and_model_know_waits() -> None:
     assert value(plan(data_facts=None, loop={"max_steps": 9}), "max_steps") == 9
 
 
-def test_experts_stay_in_process() -> None:
-    assert value(plan(), "hosts") == "none"
-    assert value(plan(experts_hosts="auto"), "hosts") == 0
-    assert "in-process" in reason(plan(experts_hosts="auto"), "hosts")
+def test_experts_live_on_two_hosts_on_cpus_and_are_shared_out_over_gpus() -> None:
+    assert value(plan(), "hosts") == "none" and value(plan(), "strategy") == "data_parallel"
+    on_cpu = plan(experts_hosts="auto", scale={"workers": 2})
+    assert (value(on_cpu, "hosts"), value(on_cpu, "strategy")) == (2, "expert_parallel")
+    assert "4 processes" in reason(on_cpu, "threads"), "hosts have threads too"
+    assert value(plan(FOUR_GPUS, experts_hosts="auto"), "hosts") == "colocated"
+    assert value(plan(experts_hosts=0), "strategy") == "data_parallel"
+    kept = plan(experts_hosts="auto", scale={"strategy": "data_parallel"})
+    assert value(kept, "hosts") == 0 and "scale.strategy" in reason(kept, "hosts")
+
+
+def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:
+    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 beside 4 workers") as caught:
+        plan(FOUR_GPUS, experts_hosts=2, scale={"workers": 4})
+    assert "scale.workers" in str(caught.value) and "colocated" in str(caught.value)
+    with pytest.raises(InputError, match=r"scale\.strategy"):
+        plan(experts_hosts=2, scale={"strategy": "data_parallel"})
+    with pytest.raises(InputError, match=r"scale\.strategy: seen expert_parallel with a model without experts"):
+        plan(scale={"strategy": "expert_parallel"})
 
 
 @pytest.mark.parametrize("inventory", [CPU, FOUR_GPUS, with_capability(None)])

@@ -12,6 +12,7 @@ from torch import nn
 
 from raytrain.probe import MAX_ROUNDS, MIN_ROUNDS, compare_precisions, untouched
 from raytrain.session import Session
+from raytrain.trainable import Trainable
 
 
 def session_of() -> Session:
@@ -86,7 +87,7 @@ def test_what_was_touched_is_put_back_even_after_an_error() -> None:
     torch.manual_seed(1)
     wanted = torch.rand(2)
     torch.manual_seed(1)
-    with pytest.raises(KeyError), untouched(module, torch.device("cpu")):
+    with pytest.raises(KeyError), untouched(Trainable.from_module(module), torch.device("cpu")):
         module.train()
         module(torch.rand(4, 3))
         module.eval()

@@ -1,0 +1,177 @@
+"""Our policy over all layers: seeds that fit the memory together, then layer by layer a local search in the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experts.packing import IDLE, UNLIMITED, LayerTask, Layout, NoRoom, fresh, pack_bytes, retarget
+from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
+from experts.refine import Search
+from experts.shares import divide, shares_of
+
+#: Operations of the local search in one plan, and at most in one layer; about 5 microseconds each.
+PLAN_BUDGET, LAYER_BUDGET = 120_000, 20_000
+#: A layout made anew must beat the refined old one by this, relative: it moves most of the experts.
+KEEP = 0.03
+#: The shares stay within this of the best, relative, where that keeps them from extremes.
+SLACK = 0.005
+
+Copies = list[list[int]]
+"""[expert]: hosts, home first."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the hosts take: bytes over all layers, and copies of one layer."""
+
+    memory: list[float]
+    slots: float
+
+    @classmethod
+    def of(cls, hosts: Sequence[HostSpec], slots_per_host: int | None) -> Limits:
+        """Of these hosts; infinite where there is no limit."""
+        memory = [UNLIMITED if host.memory_bytes is None else float(host.memory_bytes) for host in hosts]
+        return cls(memory, UNLIMITED if slots_per_host is None else float(slots_per_host))
+
+
+def plan(
+    load_LE: Sequence[Sequence[float]], hosts: Sequence[HostSpec], costs: Costs, extra: int, limits: Limits, *,
+    previous: Placement | None, search: bool = True,
+) -> list[LayerPlacement]:  # fmt: skip
+    """Place every layer.
+
+    Args:
+        extra: replicas of each layer, at most.
+        previous: where the experts are now; used where it fits `hosts` and `costs`.
+        search: False takes the seeds as they are; with `previous` its homes stay, and replicas alone follow the load.
+
+    Raises:
+        NoRoom: the homes did not fit the memory.
+    """
+    speeds = [float(host.speed) for host in hosts]
+    tasks = [
+        LayerTask(
+            worked(load, row), speeds, [cost.home_bytes for cost in row], [cost.replica_bytes for cost in row],
+            _extra(extra, len(row), len(hosts), limits.slots), [limits.slots] * len(hosts), limits.memory,
+        )
+        for load, row in zip(load_LE, costs, strict=True)
+    ]  # fmt: skip
+    old = _old(previous, tasks, limits)
+    starts = old or _seeds(tasks, limits)
+    free = list(limits.memory)
+    for task, copies in zip(tasks, starts, strict=True):
+        free = [room - used for room, used in zip(free, taken(task, copies), strict=True)]
+    budget = min(LAYER_BUDGET, PLAN_BUDGET // max(1, len(tasks))) if search else 0
+    bytes_homes, found = [0] * len(hosts), []
+    for task, copies in zip(tasks, starts, strict=True):
+        room = [left + used for left, used in zip(free, taken(task, copies), strict=True)]
+        bounded = LayerTask(task.work, speeds, task.home, task.replica, task.extra, task.slots, room)
+        layout = _follow(bounded, copies, budget) if old else _settle(Layout(bounded, _own(copies)), budget)
+        _seat_homes(layout, [hosts_[0] for hosts_ in copies] if old else None, bytes_homes)
+        free = layout.memory
+        division = divide(task.work, layout.copies, speeds, slack=SLACK)
+        shares = shares_of(task.work, layout.copies, division, speeds)
+        found.append(LayerPlacement(tuple(tuple(each) for each in layout.copies), shares))
+    return found
+
+
+def worked(load: Sequence[float], costs: Sequence[ExpertCost]) -> list[float]:
+    """Work of each expert: rows x work of a row, never under `IDLE` of the mean; alike where nothing is known."""
+    work = [rows * cost.work for rows, cost in zip(load, costs, strict=True)]
+    if not any(work):
+        work = [cost.work for cost in costs]
+    floor = IDLE * sum(work) / len(work)
+    return [max(one, floor) for one in work]
+
+
+def taken(task: LayerTask, copies: Copies) -> list[int]:
+    """Bytes that a layer's copies take on each host."""
+    used = [0] * len(task.speeds)
+    for expert, hosts in enumerate(copies):
+        for position, host in enumerate(hosts):
+            used[host] += task.replica[expert] if position else task.home[expert]
+    return used
+
+
+def _extra(extra: int, experts: int, hosts: int, slots: float) -> int:
+    room = experts * (hosts - 1)
+    return max(0, min(extra, room if slots == UNLIMITED else min(room, int(slots) * hosts - experts)))
+
+
+def _own(copies: Copies) -> Copies:
+    return [list(hosts) for hosts in copies]
+
+
+def _old(previous: Placement | None, tasks: Sequence[LayerTask], limits: Limits) -> list[Copies] | None:
+    """The old copies, where every one of them still has its host and its room."""
+    if previous is None or len(previous.layers) != len(tasks):
+        return None
+    copies = [[list(hosts) for hosts in layer.copies] for layer in previous.layers]
+    free = list(limits.memory)
+    for task, layer in zip(tasks, copies, strict=True):
+        number = len(task.speeds)
+        if len(layer) != len(task.work) or any(host >= number for hosts in layer for host in hosts):
+            return None
+        held = [sum(host in hosts for hosts in layer) for host in range(number)]
+        free = [room - used for room, used in zip(free, taken(task, layer), strict=True)]
+        if max(held) > limits.slots:
+            return None
+    return copies if min(free) >= 0 else None
+
+
+def _seeds(tasks: Sequence[LayerTask], limits: Limits) -> list[Copies]:
+    """Longest first in each layer's part of the memory; by bytes alone where that has no room."""
+    need = [sum(task.home) for task in tasks]
+    free, found = list(limits.memory), []
+    try:
+        for index, task in enumerate(tasks):
+            part = need[index] / max(1, sum(need[index:]))
+            quota = [room if room == UNLIMITED else room * part for room in free]
+            layout = fresh(LayerTask(task.work, task.speeds, task.home, task.replica, task.extra, task.slots, quota))
+            free = [room - used for room, used in zip(free, taken(task, layout.copies), strict=True)]
+            found.append(layout.copies)
+    except NoRoom:
+        return pack_bytes([task.home for task in tasks], limits.memory, limits.slots)
+    return found
+
+
+def _settle(layout: Layout, budget: int) -> Layout:
+    search = Search(layout, budget=budget)
+    search.climb()
+    search.restart()
+    return search.layout
+
+
+def _follow(task: LayerTask, copies: Copies, budget: int) -> Layout:
+    """The old layout, adapted; or a new one where that is better by `KEEP`. Without a budget no home moves."""
+    layout = Layout(task, _own(copies))
+    retarget(layout, divide(task.work, copies, task.speeds).loads)
+    if not budget:
+        return layout
+    search = Search(layout, budget=budget)
+    search.climb()
+    if search.now.level <= search.enough * (1 + KEEP):
+        return search.layout
+    try:
+        other = Search(fresh(task), budget=budget // 2)
+    except NoRoom:
+        return search.layout
+    other.climb()
+    return other.layout if other.now.level < search.now.level * (1 - KEEP) else search.layout
+
+
+def _seat_homes(layout: Layout, before: list[int] | None, bytes_homes: list[int]) -> None:
+    """Among an expert's hosts the home stays where it was, or goes where the fewest bytes of homes are."""
+    sizes = layout.task.home
+    for expert, hosts in enumerate(layout.copies):
+        if len(hosts) == 1:
+            bytes_homes[hosts[0]] += sizes[expert]
+    for expert, hosts in enumerate(layout.copies):
+        if len(hosts) == 1:
+            continue
+        home = before[expert] if before is not None and before[expert] in hosts else None
+        home = min(hosts, key=lambda host: (bytes_homes[host], host)) if home is None else home
+        if home != hosts[0]:
+            layout.apply([(expert, [home, *(host for host in hosts if host != home)])])
+        bytes_homes[layout.copies[expert][0]] += sizes[expert]

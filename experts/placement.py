@@ -1,0 +1,275 @@
+"""Which host holds which experts, as frozen values: homes, replicas, shares of the rows. No torch, no Ray, no policy.
+
+The *home* of an expert owns its fp32 weights, gradient and moments; a *replica* holds weights only. Both take rows.
+A `LayerPlacement` names for every logical expert the hosts that hold it, home first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+#: How far the shares of one expert may be from one together.
+SHARE_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """One place that experts can live.
+
+    Attributes:
+        host: its index, 0 to H - 1.
+        speed: work per second on the real expert shape; any unit, as only ratios matter to a policy.
+        memory_bytes: what all copies there may take together; None = no limit.
+        node: machine it stands on. device: what a person calls it.
+    """
+
+    host: int
+    speed: float
+    memory_bytes: int | None
+    node: str = ""
+    device: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"host {self.host}{f' ({self.device})' if self.device else ''}"
+
+
+@dataclass(frozen=True)
+class ExpertCost:
+    """What one expert of one layer needs: bytes of its home, bytes of a replica, work (FLOPs) of one row."""
+
+    home_bytes: int
+    replica_bytes: int
+    work: float
+
+
+Costs = Sequence[Sequence[ExpertCost]]
+"""[layer][expert]; sizes may differ."""
+
+MoveKind = Literal["home", "replica_added", "replica_dropped"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One difference between two placements.
+
+    Attributes:
+        source, target: hosts. A dropped replica has its host in both. A replica added where the home was until now
+            costs nothing: it is what stays there, so source and target are the same too.
+        bytes: what is sent from source to target.
+    """
+
+    layer: int
+    expert: int
+    kind: MoveKind
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LayerPlacement:
+    """One layer: `copies[e]` are the hosts of expert e, home first; `shares[e]` their parts of its rows."""
+
+    copies: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def by_host(self) -> dict[int, tuple[int, ...]]:
+        """Host -> experts it holds, ascending; hosts without any are missing."""
+        found: dict[int, list[int]] = {}
+        for expert, hosts in enumerate(self.copies):
+            for host in hosts:
+                found.setdefault(host, []).append(expert)
+        return {host: tuple(experts) for host, experts in found.items()}
+
+    @property
+    def replicas(self) -> int:
+        """Copies beyond the homes."""
+        return sum(map(len, self.copies)) - len(self.copies)
+
+    def split(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """Rows of each expert on each of its copies; see `split_rows`."""
+        return split_rows(counts, self.shares)
+
+    def loads(self, load_E: Sequence[float], costs: Sequence[ExpertCost], speeds: Sequence[float]) -> list[float]:
+        """Seconds of every host: rows x work of its copies over its speed."""
+        work = [0.0] * len(speeds)
+        for expert, (hosts, parts) in enumerate(zip(self.copies, self.shares, strict=True)):
+            whole = load_E[expert] * costs[expert].work
+            for host, part in zip(hosts, parts, strict=True):
+                work[host] += whole * part
+        return [done / speed for done, speed in zip(work, speeds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All layers on `num_hosts` hosts; `version` grows with every switch."""
+
+    version: int
+    num_hosts: int
+    layers: tuple[LayerPlacement, ...]
+
+    def slots(self, layer: int, host: int) -> tuple[int, ...]:
+        """Experts that `host` holds of `layer`, homes and replicas, ascending."""
+        return self.layers[layer].by_host.get(host, ())
+
+    def homes(self, layer: int, host: int) -> tuple[int, ...]:
+        """Experts of `layer` whose home is `host`, ascending."""
+        copies = self.layers[layer].copies
+        return tuple(expert for expert in self.slots(layer, host) if copies[expert][0] == host)
+
+    def home_of(self, layer: int, expert: int) -> int:
+        """The host that owns the expert's master weights."""
+        return self.layers[layer].copies[expert][0]
+
+    def host_loads(
+        self, layer: int, load_E: Sequence[float], costs_layer: Sequence[ExpertCost], hosts: Sequence[HostSpec]
+    ) -> tuple[float, ...]:
+        """Seconds of each host in one layer, where `speed` counts work per second; proportional to them otherwise."""
+        return tuple(self.layers[layer].loads(load_E, costs_layer, [host.speed for host in hosts]))
+
+    def bytes_on(self, host: int, costs: Costs) -> int:
+        """Bytes of all copies on `host`, all layers."""
+        total = 0
+        for layer, costs_E in zip(self.layers, costs, strict=True):
+            for expert in layer.by_host.get(host, ()):
+                cost = costs_E[expert]
+                total += cost.home_bytes if layer.copies[expert][0] == host else cost.replica_bytes
+        return total
+
+    def with_expert(self, layer: int, host: int) -> Placement:
+        """The next version, with one more expert at the end of `layer`, at home on `host`."""
+        old = self.layers[layer]
+        grown = LayerPlacement((*old.copies, (host,)), (*old.shares, (1.0,)))
+        layers = (*self.layers[:layer], grown, *self.layers[layer + 1 :])
+        return replace(self, version=self.version + 1, layers=layers)
+
+    def moves_to(self, other: Placement, costs: Costs) -> list[Move]:
+        """What leads from here to `other`, in the order of layers and experts; shares alone move nothing."""
+        return [
+            move
+            for index, (old, new) in enumerate(zip(self.layers, other.layers, strict=True))
+            for expert, (before, after) in enumerate(zip(old.copies, new.copies, strict=True))
+            if before != after
+            for move in _moves(index, expert, before, after, costs[index][expert])
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` gives back an equal placement, shares to the last bit."""
+        layers = [
+            {"copies": [list(hosts) for hosts in layer.copies], "shares": [list(parts) for parts in layer.shares]}
+            for layer in self.layers
+        ]
+        return {"version": self.version, "num_hosts": self.num_hosts, "layers": layers}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Placement:
+        """The inverse of `to_json`."""
+        layers = tuple(
+            LayerPlacement(
+                tuple(tuple(int(host) for host in hosts) for hosts in layer["copies"]),
+                tuple(tuple(float(part) for part in parts) for parts in layer["shares"]),
+            )
+            for layer in row["layers"]
+        )
+        return cls(int(row["version"]), int(row["num_hosts"]), layers)
+
+    def validate(
+        self, num_experts: Sequence[int], *, hosts: Sequence[HostSpec] | None = None, costs: Costs | None = None,
+        slots_per_host: int | None = None,
+    ) -> None:  # fmt: skip
+        """Check it against the model, and with `hosts` and `costs` against the memory.
+
+        Args:
+            num_experts: of each layer.
+
+        Raises:
+            ValueError: naming layer and expert: missing, doubled, on no such host, shares that are not parts of one;
+                or the host that holds too much.
+        """
+        if len(self.layers) != len(num_experts):
+            raise ValueError(f"the placement has {len(self.layers)} layers, the model {len(num_experts)}")
+        for index, (layer, number) in enumerate(zip(self.layers, num_experts, strict=True)):
+            self._validate_layer(index, layer, number)
+            for host, experts in layer.by_host.items():
+                if slots_per_host is not None and len(experts) > slots_per_host:
+                    raise ValueError(
+                        f"layer {index}: host {host} holds {len(experts)} experts, at most {slots_per_host}"
+                    )
+        for spec in hosts or ():
+            taken = 0 if costs is None else self.bytes_on(spec.host, costs)
+            if spec.memory_bytes is not None and taken > spec.memory_bytes:
+                raise ValueError(f"{spec.title} holds {taken} bytes of experts, at most {spec.memory_bytes}")
+
+    def _validate_layer(self, index: int, layer: LayerPlacement, number: int) -> None:
+        for expert in range(max(number, len(layer.copies), len(layer.shares))):
+            name = f"layer {index} expert {expert}"
+            hosts = layer.copies[expert] if expert < len(layer.copies) else ()
+            if expert >= number:
+                raise ValueError(f"{name} is placed, and the layer has {number} experts")
+            if not hosts:
+                raise ValueError(f"{name} is missing: no host holds it")
+            if len(set(hosts)) != len(hosts):
+                raise ValueError(f"{name} is doubled: hosts {list(hosts)} name one twice")
+            if not all(0 <= host < self.num_hosts for host in hosts):
+                raise ValueError(f"{name} is on hosts {list(hosts)}, and there are {self.num_hosts}")
+            parts = layer.shares[expert] if expert < len(layer.shares) else ()
+            apart = abs(math.fsum(parts) - 1.0)
+            if len(parts) != len(hosts) or min(parts) < 0 or not apart <= SHARE_TOLERANCE:
+                raise ValueError(f"{name} has shares {list(parts)} on hosts {list(hosts)}, which must sum to 1")
+
+
+def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int], cost: ExpertCost) -> list[Move]:
+    """From one list of hosts to another. A replica that becomes the home is part of the home's move."""
+    old, new = before[0], after[0]
+    found = [Move(layer, expert, "home", old, new, cost.home_bytes)] if old != new else []
+    for host in after[1:]:
+        if host == old:
+            found.append(Move(layer, expert, "replica_added", host, host, 0))
+        elif host not in before:
+            found.append(Move(layer, expert, "replica_added", old, host, cost.replica_bytes))
+    gone = (host for host in before[1:] if host not in after)
+    return found + [Move(layer, expert, "replica_dropped", host, host, 0) for host in gone]
+
+
+def split_rows(counts: Sequence[int], shares: Sequence[Sequence[float]]) -> list[tuple[int, ...]]:
+    """Divide each expert's rows over its copies by rounding the running sum of the shares.
+
+    Runs for every layer of every step. The same on every process, as it uses IEEE sums in a fixed order.
+
+    Args:
+        counts: rows of each expert, (E,).
+        shares: of each expert's copies, summing to one.
+
+    Returns:
+        for each expert the rows of each of its copies: never negative, their sum exactly its count.
+    """
+    if max(map(len, shares), default=1) == 1:
+        return [(count,) for count in counts]
+    found: list[tuple[int, ...]] = []
+    for count, parts in zip(counts, shares, strict=True):
+        number = len(parts)
+        if number == 1:
+            found.append((count,))
+        elif number == 2:
+            first = min(count, int(parts[0] * count + 0.5))
+            found.append((first, count - first))
+        else:
+            found.append(_split_one(count, parts))
+    return found
+
+
+def _split_one(count: int, parts: Sequence[float]) -> tuple[int, ...]:
+    rows, edge, running = [], 0, 0.0
+    for part in parts[:-1]:
+        running += part
+        until = min(count, int(running * count + 0.5))
+        rows.append(until - edge)
+        edge = until
+    return (*rows, count - edge)

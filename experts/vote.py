@@ -1,0 +1,83 @@
+"""The vote: one sum over all members that carries a whole step's agreement, and what everybody derives from it.
+
+One float64 slot for each (layer, logical expert), zero but on its home: the norm is then the same to the last bit for
+any placement, as the slots are added up in their own order and not in that of the hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experts.shard import Commit, Key, LayerShape
+from experts.transport.protocol import HeaderMismatch
+
+HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr")
+
+
+@dataclass(frozen=True)
+class VoteLayout:
+    """Where what stands in the vector: the head, the routed rows and drops of each layer, a square for each expert."""
+
+    experts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[LayerShape]) -> VoteLayout:
+        """For the layers of a model."""
+        return cls(tuple(shape.num_experts for shape in shapes))
+
+    @property
+    def counts(self) -> slice:
+        """Of each layer its E counts and its drops."""
+        return slice(len(HEAD), len(HEAD) + sum(self.experts) + len(self.experts))
+
+    @property
+    def squares(self) -> slice:
+        """One slot for each expert of each layer."""
+        return slice(self.counts.stop, self.counts.stop + sum(self.experts))
+
+    def empty(self, step: int) -> Tensor:
+        """This member's part, still without anything but the step."""
+        vector = torch.zeros(self.squares.stop, dtype=torch.float64)
+        vector[0] = step
+        return vector
+
+    def put_squares(self, vector: Tensor, squares: dict[Key, float]) -> None:
+        """Fill in the experts at home here."""
+        for (layer, expert), value in squares.items():
+            vector[self.squares.start + sum(self.experts[:layer]) + expert] = value
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the sum says: global norm before clipping, whether everybody skips, the counts, scale and learning rate."""
+
+    norm: Tensor
+    skip: Tensor
+    counts: Tensor
+    inverse_scale: float
+    lr: float
+
+    def commit(self, max_grad_norm: float | None) -> Commit:
+        """For an optimizer on a host: the same numbers as in the workers' own step."""
+        coefficient = 1.0
+        if max_grad_norm:
+            coefficient = float((max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0))
+        return Commit(skip=bool(self.skip), coefficient=coefficient, inverse_scale=self.inverse_scale, lr=self.lr)
+
+
+def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tally:
+    """Read the summed vector.
+
+    Raises:
+        HeaderMismatch: the members did not vote on the same step.
+    """
+    if float(vector[0]) != float(step) * members and torch.isfinite(vector[0]):
+        raise HeaderMismatch(f"{members} members voted on step {step}, and their steps add up to {float(vector[0]):g}")
+    scale = float(vector[3])
+    norm = (vector[1] + vector[layout.squares].sum() * scale * scale).sqrt()
+    skip = ~torch.isfinite(norm) | (vector[2] > 0)
+    return Tally(norm, skip, vector[layout.counts], inverse_scale=scale, lr=float(vector[4]))

@@ -1,0 +1,81 @@
+"""Activation checkpointing: blocks whose forward is computed again in backward instead of being kept.
+
+Whatever a forward does beside computing (count, send, draw) has to know which of the two passes it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from raytrain.errors import InputError
+from raytrain.trainable import Trainable
+
+_RESERVED: ContextVar[bool] = ContextVar("forward_will_be_recomputed", default=False)
+
+
+def will_be_recomputed() -> bool:
+    """Whether this forward runs inside a block that backward will compute again."""
+    return _RESERVED.get()
+
+
+def inside_backward() -> bool:
+    """Whether this runs inside a backward pass, which is where a block is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def recompute(trainable: Trainable) -> None:
+    """From now on each block keeps only its inputs in training; what it draws is drawn alike the second time.
+
+    Uses torch's non-reentrant checkpointing.
+
+    Raises:
+        InputError: the model does not say which its blocks are.
+    """
+    if trainable.blocks is None:
+        raise InputError(
+            "loop.activation_checkpointing",
+            seen="true for a model that does not name its blocks",
+            expected="false, or a builder that returns a Trainable with `blocks`",
+        )
+    for block in trainable.module.get_submodule(trainable.blocks).children():
+        block.forward = _Recomputed(block)  # type: ignore[method-assign]
+    idle = trainable.idle
+    if idle is not None:
+
+        def reserved_idle() -> Tensor:
+            with _reserved():
+                return idle()
+
+        trainable.idle = reserved_idle
+
+
+class _Recomputed:
+    """A block's forward, checkpointed in training."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._forward = block, block.forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not (self._block.training and torch.is_grad_enabled()):
+            return self._forward(*inputs, **named)
+        return checkpoint(self._forward, *inputs, use_reentrant=False, context_fn=_contexts, **named)
+
+
+def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    return _reserved(), contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _reserved() -> Iterator[None]:
+    token = _RESERVED.set(True)
+    try:
+        yield
+    finally:
+        _RESERVED.reset(token)

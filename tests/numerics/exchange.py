@@ -1,0 +1,244 @@
+"""Workers and expert hosts as plain processes of one gang: what each of them does, and what is compared afterwards.
+
+The gang's default group holds all members; workers meet over a group of their own, as in a run, and the joint group is
+built on the gang's store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lab import MOE, Rows, make_job, token_rows, train
+
+from experts.placement import LayerPlacement, Placement
+from experts.pool import Membership
+from experts.serve import HostServer
+from experts.shard import LayerShape
+from experts.starting import first_placement
+from experts.transport.process_group import JointGroup, gloo
+from experts.transport.protocol import Header, Op
+from raytrain.checkpoint import load
+from raytrain.gradients import Workers, WorkersGroup
+from raytrain.loop_state import Clock
+from raytrain.run_folder import RunFolder
+from raytrain.saver import CheckpointSaver
+from raytrain.session import Session
+
+DATA = {"train": token_rows(70, ragged=True, empty=(3, 11)), "eval": token_rows(20, seed=5)}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a gang plays.
+
+    Attributes:
+        workers, hosts: how many; hosts 0 is the reference in one process, "colocated" shares out over the workers.
+        micro: rows of a micro-batch; the window has 12 rows.
+        seed: of a random placement with replicas; None is the placement a run begins with.
+        replicas: extra copies per layer in that.
+        sections: over the job's.
+        number: of the scene in its gang, which keeps their groups apart.
+        run_path, every, from_step: save so often there; go on from the checkpoint of that step.
+        inject: an infinite gradient, ("worker" or "expert", at that step).
+    """
+
+    workers: int
+    hosts: int | str
+    micro: int = 4
+    steps: int = 20
+    seed: int | None = None
+    replicas: int = 0
+    precision: str = "fp64"
+    sections: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    number: int = 0
+    run_path: str = "unused"
+    every: int = 0
+    from_step: int = 0
+    inject: tuple[str, int] = ("", 0)
+
+    @property
+    def size(self) -> int:
+        """Processes of the gang."""
+        return self.workers + (self.hosts if isinstance(self.hosts, int) else 0)
+
+
+def placement_of(scene: Scene, num_experts: list[int]) -> Placement:
+    """The scene's placement: the first one, or a random one in which some hosts may hold nothing."""
+    hosts = scene.hosts if isinstance(scene.hosts, int) else scene.workers
+    if scene.seed is None:
+        return first_placement(num_experts, hosts=hosts)
+    draw, layers = np.random.default_rng(scene.seed), []
+    for number in num_experts:
+        copies = [[int(draw.integers(hosts))] for _ in range(number)]
+        for _ in range(scene.replicas):
+            expert = int(draw.integers(number))
+            free = [host for host in range(hosts) if host not in copies[expert]]
+            if free:
+                copies[expert].append(int(draw.choice(free)))
+        parts = [draw.dirichlet(np.ones(len(held))) for held in copies]
+        shares = tuple(tuple(float(part) for part in row) for row in parts)
+        layers.append(LayerPlacement(tuple(map(tuple, copies)), shares))
+    return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
+
+
+@dataclass(frozen=True)
+class GangConnection:
+    """Joins the generation on the gang's own store."""
+
+    scene: Scene
+    rank: int
+    group: WorkersGroup | None
+
+    def join(self, shapes: list[LayerShape]) -> tuple[JointGroup, Membership]:
+        placement = placement_of(self.scene, [shape.num_experts for shape in shapes])
+        colocated = self.scene.hosts == "colocated"
+        membership = Membership(
+            generation=1,
+            rank=self.rank,
+            workers=self.scene.workers,
+            placement=placement,
+            run_path=self.scene.run_path,
+            host=self.rank if colocated else None,
+            workers_group=self.group,
+        )
+        return joint_group(self.scene, self.rank), membership
+
+
+def joint_group(scene: Scene, rank: int) -> JointGroup:
+    colocated = scene.hosts == "colocated"
+    return JointGroup(
+        dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore(),
+        name=f"scene-{scene.number}",
+        rank=rank,
+        size=scene.size,
+        workers=scene.workers,
+        holders=list(range(scene.workers)) if colocated else list(range(scene.workers, scene.size)),
+        device=torch.device("cpu"),
+        interface="lo",
+        timeout_s=60.0,
+    )
+
+
+def play(rank: int, world: int, scenes: list[Scene]) -> list[Any]:
+    """Each scene in turn (all of one size); what this member made of it."""
+    return [act(rank, replace(scene, number=number)) for number, scene in enumerate(scenes)]
+
+
+def act(rank: int, scene: Scene) -> Any:
+    """One scene: a worker's record, or a host's."""
+    if rank >= scene.workers:
+        return serve(rank, scene)
+    session = session_of(scene, rank)
+    if scene.inject[0] == "worker" or (scene.inject[0] == "expert" and scene.hosts == 0):
+        inject_into(session, scene)
+    if scene.from_step:
+        session.restore(load(RunFolder(scene.run_path).checkpoint_dir(scene.from_step)))
+    saver = None
+    if scene.every:
+        saver = CheckpointSaver(
+            session, RunFolder(scene.run_path), every=scene.every, keep="all", asynchronous=True, reporter=Rows(),
+            clock=Clock(), fence=None,
+        )  # fmt: skip
+    reporter, _ = train(session, saver=saver)
+    if saver is not None:
+        saver.close()
+    return record(session, reporter)
+
+
+def inject_into(session: Session, scene: Scene) -> None:
+    """At that step this worker's own gradient of the first trunk weight, or of the first expert, is infinite."""
+    inner, (where, at) = session.step.gradients.check, scene.inject
+    named = dict(session.trainable.module.named_parameters())
+    chosen = next(value for name, value in named.items() if (".experts." in name) == (where == "expert"))
+
+    def check() -> None:
+        inner()
+        if session.state.step + 1 == at and session.workers.rank == session.workers.world - 1:
+            chosen.grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+
+    session.step.gradients.check = check  # type: ignore[method-assign]
+
+
+def serve(rank: int, scene: Scene) -> dict[str, Any]:
+    number = scene_experts(scene)
+    server = HostServer(
+        joint_group(scene, rank),
+        host=rank - scene.workers,
+        generation=1,
+        placement=placement_of(scene, number),
+        device=torch.device("cpu"),
+    )
+    if scene.inject[0] == "expert" and rank == scene.workers:
+        inject_into_host(server, scene)
+    server.serve()
+    return {"steps": server.steps, "held": server.shard.held() if server.shard else []}
+
+
+def inject_into_host(server: HostServer, scene: Scene) -> None:
+    """The same on the first host."""
+    inner = server._does[Op.VOTE]
+
+    def vote(header: Header, counts: list[list[int]]) -> None:
+        if header.step == scene.inject[1] and server.shard is not None:
+            server.shard.gradients.buffers[0][0] = torch.inf
+        inner(header, counts)
+
+    server._does[Op.VOTE] = vote
+
+
+def scene_experts(scene: Scene) -> list[int]:
+    given = dict(dict(scene.sections).get("experts", ()))
+    return [given.get("num_experts", 4)] * MOE["layers"]
+
+
+def session_of(scene: Scene, rank: int) -> Session:
+    """A worker's session, as a run's; the reference keeps its experts."""
+    workers = Workers()
+    workers.world, workers.rank = scene.workers, rank
+    group = None
+    if scene.workers > 1:
+        store = dist.distributed_c10d._get_default_store()
+        flags = gloo(store, f"workers-{scene.number}", rank, scene.workers, interface="lo", timeout_s=60.0)
+        group = WorkersGroup(flags, flags, lambda: None)
+        workers.use(group)
+    sections: dict[str, Any] = {name: dict(keys) for name, keys in scene.sections}
+    sections["loop"] = {
+        "max_steps": scene.steps, "global_batch_size": 12, "micro_batch_size": scene.micro, "eval_every": 7,
+        **sections.get("loop", {}),
+    }  # fmt: skip
+    sections["optim"] = {"max_grad_norm": 0.3, **sections.get("optim", {})}
+    sections["precision"] = {"dtype": scene.precision}
+    job, source = make_job(MOE, DATA, world=scene.workers, **sections)
+    if scene.hosts != 0:
+        connection = GangConnection(scene, rank, group)
+        experts = job.builder_sections["experts"].connected(connection)
+        job = replace(job, builder_sections={**job.builder_sections, "experts": experts})
+    session = Session(job, workers=workers, source=source)
+    session.prepare(job.planned("precision"))
+    return session
+
+
+def record(session: Session, reporter: Rows) -> dict[str, Any]:
+    """Everything that must be the same wherever the experts are."""
+    made: dict[str, Any] = {
+        name: reporter.of("train", name)
+        for name in ("step", "loss", "aux_loss", "grad_norm", "load_imbalance", "loss_scale")
+    }
+    made["eval"] = reporter.of("eval", "loss")
+    made["counts"] = [part.tolist() for part in _book(session).last]
+    whole = session.whole_module()
+    made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
+    return made
+
+
+def _book(session: Session) -> Any:
+    return session.trainable.commit.__self__  # type: ignore[union-attr]
+
+
+def weights_of_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
