@@ -21,7 +21,6 @@ def moe_job(guest_job: Job, text: Path, **sections: Any) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.covers("EXP-01", "PAR-03")
 def test_a_killed_host_is_replaced_and_the_series_is_that_of_an_unbroken_run(
     fit: Callable[..., Any], guest_job: Job, place: Any, tiny_text: Path
 ) -> None:

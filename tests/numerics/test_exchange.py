@@ -72,7 +72,6 @@ def check_equal(made: list[Any], reference: dict[str, Any], *, workers: int, whe
         np.testing.assert_allclose(weights[name], value, rtol=0, atol=EXACT, err_msg=f"{where}: {name}")
 
 
-@pytest.mark.covers("PAR-02")
 @pytest.mark.parametrize("name", list(PLAIN))
 def test_twenty_steps_are_the_same_wherever_the_experts_live(
     runs: dict[str, list[Any]], reference: dict[str, Any], name: str
