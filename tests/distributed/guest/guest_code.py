@@ -119,19 +119,21 @@ class Fragile:
 
 
 class KillsHost:
-    """Kills one expert host of this machine in the middle of the run, once."""
+    """Kills one expert host of this machine in the middle of the run, once: the oldest, not the one that stands by."""
 
     def metrics(self, row: dict[str, Any]) -> None:
         note = Path(__file__).parent / "host killed"
         if row["kind"] != "train" or row["step"] != 33 or note.exists():
             return
         mine = Path("/proc/self/environ").read_bytes().split(b"TMPDIR=")[-1].split(b"\0")[0]
+        hosts = []
         for entry in Path("/proc").iterdir():
             try:
                 title, place = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+                if title.startswith(b"ray::ExpertHost") and mine in place:
+                    began = int((entry / "stat").read_text().rpartition(")")[2].split()[19])
+                    hosts.append((began, int(entry.name)))
             except OSError:
                 continue
-            if title.startswith(b"ray::ExpertHost") and mine in place:
-                note.touch()
-                os.kill(int(entry.name), signal.SIGKILL)
-                return
+        note.touch()
+        os.kill(min(hosts)[1], signal.SIGKILL)
