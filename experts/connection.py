@@ -42,12 +42,11 @@ class HostConnection:
             told: Any = ray.get(self.directory.join.remote(gang=gang_number(), **about))
         except RayTaskError as error:
             raise error.as_instanceof_cause() from None
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        group = open_group(told, rank=rank, device=device)
+        group = open_group(told, rank=rank)
         lost = Lost(self.directory, told["generation"], [group])
         own = None
         if workers > 1:
-            payload, flags = workers_groups(told, rank=rank, workers=workers, device=device)
+            payload, flags = workers_groups(told, rank=rank, workers=workers, device=group.device)
             lost.groups += [Abortable(payload), Abortable(flags)]
             own = WorkersGroup(payload, flags, lost.reason)
         lost.begin()

@@ -39,6 +39,7 @@ class ExpertDirectory:
         self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any
     ) -> None:
         self._number, self._threads, self._gpus = hosts, threads, gpus
+        self._device = "cuda" if gpus else "cpu"
         self._loopback, self._interface = loopback, interface
         self._group = group
         self._lock = threading.Condition()
@@ -49,7 +50,6 @@ class ExpertDirectory:
         self._gangs: list[int] = []
         self._lost: dict[int, str] = {}
         self._joined: dict[int, dict[str, Any]] = {}
-        self._deaths: list[tuple[float, str]] = []
         self._me = ray.get_runtime_context().current_actor
         self._store, self._address = _open_store(loopback=loopback)
 
@@ -72,7 +72,11 @@ class ExpertDirectory:
         options = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
         if strategy is not None:
             options["scheduling_strategy"] = strategy
-        return ray.remote(ExpertHost).options(**options).remote(threads=self._threads, directory=self._me)
+        return self._made(options)
+
+    def _made(self, options: dict[str, Any]) -> Any:
+        host: Any = ray.remote(ExpertHost)
+        return host.options(**options).remote(threads=self._threads, device=self._device, directory=self._me)
 
     def _watch(self, host: Any) -> None:
         threading.Thread(target=self._await_death, args=(host,), daemon=True, name="death-watch").start()
@@ -81,12 +85,10 @@ class ExpertDirectory:
         try:
             ray.get(host.stay.remote())
         except ray.exceptions.RayError as error:
-            died = time.time()
             with self._lock:
                 if host not in self._hosts:
                     return
                 index = self._hosts.index(host)
-                self._deaths.append((died, f"expert host {index}"))
                 self._hosts[index] = self._replacement(index)
             self._end_generation(f"expert host {index} died ({str(error).splitlines()[0]})")
 
@@ -100,10 +102,7 @@ class ExpertDirectory:
         """Start a process that stands by for a host that dies; on CPUs only, a GPU has no second owner."""
         with self._lock:
             if self._spare is None and not self._gpus:
-                options = {"num_cpus": 0, "max_concurrency": 8}
-                self._spare = (
-                    ray.remote(ExpertHost).options(**options).remote(threads=self._threads, directory=self._me)
-                )
+                self._spare = self._made({"num_cpus": 0, "max_concurrency": 8})
 
     # -- generations --------------------------------------------------------------------------------------
 
@@ -154,13 +153,14 @@ class ExpertDirectory:
             "hosts": self._number,
             "address": self._address,
             "interface": "lo" if self._loopback else self._interface,
+            "device": self._device,
             "placement": placement.to_json(),
         }
         for index, host in enumerate(self._hosts):
             host.join.remote({**told, "host": index})
         self._joined[generation] = told
 
-    def failed(self, generation: int, reason: str, trace: str, _at: float) -> None:
+    def failed(self, generation: int, reason: str, trace: str) -> None:
         """A member tells that it cannot go on."""
         if trace:
             print(trace)
@@ -186,10 +186,6 @@ class ExpertDirectory:
             while generation not in self._lost:
                 self._lock.wait(timeout=5.0)
             return self._lost[generation]
-
-    def describe(self) -> dict[str, Any]:
-        """Deaths, and how the hosts go."""
-        return {"deaths": self._deaths, "generation": self._generation}
 
 
 def _open_store(*, loopback: bool) -> tuple[Any, tuple[str, int]]:

@@ -7,7 +7,6 @@ It runs in a process of its own, with its own GPU where there is one. The data t
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from typing import Any
 
@@ -26,20 +25,21 @@ class ExpertHost:
 
     Args:
         threads: CPU threads of the data thread.
+        device: "cpu" or "cuda", as the plan says.
         directory: handle of the directory, told when a generation fails here.
     """
 
-    def __init__(self, *, threads: int, directory: Any) -> None:
+    def __init__(self, *, threads: int, device: str, directory: Any) -> None:
         keep_freed_memory()
         torch.set_num_threads(threads)
-        self._threads, self._directory = threads, directory
+        self._threads, self._device, self._directory = threads, device, directory
         self._group: JointGroup | None = None
         self._server: HostServer | None = None
         self._thread: threading.Thread | None = None
 
     def ready(self) -> dict[str, Any]:
         """Its process and device, once it stands."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = self._device
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
         return {"device": device, "name": name, "memory_bytes": memory}
@@ -52,7 +52,8 @@ class ExpertHost:
         """Leave the generation before, and serve the next one in a new data thread; returns at once.
 
         Args:
-            told: {"generation", "host", "workers", "hosts", "address": (host, port), "interface", "placement"}.
+            told: {"generation", "host", "workers", "hosts", "address": (host, port), "interface", "device",
+                "placement"}.
         """
         self.abort("the next generation begins")
         self._thread = threading.Thread(target=self._serve, args=(told,), daemon=True, name="expert-data")
@@ -68,21 +69,10 @@ class ExpertHost:
         thread.join(timeout=30.0)
         self._thread = self._group = self._server = None
 
-    def describe(self) -> dict[str, Any]:
-        """How the data thread goes."""
-        server, group = self._server, self._group
-        return {
-            "steps": server.steps if server else 0,
-            "transport_s": group.seconds if group else 0.0,
-            "bytes_sent": group.bytes_sent if group else 0,
-        }
-
     def _serve(self, told: dict[str, Any]) -> None:
         torch.set_num_threads(self._threads)
         try:
-            self._group = group = open_group(
-                told, rank=told["workers"] + told["host"], device=torch.device(self.ready()["device"])
-            )
+            self._group = group = open_group(told, rank=told["workers"] + told["host"])
             self._server = HostServer(
                 group,
                 host=told["host"],
@@ -98,10 +88,10 @@ class ExpertHost:
 
     def _tell(self, told: dict[str, Any], reason: str, trace: str) -> None:
         where = f"expert host {told['host']}"
-        self._directory.failed.remote(told["generation"], f"{where}: {reason}", trace, time.time())
+        self._directory.failed.remote(told["generation"], f"{where}: {reason}", trace)
 
 
-def open_group(told: dict[str, Any], *, rank: int, device: torch.device) -> JointGroup:
+def open_group(told: dict[str, Any], *, rank: int) -> JointGroup:
     """A member's end of the generation's joint group; blocks until all members are there."""
     host, port = told["address"]
     store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
@@ -113,7 +103,7 @@ def open_group(told: dict[str, Any], *, rank: int, device: torch.device) -> Join
         size=workers + hosts,
         workers=workers,
         holders=list(range(workers, workers + hosts)),
-        device=device,
+        device=torch.device(told["device"]),
         interface=told["interface"],
         watched=True,
     )

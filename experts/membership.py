@@ -40,6 +40,7 @@ class ColocatedConnection:
 
     run_path: str
     interface: str | None
+    device: str
 
     def close(self) -> None:
         """Nothing was started."""
@@ -56,7 +57,7 @@ class ColocatedConnection:
             size=workers,
             workers=workers,
             holders=list(range(workers)),
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            device=torch.device(self.device),
             interface=self.interface,
         )
         placement = first_placement([shape.num_experts for shape in shapes], hosts=workers)

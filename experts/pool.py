@@ -20,7 +20,7 @@ from experts.replicas import gather_replica_gradients, send_fresh_weights
 from experts.routes import LayerRoutes, Route
 from experts.save import ExpertFiles, Snapshot, await_files
 from experts.serve import pack, unpack
-from experts.shard import ExpertShard, Key, LayerShape
+from experts.shard import ExpertShard, LayerShape
 from experts.transport.protocol import WORDS, Header, Op, Transport, read_headers
 from experts.vote import VoteLayout, tally
 from raytrain.config import OptimConfig
@@ -108,13 +108,7 @@ class ExpertPool:
         self.say(Op.VOTE, step=local.step)
         gather_replica_gradients(self.group, self.shard, self.placement)
         vector = self.layout.empty(local.step)
-        vector[2] = float(local.nonfinite)
-        if self.member.rank == 0:  # the trunk's gradients are the same on every worker by now: they count once
-            vector[1] = float(local.sum_of_squares)
-            vector[3] = 1.0 if local.inverse_scale is None else float(local.inverse_scale)
-            vector[4] = local.lr
-        if local.counts is not None:
-            vector[self.layout.counts] = local.counts.to("cpu", torch.float64)
+        self._put_own(vector, local)
         if self.shard is not None:
             self.layout.put_squares(vector, self.shard.squares())
         self.group.sum_(vector)
@@ -127,6 +121,18 @@ class ExpertPool:
         device = local.sum_of_squares.device
         counts = None if local.counts is None else agreed.counts.to(device)
         return GlobalStep(norm=agreed.norm.to(device), skip=agreed.skip.to(device), counts=counts)
+
+    def _put_own(self, vector: Tensor, local: LocalStep) -> None:
+        """This worker's part of the vote, read from the device at once."""
+        scale = torch.ones_like(local.sum_of_squares) if local.inverse_scale is None else local.inverse_scale
+        own = torch.stack([local.sum_of_squares, local.nonfinite.double(), scale.double()])
+        counts = own[:0] if local.counts is None else local.counts.double()
+        squares, nonfinite, inverse_scale, *routed = torch.cat([own, counts]).tolist()
+        vector[2] = nonfinite
+        if self.member.rank == 0:  # the trunk's gradients are the same on every worker by now: they count once
+            vector[1], vector[3], vector[4] = squares, inverse_scale, local.lr
+        if routed:
+            vector[self.layout.counts] = torch.tensor(routed, dtype=torch.float64)
 
     def discard(self) -> None:
         """Forget the gradients and passes of a step that is not taken, on all members."""
@@ -213,7 +219,7 @@ class ExpertPool:
             self._set_up_hosts()
         else:
             self._set_up_own(self.member.host)
-        if self.optim is not None and self._source.checkpoint is None and self.member.host is None:
+        if self._source.checkpoint is None and self.member.host is None:
             for layer in range(len(self.shapes)):
                 self._fill(layer)
 
@@ -222,7 +228,6 @@ class ExpertPool:
             "shapes": [shape.to_json() for shape in self.shapes],
             "optim": self.optim.model_dump(mode="json"),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "max_grad_norm": self.optim.max_grad_norm or None,
             "run_path": self.member.run_path,
             "checkpoint": self._source.checkpoint,
         }
@@ -289,7 +294,3 @@ class ExpertPool:
         if came:
             read_headers(came, generation=self.member.generation, version=self.placement.version)
         return [row[WORDS:] for row in came]
-
-    def held(self) -> list[Key]:
-        """The experts in this worker's own shard."""
-        return [] if self.shard is None else self.shard.held()

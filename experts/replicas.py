@@ -9,94 +9,75 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from experts.placement import Placement
 from experts.shard import ExpertShard, Key
 from experts.transport.protocol import Transport
 
 
-class Copy(NamedTuple):
-    """A replica: of which expert, where, and where its home is."""
+class Leg(NamedTuple):
+    """Something of one expert on its way from one host to another."""
 
     key: Key
-    home: int
-    host: int
-
-
-def replicas_of(placement: Placement) -> Iterator[Copy]:
-    """Every replica, in an order that all members know."""
-    for layer, placed in enumerate(placement.layers):
-        for expert, hosts in enumerate(placed.copies):
-            for host in hosts[1:]:
-                yield Copy((layer, expert), hosts[0], host)
+    source: int
+    target: int
 
 
 def gather_replica_gradients(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
     """Add each replica's gradient to its home's, replica by replica in the order of the placement."""
-    copies = list(replicas_of(placement))
-    if not copies:
-        return
-    host = None if shard is None else shard.host
-    sent, received = _exchange(group, shard, [(c, c.host, c.home) for c in copies], gradients=True)
-    if shard is None:
-        return
-    offsets = dict.fromkeys(range(placement.num_hosts), 0)
-    for copy in copies:
-        if copy.home != host:
-            continue
-        stack, place = shard.layers[copy.key[0]].slot(copy.key[1])
-        for name in shard.shapes[copy.key[0]].weights():
-            grad = getattr(stack, name).grad[place]
-            begin = offsets[copy.host]
-            offsets[copy.host] += grad.numel()
-            grad += received[copy.host][begin : begin + grad.numel()].view_as(grad)
-    del sent
+    legs = [Leg(leg.key, leg.target, leg.source) for leg in _from_homes(placement)]
+    for view, piece in _exchanged(group, shard, legs, gradients=True):
+        view += piece
 
 
 def send_fresh_weights(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
     """The homes' weights to their replicas."""
-    copies = list(replicas_of(placement))
-    if not copies:
-        return
-    host = None if shard is None else shard.host
-    _, received = _exchange(group, shard, [(c, c.home, c.host) for c in copies], gradients=False)
-    if shard is None:
-        return
-    offsets = dict.fromkeys(range(placement.num_hosts), 0)
-    for copy in copies:
-        if copy.host != host:
-            continue
-        for view in shard.weights_of(copy.key).values():
-            begin = offsets[copy.home]
-            offsets[copy.home] += view.numel()
-            view.copy_(received[copy.home][begin : begin + view.numel()].view_as(view))
+    for view, piece in _exchanged(group, shard, list(_from_homes(placement)), gradients=False):
+        view.copy_(piece)
 
 
-def _exchange(
-    group: Transport, shard: ExpertShard | None, legs: list[tuple[Copy, int, int]], *, gradients: bool
-) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Send what these legs (copy, from host, to host) name; returns what was sent, and what came from each host."""
+def _from_homes(placement: Placement) -> Iterator[Leg]:
+    """From each home to each of its replicas, in an order that all members know."""
+    for layer, placed in enumerate(placement.layers):
+        for expert, hosts in enumerate(placed.copies):
+            for host in hosts[1:]:
+                yield Leg((layer, expert), hosts[0], host)
+
+
+def _exchanged(
+    group: Transport, shard: ExpertShard | None, legs: list[Leg], *, gradients: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Travel these legs; (this member's own tensor, what came for it) of each weight of each leg that ends here."""
+    if not legs:
+        return []
     own = None if shard is None else shard.host
-    pieces: list[torch.Tensor] = []
+    pieces: list[Tensor] = []
     send, receive = [0] * group.size, [0] * group.size
     for target, rank in enumerate(group.holders):
-        for copy, source, to in legs:
-            if own is None or to != target or source != own:
-                continue
-            assert shard is not None
-            stack, place = shard.layers[copy.key[0]].slot(copy.key[1])
-            for name in shard.shapes[copy.key[0]].weights():
-                weight = getattr(stack, name)
-                piece = (weight.grad if gradients else weight.detach())[place].reshape(-1)
-                pieces.append(piece)
-                send[rank] += piece.numel()
-    for copy, source, to in legs:
-        if own is not None and to == own:
-            assert shard is not None
-            receive[group.holders[source]] += shard.shapes[copy.key[0]].numel
-    dtype = torch.float32 if shard is None else shard.dtype
-    device = "cpu" if shard is None else shard.device
+        for leg in legs:
+            if shard is not None and (leg.source, leg.target) == (own, target):
+                pieces += [view.reshape(-1) for view in _views(shard, leg.key, gradients=gradients)]
+                send[rank] += shard.shapes[leg.key[0]].numel
+    for leg in legs:
+        if shard is not None and leg.target == own:
+            receive[group.holders[leg.source]] += shard.shapes[leg.key[0]].numel
+    dtype, device = (torch.float32, "cpu") if shard is None else (shard.dtype, shard.device)
     sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
-    received = group.exchange(sent, send, receive).wait()
-    parts = received.split(receive)
-    return sent, {host: parts[rank] for host, rank in enumerate(group.holders)}
+    parts = group.exchange(sent, send, receive).wait().split(receive)
+    if shard is None:
+        return []
+    left = {host: parts[rank] for host, rank in enumerate(group.holders)}
+    found = []
+    for leg in legs:
+        for view in _views(shard, leg.key, gradients=gradients) if leg.target == own else ():
+            piece, left[leg.source] = left[leg.source].tensor_split([view.numel()])
+            found.append((view, piece.view_as(view)))
+    return found
+
+
+def _views(shard: ExpertShard, key: Key, *, gradients: bool) -> list[Tensor]:
+    """The weights of an expert held here, or their gradients."""
+    stack, place = shard.layers[key[0]].slot(key[1])
+    weights = [getattr(stack, name) for name in shard.shapes[key[0]].weights()]
+    return [(weight.grad if gradients else weight.detach())[place] for weight in weights]

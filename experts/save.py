@@ -24,6 +24,8 @@ from raytrain.safetensors_io import WrittenFile, read_tensors, write_tensors
 from raytrain.storage import open_store
 
 POLL_S = 0.02
+#: A host that has not written its part by then never will.
+WRITE_S = 1800.0
 PART = "experts"
 
 
@@ -105,7 +107,7 @@ def locate(manifest: Mapping[str, Any], num_experts: Iterable[int]) -> dict[Key,
     """
     described = manifest.get("experts")
     if described is None:
-        raise CheckpointError("this checkpoint holds its experts inside the model: it was saved with experts.hosts 0")
+        raise CheckpointError("this checkpoint holds its experts inside the model: resume it with experts.hosts 0")
     where: dict[Key, str] = {}
     for name, keys in described.items():
         for layer, expert in keys:
@@ -150,7 +152,7 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
     Raises:
         RunError: a host could not write, or the generation ended meanwhile.
     """
-    store = open_store(folder)
+    store, ends = open_store(folder), time.monotonic() + WRITE_S
     missing, files, keys = set(range(hosts)), {}, {}
     while missing:
         for host in sorted(missing):
@@ -165,6 +167,8 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
             store.delete(name)
             missing.discard(host)
         reason = lost()
+        if missing and time.monotonic() > ends:
+            reason = f"expert hosts {sorted(missing)} wrote nothing within {WRITE_S:g} s"
         if missing and reason is not None:
             raise RunError(f"the checkpoint in {folder} was given up: {reason}")
         if missing:

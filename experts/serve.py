@@ -5,10 +5,8 @@ The order of operations is the workers'; a host never decides anything but how t
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from experts.placement import Placement
 from experts.replicas import gather_replica_gradients, send_fresh_weights
 from experts.save import ExpertFiles, Snapshot
 from experts.shard import ExpertShard, LayerShape
-from experts.transport.protocol import DTYPES, WORDS, Aborted, Header, Op, Transport, read_headers
+from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport, read_headers
 from experts.vote import VoteLayout, tally
 from raytrain.config import OptimConfig
 
@@ -40,7 +38,6 @@ class HostServer:
         self.placement, self.device = placement, device
         self.shard: ExpertShard | None = None
         self.files: ExpertFiles | None = None
-        self.max_grad_norm: float | None = None
         self.steps = 0
         self._words = WORDS + max(1, *(max(map(len, layer.by_host.values())) for layer in placement.layers))
         self._does: dict[Op, Callable[[Header, list[list[int]]], None]] = {
@@ -71,7 +68,6 @@ class HostServer:
 
     def _set_up(self, header: Header, _counts: list[list[int]]) -> None:
         told = json.loads(bytes(self._from_first(header.width, dtype=torch.uint8).numpy()))
-        self.max_grad_norm = told["max_grad_norm"]
         self.shard = ExpertShard(
             [LayerShape(**shape) for shape in told["shapes"]],
             self.placement,
@@ -112,7 +108,7 @@ class HostServer:
         layout.put_squares(vector, shard.squares())
         self.group.sum_(vector)
         agreed = tally(layout, vector, step=header.step, members=self.group.size)
-        shard.commit(agreed.commit(self.max_grad_norm))
+        shard.commit(agreed.commit(shard.optim.max_grad_norm))
         send_fresh_weights(self.group, shard, self.placement)
         self.steps = header.step
 
@@ -165,14 +161,3 @@ def unpack(flat: Tensor, shape: LayerShape) -> dict[str, Tensor]:
     sizes = shape.weights()
     pieces = flat.split([rows * columns for rows, columns in sizes.values()])
     return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
-
-
-@contextlib.contextmanager
-def ended_quietly(tell: Callable[[BaseException], Any]) -> Any:
-    """Around `serve` in a data thread: an abort ends it, any other failure is told."""
-    try:
-        yield
-    except Aborted as error:
-        tell(error)
-    except Exception as error:
-        tell(error)

@@ -179,16 +179,15 @@ class ExpertShard:
 
     def squares(self) -> dict[Key, float]:
         """Sum of squares of the gradient of each expert at home here, in float64: the same for any placement."""
-        found = {}
-        for layer, shard in enumerate(self.layers):
-            for expert in shard.experts[: shard.num_homes]:
-                stack, place = shard.slot(expert)
-                total = torch.zeros((), dtype=torch.float64, device=self.device)
-                for name in self.shapes[layer].weights():
-                    grad = getattr(stack, name).grad[place]
-                    total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-                found[layer, expert] = float(total)
-        return found
+        keys, totals = self.homes(), []
+        for layer, expert in keys:
+            stack, place = self.layers[layer].slot(expert)
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for name in self.shapes[layer].weights():
+                grad = getattr(stack, name).grad[place]
+                total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+            totals.append(total)
+        return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
 
     def commit(self, agreed: Commit) -> None:
         """Unscale, clip, step; or skip. Gradients are zero afterwards."""

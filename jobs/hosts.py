@@ -27,7 +27,7 @@ def connect(
     if hosts in ("none", 0):
         return None
     if hosts == "colocated":
-        return ColocatedConnection(run_path=run.path, interface=interface)
+        return ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device))
     return _start(plan, run, local=local, interface=interface, say=say)
 
 

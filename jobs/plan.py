@@ -98,7 +98,7 @@ def plan_job(
         loop=spec.loop,
         save=spec.save,
         scale=spec.scale,
-        experts_hosts=spec.experts.hosts if has_experts(spec) else None,
+        experts_hosts=_asked_hosts(spec),
         cluster=spec.cluster,
         seed=spec.seed,
         inventory=inventory or local_inventory(),
@@ -107,6 +107,14 @@ def plan_job(
         name=spec.name,
     )
     return replace(plan, config=encode(spec), sources=dict(loaded.sources))
+
+
+def _asked_hosts(spec: JobSpec) -> Any:
+    """`experts.hosts`; None for a dense model. `auto` starts none for a user's own builder, which may not use them."""
+    if not has_experts(spec):
+        return None
+    ours = (spec.model.builder or "").startswith("experts.")
+    return spec.experts.hosts if ours or spec.experts.hosts != "auto" else 0
 
 
 def has_experts(spec: JobSpec) -> bool:

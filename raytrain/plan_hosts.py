@@ -33,7 +33,7 @@ def choose_hosts(
         _refuse_strategy(scale, "a model without experts")
         return Resolved("none", "the model has no experts")
     if asked == 0:
-        return Resolved(0, "experts.hosts: every worker holds all experts")
+        return Resolved(0, "every worker holds all experts")
     if scale.strategy == "data_parallel":
         if asked == "auto":
             return Resolved(0, "scale.strategy data_parallel: every worker holds all experts")

@@ -30,7 +30,7 @@ from raytrain.probe import compare_precisions
 from raytrain.recompute import recompute
 from raytrain.search import choose_precision
 from raytrain.step import TrainingStep
-from raytrain.train_job import TrainJob, build_trainable, load_module, source_facts
+from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
 
 
 class Session:
@@ -156,6 +156,7 @@ class Session:
         Raises:
             CheckpointError: it belongs to another model (names and shapes of the first five differences).
         """
+        restore_elsewhere(self.trainable, loaded)
         load_module(self.trainable.module, loaded.parts["model"])
         for index, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(loaded.parts["optimizer"][str(index)])
@@ -163,8 +164,6 @@ class Session:
         own = self.trainable.state_parts() if self.trainable.state_parts else {}
         for name, part in own.items():
             part.load_state_dict(loaded.parts[f"part_{name}"])
-        if self.trainable.elsewhere is not None:
-            self.trainable.elsewhere.restore(loaded.path, step=loaded.step)
         self.state = LoopState.from_json(loaded.state["loop"])
         if loaded.state["world_size"] == self.workers.world:
             set_rng_state(loaded.parts["rng"][str(self.workers.rank)], self.device)

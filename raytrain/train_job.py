@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.checkpoint_read import STATE, LoadedCheckpoint
 from raytrain.config import (
     DataConfig,
     LoopConfig,
@@ -86,6 +87,24 @@ def build_trainable(job_model: ModelConfig, *, sections: dict[str, Any], facts: 
         return to_trainable(job_model.module)
     builder = resolve(job_model.builder or "", key="model.builder")
     return to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+
+
+def restore_elsewhere(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
+    """Have state in other processes loaded, or say that the checkpoint has some and this run no place for it.
+
+    Raises:
+        CheckpointError: the one holds such state and the other does not.
+    """
+    if trainable.elsewhere is not None:
+        trainable.elsewhere.restore(loaded.path, step=loaded.step)
+        return
+    own = {STATE}.union(*loaded.manifest["parts"].values())
+    others = sorted(set(loaded.manifest["files"]) - own)
+    if others:
+        raise CheckpointError(
+            f"{loaded.path} holds {', '.join(others)}, state of processes beside the workers: resume it with such "
+            "processes (experts.hosts a number, or colocated)"
+        )
 
 
 def load_module(module: nn.Module, state: dict[str, Any]) -> None:

@@ -52,7 +52,6 @@ class JointGroup:
         self.rank, self.size, self.workers, self.holders = rank, size, workers, holders
         self.device = device
         self.seconds = 0.0
-        self.bytes_sent = 0
         self._aborted, self._watched = "", watched
         self._control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
         self._payload = self._control
@@ -79,7 +78,6 @@ class JointGroup:
             lambda: group.alltoall_base(received, send, receive_counts, send_counts, dist.AllToAllOptions())
         )
         self.seconds += time.perf_counter() - began
-        self.bytes_sent += send.numel() * send.element_size()
         return Exchange(self, work, send, received)
 
     def sum_(self, vector: Tensor) -> None:

@@ -38,8 +38,7 @@ class Op(IntEnum):
     DISCARD = 9  # forget gradients and what was kept for backward
     SAVE = 10  # hosts take a snapshot in memory
     FETCH = 11  # hosts send the weights of their experts to rank 0
-    SWITCH = 12  # everybody uses the next placement
-    END = 13  # the hosts leave the generation
+    END = 12  # the hosts leave the generation
 
 
 class HeaderMismatch(RunError):
@@ -104,7 +103,6 @@ class Transport(Protocol):
     holders: list[int]
     seconds: float
     """Spent in calls, waiting included."""
-    bytes_sent: int
 
     def headers(self, rows: Tensor | None, words: int) -> list[list[int]]:
         """A worker gives one int64 row (H, words) for each host; a host gets one from each worker. Blocks a host."""
