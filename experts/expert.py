@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experts.kinds import Activation, weight_shapes
+
 INIT_STD = 0.02
 
 
 class GroupedExperts(nn.Module):
-    """E feed-forward experts of one size, without biases.
+    """E feed-forward experts of one size.
 
     Args:
         num_experts, width, hidden: E, D, F.
-        activation: gelu: w2 gelu(w1 x); swiglu: w2 (silu(w1 x) * (w3 x)).
+        activation: gelu: w2 gelu(w1 x); relu: w2 relu(w1 x); swiglu: w2 (silu(w1 x) * (w3 x)).
+        bias: each linear map adds a vector, zero at the start. With relu this is a perceptron of one hidden layer.
         residual_scale: of the initial w2, which writes into the residual stream.
 
     `expert_ids` name the experts for good: position e of the stacked weights is expert `expert_ids[e]`.
     Every expert's gradient exists after backward, zero where it received no token.
     """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
+
+    vectors = ("b1", "b2", "b3")
+    """Parameters that are one vector per expert, for the optimizer's parameter groups."""
 
     def __init__(
         self,
@@ -29,21 +43,27 @@ class GroupedExperts(nn.Module):
         width: int,
         hidden: int,
         *,
-        activation: Literal["gelu", "swiglu"] = "gelu",
+        activation: Activation = "gelu",
+        bias: bool = False,
         residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
         if min(num_experts, width, hidden) < 1:
             raise ValueError(f"{num_experts} experts of {width} x {hidden}: each must be at least 1")
         self.expert_ids = list(range(num_experts))
-        self.activation = activation
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.w2 = nn.Parameter(torch.empty(num_experts, width, hidden))
-        self.w3 = nn.Parameter(torch.empty_like(self.w1)) if activation == "swiglu" else None
-        nn.init.normal_(self.w1, std=INIT_STD)
-        nn.init.normal_(self.w2, std=INIT_STD * residual_scale)
-        if self.w3 is not None:
-            nn.init.normal_(self.w3, std=INIT_STD)
+        self.width, self.activation, self.bias = width, activation, bias
+        self.hidden_E = (hidden,) * num_experts
+        shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
+        self.names = tuple(shapes)
+        for name in ("w1", "w2", "w3", *self.vectors):
+            shape = shapes.get(name)
+            self.register_parameter(name, nn.Parameter(torch.zeros(num_experts, *shape)) if shape else None)
+        for name in [name for name in shapes if name not in self.vectors]:
+            nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
+
+    def weights_of(self, expert: int) -> dict[str, Tensor]:
+        """Name -> weight of one expert, by its place; views, detached."""
+        return {name: getattr(self, name).detach()[expert] for name in self.names}
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
         """Each row through its expert.
@@ -58,7 +78,7 @@ class GroupedExperts(nn.Module):
             (R, D), in the products' dtype (autocast's where it is on).
         """
         dtype = _compute_dtype(x_RD)
-        if _can_group(x_RD, dtype):
+        if _can_group(x_RD, dtype, self.hidden_E[0]):
             return self._grouped(x_RD.to(dtype), counts_E, dtype)
         return self._looped(x_RD, counts_E.tolist() if splits is None else splits)
 
@@ -66,24 +86,98 @@ class GroupedExperts(nn.Module):
         # without a row at all the first expert runs on none, so that every weight still gets its zeros
         runs = [e for e, n in enumerate(splits) if n] or [0]
         rows = x_RD.split(splits)
-        w1, w2 = self.w1.unbind(0), self.w2.unbind(0)
-        w3 = [None] * len(splits) if self.w3 is None else self.w3.unbind(0)
-        return torch.cat([self._expert(rows[e], w1[e], w2[e], w3[e]) for e in runs])
+        # one unbind per weight: its backward fills the whole stack, with zeros where an expert did not run
+        weights = {name: getattr(self, name).unbind(0) for name in self.names}
+        return torch.cat([self._expert(rows[e], {name: each[e] for name, each in weights.items()}) for e in runs])
 
-    def _expert(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None) -> Tensor:
-        if w3 is None:
-            return F.linear(F.gelu(F.linear(x, w1)), w2)
-        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+    def _expert(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        inner = self._activate(F.linear(x, weights["w1"], weights.get("b1")))
+        if "w3" in weights:
+            inner = inner * F.linear(x, weights["w3"], weights.get("b3"))
+        return F.linear(inner, weights["w2"], weights.get("b2"))
 
     def _grouped(self, x_RD: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         ends = counts_E.cumsum(0).to(torch.int32)
 
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return F.grouped_mm(x, weight.to(dtype).transpose(1, 2), offs=ends)
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = F.grouped_mm(x, weight.to(dtype).transpose(1, 2), offs=ends)
+            # the rows are as many as the output, so that their number is not read from the device
+            return y if bias is None else y + bias.to(dtype).repeat_interleave(counts_E, 0, output_size=len(x))
 
-        up = product(x_RD, self.w1)
-        hidden = F.gelu(up) if self.w3 is None else F.silu(up) * product(x_RD, self.w3)
-        return product(hidden, self.w2)
+        inner = self._activate(linear(x_RD, self.w1, self.b1))
+        if self.w3 is not None:
+            inner = inner * linear(x_RD, self.w3, self.b3)
+        return linear(inner, self.w2, self.b2)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return activate(x, self.activation)
+
+
+class UnevenExperts(nn.Module):
+    """E feed-forward experts with a hidden width each; same calls and attributes as GroupedExperts.
+
+    Neighbours of one width are stacked and run together, so experts are best listed by size.
+
+    Args:
+        hidden_E: the width of each expert.
+        width, activation, bias, residual_scale: as GroupedExperts.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden_E: Sequence[int],
+        *,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        residual_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        kind = {"activation": activation, "bias": bias, "residual_scale": residual_scale}
+        runs = [(hidden, len(list(same))) for hidden, same in groupby(hidden_E)]
+        self.runs = nn.ModuleList(GroupedExperts(number, width, hidden, **kind) for hidden, number in runs)
+        self.sizes = [number for _, number in runs]
+        self.expert_ids = list(range(len(hidden_E)))
+        self.hidden_E = tuple(hidden_E)
+        self.width, self.activation, self.bias = width, activation, bias
+
+    def weights_of(self, expert: int) -> dict[str, Tensor]:
+        """Name -> weight of one expert, by its place; views, detached."""
+        for run, number in zip(self.runs, self.sizes, strict=True):
+            if expert < number:
+                return run.weights_of(expert)  # type: ignore[operator]
+            expert -= number
+        raise IndexError(f"expert {expert + len(self.hidden_E)} of {len(self.hidden_E)}")
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
+        """As `GroupedExperts.forward`; reads the counts once per call where `splits` is not given."""
+        splits = counts_E.tolist() if splits is None else splits
+        parts, begin, row = [], 0, 0
+        for run, number in zip(self.runs, self.sizes, strict=True):
+            own = splits[begin : begin + number]
+            parts.append(run(x_RD[row : row + sum(own)], counts_E[begin : begin + number], own))
+            begin, row = begin + number, row + sum(own)
+        return torch.cat(parts)
+
+
+def build_experts(
+    num_experts: int, width: int, hidden: int | Sequence[int], **kind: object
+) -> GroupedExperts | UnevenExperts:
+    """The experts of one layer; `hidden` is one width for all, or a width for each. `kind` as GroupedExperts.
+
+    Raises ValueError where there are not as many widths as experts.
+    """
+    hidden_E = (hidden,) * num_experts if isinstance(hidden, int) else tuple(hidden)
+    if len(hidden_E) != num_experts:
+        raise ValueError(f"{len(hidden_E)} hidden widths for {num_experts} experts")
+    if len(set(hidden_E)) <= 1:
+        return GroupedExperts(num_experts, width, hidden_E[0] if hidden_E else 0, **kind)  # type: ignore[arg-type]
+    return UnevenExperts(width, hidden_E, **kind)  # type: ignore[arg-type]
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """The nonlinearity after w1; a swiglu's is the SiLU before the factor w3 x."""
+    return {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}[activation](x)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -91,6 +185,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _can_group(x: Tensor, dtype: torch.dtype) -> bool:
+def _can_group(x: Tensor, dtype: torch.dtype, hidden: int) -> bool:
     """The grouped product exists for bf16 on CUDA, with rows that start at multiples of 16 bytes."""
-    return x.device.type == "cuda" and dtype == torch.bfloat16 and len(x) > 0 and x.shape[1] % 8 == 0
+    aligned = x.shape[1] % 8 == 0 and hidden % 8 == 0
+    return x.device.type == "cuda" and dtype == torch.bfloat16 and len(x) > 0 and aligned
