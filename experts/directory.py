@@ -16,8 +16,9 @@ import ray.exceptions
 import torch.distributed as dist
 
 from experts.host import ExpertHost
-from experts.shard import LayerShape
-from experts.starting import first_placement
+from experts.placement import HostSpec, Placement
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, starting_placement
 from raytrain.errors import RunError, StateLost
 
 JOIN_S = 300.0
@@ -50,6 +51,7 @@ class ExpertDirectory:
         self._gangs: list[int] = []
         self._lost: dict[int, str] = {}
         self._joined: dict[int, dict[str, Any]] = {}
+        self._placement: Placement | None = None
         self._me = ray.get_runtime_context().current_actor
         self._store, self._address = _open_store(loopback=loopback)
 
@@ -106,7 +108,9 @@ class ExpertDirectory:
 
     # -- generations --------------------------------------------------------------------------------------
 
-    def join(self, *, gang: int, rank: int, workers: int, shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    def join(
+        self, *, gang: int, rank: int, workers: int, shapes: list[dict[str, Any]], rules: dict[str, Any]
+    ) -> dict[str, Any]:
         """A worker comes; returns when all workers of its gang have, with what the next generation is.
 
         Args:
@@ -121,7 +125,8 @@ class ExpertDirectory:
             generation = self._open(gang)
             self._waiting[generation].add(rank)
             if len(self._waiting[generation]) == workers:
-                self._begin(generation, workers, [LayerShape(**shape) for shape in shapes])
+                layers = [LayerShape.from_json(shape) for shape in shapes]
+                self._begin(generation, workers, layers, PlacementRules.from_json(rules))
                 self._lock.notify_all()
             while generation not in self._joined:
                 if generation in self._lost:
@@ -145,8 +150,11 @@ class ExpertDirectory:
             self._waiting[self._generation] = set()
         return self._generation
 
-    def _begin(self, generation: int, workers: int, shapes: list[LayerShape]) -> None:
-        placement = first_placement([shape.num_experts for shape in shapes], hosts=self._number)
+    def _begin(self, generation: int, workers: int, shapes: list[LayerShape], rules: PlacementRules) -> None:
+        if self._placement is None:
+            hosts = [HostSpec(host, 1.0, None) for host in range(self._number)]
+            self._placement = starting_placement(rules, shapes, hosts)
+        placement = self._placement
         told = {
             "generation": generation,
             "workers": workers,
@@ -159,6 +167,10 @@ class ExpertDirectory:
         for index, host in enumerate(self._hosts):
             host.join.remote({**told, "host": index})
         self._joined[generation] = told
+
+    def switched(self, placement: dict[str, Any]) -> None:
+        """Experts have moved: the next generation begins with this placement."""
+        self._placement = Placement.from_json(placement)
 
     def failed(self, generation: int, reason: str, trace: str) -> None:
         """A member tells that it cannot go on."""

@@ -11,31 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experts.balancer import Balancer
+from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
-from experts.expert import GroupedExperts
+from experts.expert import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer
+from experts.membership import Membership
+from experts.placement import HostSpec
 from experts.pool import ExpertPool
 from experts.save import locate
-from experts.shard import LayerShape
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, costs_of
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
 
-def distribute(trainable: Trainable, connection: Any) -> Trainable:
+def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     """Join a generation, hand the experts over, and hook the pool into the training. Collective over the workers.
 
     Args:
-        trainable: built in this process, with `GroupedExperts` in its MoELayers; changed in place.
-        connection: see `experts.membership.Connection`.
+        trainable: built in this process, with its experts in its MoELayers; changed in place.
+        config: with a connection, see `experts.membership.Connection`.
     """
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     shapes = [_shape(layer.experts) for layer in layers]
-    group, membership = connection.join(shapes)
+    rules = PlacementRules(config.placement, config.replicas, config.rebalance_every)
+    group, membership = config.connection.join(shapes, rules)
     keeps = membership.rank == 0 or membership.host is not None
-    first = [_weights(layer.experts) if keeps else {} for layer in layers]
-    pool = ExpertPool(group, membership, shapes=shapes, first=first)
+    first = [_weights(layer.experts) if keeps else [] for layer in layers]
+    balancer = _balancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
+    pool = ExpertPool(group, membership, shapes=shapes, first=first, balancer=membership.balancer or balancer)
     for number, layer in enumerate(layers):
         layer.experts = PooledExperts(pool, number)
     experts = DistributedExperts(pool, layers, trainable.module)
@@ -45,19 +52,25 @@ def distribute(trainable: Trainable, connection: Any) -> Trainable:
     trainable.elsewhere = experts
     trainable.workers_group = membership.workers_group
     trainable.log_metrics = experts.with_transport(trainable.log_metrics)
+    trainable.notices = pool.notices
     trainable.idle = experts.idle
     trainable.whole = experts.whole
     return trainable
 
 
 def _shape(experts: nn.Module) -> LayerShape:
-    assert isinstance(experts, GroupedExperts)
-    number, hidden, width = experts.w1.shape
-    return LayerShape(number, width, hidden, experts.activation)
+    assert isinstance(experts, GroupedExperts | UnevenExperts)
+    return LayerShape(experts.width, experts.hidden_E, experts.activation, experts.bias)
 
 
-def _weights(experts: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in experts.named_parameters()}
+def _weights(experts: nn.Module) -> list[dict[str, Tensor]]:
+    assert isinstance(experts, GroupedExperts | UnevenExperts)
+    return [experts.weights_of(expert) for expert in range(len(experts.hidden_E))]
+
+
+def _balancer(membership: Membership, shapes: list[LayerShape], rules: PlacementRules) -> Balancer:
+    hosts = membership.hosts or [HostSpec(host, 1.0, None) for host in range(membership.placement.num_hosts)]
+    return Balancer(rules, costs_of(shapes), hosts)
 
 
 class DistributedExperts:
@@ -115,9 +128,12 @@ class DistributedExperts:
             if weights is None:
                 continue
             shape = self.pool.shapes[number]
+            parameter = next(self.module.parameters())
             with torch.device("meta"):
-                grouped = GroupedExperts(shape.num_experts, shape.width, shape.hidden, activation=shape.activation)  # type: ignore[arg-type]
-            grouped.load_state_dict(weights, assign=True)
-            layer.experts = grouped.to(next(self.module.parameters()).device)
+                whole = build_experts(shape.num_experts, shape.width, shape.hidden_E, **shape.kind)
+            layer.experts = whole.to(dtype=parameter.dtype).to_empty(device=parameter.device)
+            for expert, own in enumerate(weights):
+                for name, view in whole.weights_of(expert).items():
+                    view.copy_(own[name])
         self.pool.end()
         return self.module if self.pool.member.rank == 0 else None

@@ -51,7 +51,8 @@ class GroupedExperts(nn.Module):
         if min(num_experts, width, hidden) < 1:
             raise ValueError(f"{num_experts} experts of {width} x {hidden}: each must be at least 1")
         self.expert_ids = list(range(num_experts))
-        self.width, self.activation, self.bias = width, activation, bias
+        self.width, self.bias = width, bias
+        self.activation: Activation = activation
         self.hidden_E = (hidden,) * num_experts
         shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
         self.names = tuple(shapes)
@@ -64,6 +65,10 @@ class GroupedExperts(nn.Module):
     def weights_of(self, expert: int) -> dict[str, Tensor]:
         """Name -> weight of one expert, by its place; views, detached."""
         return {name: getattr(self, name).detach()[expert] for name in self.names}
+
+    def slot(self, expert: int) -> tuple[GroupedExperts, int]:
+        """(the stack that holds an expert, its place there)."""
+        return self, expert
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
         """Each row through its expert.
@@ -139,15 +144,23 @@ class UnevenExperts(nn.Module):
         self.sizes = [number for _, number in runs]
         self.expert_ids = list(range(len(hidden_E)))
         self.hidden_E = tuple(hidden_E)
-        self.width, self.activation, self.bias = width, activation, bias
+        self.width, self.bias = width, bias
+        self.activation: Activation = activation
 
     def weights_of(self, expert: int) -> dict[str, Tensor]:
         """Name -> weight of one expert, by its place; views, detached."""
+        stack, place = self.slot(expert)
+        return stack.weights_of(place)
+
+    def slot(self, expert: int) -> tuple[GroupedExperts, int]:
+        """(the stack that holds an expert, its place there)."""
+        place = expert
         for run, number in zip(self.runs, self.sizes, strict=True):
-            if expert < number:
-                return run.weights_of(expert)  # type: ignore[operator]
-            expert -= number
-        raise IndexError(f"expert {expert + len(self.hidden_E)} of {len(self.hidden_E)}")
+            if place < number:
+                assert isinstance(run, GroupedExperts)
+                return run, place
+            place -= number
+        raise IndexError(f"expert {expert} of {len(self.hidden_E)}")
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
         """As `GroupedExperts.forward`; reads the counts once per call where `splits` is not given."""

@@ -207,4 +207,4 @@ def _trainable(
         commit=book.commit,
         log_metrics=book.metrics,
     )
-    return trainable if experts.connection is None else distribute(trainable, experts.connection)
+    return trainable if experts.connection is None else distribute(trainable, experts)

@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from experts.placement import LayerPlacement, Placement
+from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
+from experts.policy import Policy, place
+from experts.shapes import LayerShape
+
+HOME_BYTES = 16
+"""Of one parameter at home: weight, gradient and two moments in fp32."""
+REPLICA_BYTES = 8
+"""Of one parameter of a replica: weight and gradient."""
+
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """What the `experts` section says about placement.
+
+    Attributes:
+        every: steps between decisions; None keeps the first placement.
+    """
+
+    policy: Policy = "auto"
+    replicas: int = 0
+    every: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> PlacementRules:
+        """The inverse of `to_json`."""
+        return cls(**row)
 
 
 def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
@@ -15,3 +46,29 @@ def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
         copies = tuple((expert * hosts // number,) for expert in range(number))
         layers.append(LayerPlacement(copies, tuple((1.0,) for _ in range(number))))
     return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
+
+
+def starting_placement(rules: PlacementRules, shapes: Sequence[LayerShape], hosts: Sequence[HostSpec]) -> Placement:
+    """Where nothing is known of the load: consecutive experts for equal hosts, experts and no replicas, else by the
+    policy, as if every expert got as many rows.
+
+    Raises:
+        InputError: hosts that cannot hold the experts.
+    """
+    alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(shape.hidden_E)) == 1 for shape in shapes)
+    roomy = all(spec.memory_bytes is None for spec in hosts)
+    if alike and roomy and not rules.replicas and rules.policy in ("auto", "lpt"):
+        return first_placement([shape.num_experts for shape in shapes], hosts=len(hosts))
+    even = [[1.0] * shape.num_experts for shape in shapes]
+    return place(rules.policy, even, hosts, costs_of(shapes), rules.replicas, version=1)
+
+
+def costs_of(shapes: Sequence[LayerShape]) -> Costs:
+    """Bytes and work of each expert."""
+    return [
+        [
+            ExpertCost(HOME_BYTES * shape.numel(expert), REPLICA_BYTES * shape.numel(expert), shape.row_work(expert))
+            for expert in range(shape.num_experts)
+        ]
+        for shape in shapes
+    ]

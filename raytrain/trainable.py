@@ -109,6 +109,7 @@ class Trainable:
         discard: forget what passes without a step have left behind (gradients and counts elsewhere).
         whole: the module with everything that lives elsewhere, on rank 0 (None on the others), collective; None where
             `module` is whole.
+        notices: (kind, fields) of what has happened since the last call, for `events.jsonl`; asked after each step.
     """
 
     module: nn.Module
@@ -129,6 +130,7 @@ class Trainable:
     idle: Callable[[], Tensor] | None = None
     discard: Callable[[], None] | None = None
     whole: Callable[[], nn.Module | None] | None = None
+    notices: Callable[[], list[tuple[str, dict[str, Any]]]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from lab import MOE, Rows, make_job, token_rows, train
 
+from experts.membership import Membership
 from experts.placement import LayerPlacement, Placement
-from experts.pool import Membership
 from experts.serve import HostServer
-from experts.shard import LayerShape
-from experts.starting import first_placement
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup, gloo
 from experts.transport.protocol import Header, Op
 from raytrain.checkpoint import load
@@ -93,7 +93,7 @@ class GangConnection:
     rank: int
     group: WorkersGroup | None
 
-    def join(self, shapes: list[LayerShape]) -> tuple[JointGroup, Membership]:
+    def join(self, shapes: list[LayerShape], _rules: PlacementRules) -> tuple[JointGroup, Membership]:
         placement = placement_of(self.scene, [shape.num_experts for shape in shapes])
         colocated = self.scene.hosts == "colocated"
         membership = Membership(
@@ -184,7 +184,7 @@ def inject_into_host(server: HostServer, scene: Scene) -> None:
 
     def vote(header: Header, counts: list[list[int]]) -> None:
         if header.step == scene.inject[1] and server.shard is not None:
-            server.shard.gradients.buffers[0][0] = torch.inf
+            server.shard.layers[0].gradients.buffers[0][0] = torch.inf
         inner(header, counts)
 
     server._does[Op.VOTE] = vote
