@@ -19,10 +19,10 @@ from torch import Tensor
 
 from cluster.inventory import local_inventory
 from jobs.bench.experts_gang import Gang, Layout
-from jobs.bench.experts_layers import Case
+from jobs.bench.experts_layers import Case, can_group, product_device
 from jobs.bench.lines import ADDRESS, Arms
 from jobs.bench.loop_arms import borrowed_environment
-from jobs.bench.measuring import Check, Goal, Measurement, Ratio, Say, alternate, compare
+from jobs.bench.measuring import Check, Claim, Goal, Measurement, Ratio, Say, alternate, compare
 from jobs.bench.options import ExpertsOptions
 from raytrain.errors import InputError
 
@@ -36,7 +36,6 @@ CALM = 1.15
 #: Largest difference over the largest value: sums in another order, bf16 with its 8 bits.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 DTYPES = ("fp32", "bf16")
-IN_LINE = ("sorted", "masks", "loop", "grouped")
 
 
 def run(options: ExpertsOptions, *, quick: bool, say: Say) -> Measurement:
@@ -187,14 +186,13 @@ class _Rounds:
         noted: dict[str, Any] = {}
         self.found.values["in_process"][str(case)] = noted
         for ours, other in (("sorted", "masks"), ("grouped", "loop")):
-            made = {kind: self._made(case, kind) for kind in (ours, other)}
-            if made[ours] is None:
-                noted[f"{ours} / {other}"] = "not measurable here: this device has no grouped product"
+            if ours == "grouped" and not can_group(case.torch_dtype):
+                effect = f"{case.dtype}: the grouped product against the loop"
+                self.found.claims.append(Claim(effect, "not measurable here", f"{product_device().type} has none"))
                 continue
+            made = [self.alone.results(case, kind=kind, threads=self.threads)[0] for kind in (ours, other)]
             name = f"{case}: {ours} and {other} compute the same"
-            if not self.found.gate(
-                equal_tensors(name, made[ours] or {}, made[other] or {}, tolerance=TOLERANCE[case.dtype])
-            ):
+            if not self.found.gate(equal_tensors(name, *made, tolerance=TOLERANCE[case.dtype])):
                 return False
             orders = {kind: self._lone_order(case, kind, self.threads) for kind in (ours, other)}
             steps = {kind: self._steps(order) for kind, order in orders.items()}
@@ -208,10 +206,6 @@ class _Rounds:
             self.found.ratios.append(ratio)
             noted[f"{other} / {ours}"] = ratio.median
         return True
-
-    def _made(self, case: Case, kind: str) -> dict[str, Tensor] | None:
-        (made,) = self.alone.results(case, kind=kind, threads=self.threads)
-        return made or None
 
     def _alone(self, threads: int) -> str:
         return f"in process, {threads} thread(s)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.tokens} x {self.width}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of the products."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What the loop sets around a forward pass."""
@@ -95,6 +101,7 @@ class InProcess:
         layers = build_layers(widths, num_experts=num_experts, top_k=top_k, seed=seed)
         self.layers, self.seed = dict(zip(widths, layers, strict=True)), seed
         self.buffers = {width: GradientBuffers(layer.parameters()) for width, layer in self.layers.items()}
+        self.device = product_device()
 
     def prepare(self, case: Case) -> None:
         """Draw this case's input and balance its load."""
@@ -104,9 +111,11 @@ class InProcess:
         self.x = x_TD.requires_grad_()
         rows = case.tokens * self.layer.router.top_k
         draw = torch.Generator().manual_seed(self.seed)
-        dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-        self.rows = torch.randn(rows, case.width, generator=draw).to(dtype).requires_grad_()
-        self.row_grads = (GRADIENT_STD * torch.randn(rows, case.width, generator=draw)).to(dtype)
+        rows_RD = torch.randn(rows, case.width, generator=draw)
+        self.rows = rows_RD.to(self.device, case.torch_dtype).requires_grad_()
+        grads_RD = GRADIENT_STD * torch.randn(rows, case.width, generator=draw)
+        self.row_grads = grads_RD.to(self.device, case.torch_dtype)
+        self.experts = copy.deepcopy(self.layer.experts).to(self.device)
 
     def once(self, kind: str) -> Tensor:
         """One forward and backward."""
@@ -114,14 +123,16 @@ class InProcess:
             return run_pass(lambda x: one_sequence(self.layer, x), self.case, self.x, self.grad)
         if kind == "masks":
             return run_pass(lambda x: by_masks(self.layer, x), self.case, self.x, self.grad)
-        return run_pass(lambda x: (self._experts(kind, x), None), self.case, self.rows, self.row_grads)
+        y = run_pass(lambda x: (self._experts_alone(kind, x), None), self.case, self.rows, self.row_grads)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return y
 
-    def _experts(self, kind: str, rows_RD: Tensor) -> Tensor:
-        experts = self.layer.experts
-        assert isinstance(experts, GroupedExperts)
+    def _experts_alone(self, kind: str, rows_RD: Tensor) -> Tensor:
+        assert isinstance(self.experts, GroupedExperts)
         if kind == "loop":
-            return experts._looped(rows_RD, self.counts)
-        return experts._grouped(rows_RD, torch.tensor(self.counts), rows_RD.dtype)
+            return self.experts._looped(rows_RD, self.counts)
+        return self.experts._grouped(rows_RD, torch.tensor(self.counts, device=self.device), rows_RD.dtype)
 
     def block(self, kind: str, steps: int) -> float:
         """Seconds of so many passes; gradients are zero afterwards."""
@@ -129,22 +140,40 @@ class InProcess:
         for _ in range(steps):
             self.once(kind)
         seconds = time.perf_counter() - began
-        self.buffers[self.case.width].zero_()
+        self._forget()
         return seconds
 
     def results(self, kind: str) -> dict[str, Tensor]:
-        """Of one pass: output, gradients of the input and of every weight, and the norm of the experts' gradient."""
-        buffers = self.buffers[self.case.width]
-        buffers.zero_()
+        """Of one pass: output, gradients of the input and of every weight."""
+        self._forget()
         y = self.once(kind)
-        x = self.rows if kind in ("loop", "grouped") else self.x
-        assert x.grad is not None
-        made = {"output": y.clone(), "gradient of the input": x.grad.clone()}
-        for name, parameter in self.layer.named_parameters():
-            assert parameter.grad is not None
-            made[f"gradient of {name}"] = parameter.grad.clone()
-        buffers.zero_()
+        alone = kind in ("loop", "grouped")
+        x, module = (self.rows, self.experts) if alone else (self.x, self.layer)
+        made = {"output": y, "gradient of the input": x.grad}
+        made |= {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
+        made = {name: value.clone().cpu() for name, value in made.items() if value is not None}
+        self._forget()
         return made
+
+    def _forget(self) -> None:
+        self.buffers[self.case.width].zero_()
+        self.experts.zero_grad(set_to_none=False)
+
+
+def product_device() -> torch.device:
+    """Where the grouped product is measured."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def can_group(dtype: torch.dtype) -> bool:
+    """Whether that device has a grouped product of this dtype, forward and backward."""
+    x = torch.ones(16, 16, dtype=dtype, device=product_device(), requires_grad=True)
+    weight = torch.ones(2, 16, 16, dtype=dtype, device=x.device, requires_grad=True)
+    try:
+        torch.nn.functional.grouped_mm(x, weight, offs=torch.tensor([8, 16], dtype=torch.int32, device=x.device)).sum().backward()
+    except RuntimeError:  # what torch says of a kernel that it does not have
+        return False
+    return True
 
 
 def one_sequence(layer: MoELayer, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
