@@ -18,7 +18,7 @@ D = 6
 
 def layer(**options: object) -> MoELayer:
     torch.manual_seed(0)
-    made = moe_layer(D, ExpertsConfig(**{"num_experts": 5, **options}), hidden=7, residual_scale=1.0).double()
+    made = moe_layer(D, ExpertsConfig(**{"num_experts": 5, "hidden": 7, **options}), residual_scale=1.0).double()
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.7)
     return made
