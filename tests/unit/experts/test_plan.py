@@ -18,6 +18,8 @@ SECTIONS = [
     {},
     {"num_experts": 7, "top_k": 3, "hidden": 10},
     {"activation": "swiglu", "shared_expert": True, "top_k": 1},
+    {"activation": "relu", "bias": True, "shared_expert": True, "shared_hidden": 9, "shared_gate": True},
+    {"activation": "swiglu", "bias": True, "hidden": [8, 24, 24, 40]},
 ]
 
 
