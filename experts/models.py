@@ -155,11 +155,16 @@ def moe_mlp(
 ) -> Trainable:
     """Build a residual network of expert layers on batches {"x": (B, ...), "labels": (B,)}.
 
-    A row is no sequence: the balance loss takes the shares of the last committed step.
-    Raises ValueError for sizes that cannot be built.
+    A row is no sequence: the balance loss takes the shares of the last committed step, and there is no capacity.
+    Raises ValueError for sizes that cannot be built, InputError for keys of the section that do not fit.
     """
     features, classes = check_moe_mlp(
-        width=width, layers=layers, num_features=num_features, num_classes=num_classes, dropout=dropout
+        width=width,
+        layers=layers,
+        num_features=num_features,
+        num_classes=num_classes,
+        dropout=dropout,
+        experts=experts,
     )
     stack = [
         moe_layer(width, experts, residual_scale=1 / math.sqrt(layers), scope="batch") for _ in range(layers)

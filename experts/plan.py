@@ -84,9 +84,15 @@ def shared_width(experts: ExpertsConfig, width: int) -> int:
 
 
 def check_moe_mlp(
-    *, width: Any, layers: Any, num_features: Any, num_classes: Any, dropout: Any
+    *, width: Any, layers: Any, num_features: Any, num_classes: Any, dropout: Any, experts: ExpertsConfig
 ) -> tuple[int, int]:
-    """(features, classes) of a `moe_mlp`. Raises SizeError for keys that cannot be built."""
+    """(features, classes) of a `moe_mlp`. Raises SizeError for keys that cannot be built, and InputError."""
+    if experts.capacity_factor is not None:
+        raise InputError(
+            "experts.capacity_factor",
+            seen=str(experts.capacity_factor),
+            expected="null: an expert has room for a part of each sequence, and the rows of moe_mlp are none",
+        )
     if num_features is None:
         raise SizeError("num_features", seen="null", expected="a number, as this source does not say it")
     classes = 1 if num_classes is None else num_classes
@@ -177,7 +183,7 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
 
 
 def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
-    check_moe_mlp(**keys)
+    check_moe_mlp(**keys, experts=experts)
     layers, width, features = keys["layers"], keys["width"], keys["num_features"]
     classes = keys["num_classes"] or 1
     layer = layer_parameters(width, experts) + 2 * width

@@ -184,6 +184,8 @@ def test_mistakes_name_their_key() -> None:
         InputError, match=r"experts\.top_k: seen 5, expected at most experts\.num_experts, 4"
     ):
         moe_gpt(**SIZES, experts=ExpertsConfig(top_k=5))
+    with pytest.raises(InputError, match=r"experts\.capacity_factor: seen 1\.25, expected null"):
+        moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig(capacity_factor=1.25))
     with pytest.raises(ValueError, match="num_features"):
         moe_mlp(experts=ExpertsConfig())
     with pytest.raises(
