@@ -130,7 +130,7 @@ class DistributedExperts:
             shape = self.pool.shapes[number]
             parameter = next(self.module.parameters())
             with torch.device("meta"):
-                whole = build_experts(shape.num_experts, shape.width, shape.hidden_E, **shape.kind)
+                whole = build_experts(shape.width, shape.hidden_E, **shape.kind)
             layer.experts = whole.to(dtype=parameter.dtype).to_empty(device=parameter.device)
             for expert, own in enumerate(weights):
                 for name, view in whole.weights_of(expert).items():

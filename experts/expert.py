@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -34,8 +34,8 @@ class GroupedExperts(nn.Module):
     b2: Tensor | None
     b3: Tensor | None
 
-    vectors = ("b1", "b2", "b3")
-    """Parameters that are one vector per expert, for the optimizer's parameter groups."""
+    stacked_vectors = ("b1", "b2", "b3")
+    """Parameters that hold one vector per expert, for the optimizer's parameter groups."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class GroupedExperts(nn.Module):
         self.hidden_E = (hidden,) * num_experts
         shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
         self.names = tuple(shapes)
-        for name in ("w1", "w2", "w3", *self.vectors):
+        for name in ("w1", "w2", "w3", *self.stacked_vectors):
             shape = shapes.get(name)
             self.register_parameter(name, nn.Parameter(torch.zeros(num_experts, *shape)) if shape else None)
-        for name in [name for name in shapes if name not in self.vectors]:
+        for name in [name for name in shapes if name not in self.stacked_vectors]:
             nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
 
     def weights_of(self, expert: int) -> dict[str, Tensor]:
@@ -93,13 +93,8 @@ class GroupedExperts(nn.Module):
         rows = x_RD.split(splits)
         # one unbind per weight: its backward fills the whole stack, with zeros where an expert did not run
         weights = {name: getattr(self, name).unbind(0) for name in self.names}
-        return torch.cat([self._expert(rows[e], {name: each[e] for name, each in weights.items()}) for e in runs])
-
-    def _expert(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        inner = self._activate(F.linear(x, weights["w1"], weights.get("b1")))
-        if "w3" in weights:
-            inner = inner * F.linear(x, weights["w3"], weights.get("b3"))
-        return F.linear(inner, weights["w2"], weights.get("b2"))
+        each = [{name: stack[e] for name, stack in weights.items()} for e in runs]
+        return torch.cat([run_expert(rows[e], own, self.activation) for e, own in zip(runs, each, strict=True)])
 
     def _grouped(self, x_RD: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         ends = counts_E.cumsum(0).to(torch.int32)
@@ -109,13 +104,10 @@ class GroupedExperts(nn.Module):
             # the rows are as many as the output, so that their number is not read from the device
             return y if bias is None else y + bias.to(dtype).repeat_interleave(counts_E, 0, output_size=len(x))
 
-        inner = self._activate(linear(x_RD, self.w1, self.b1))
+        inner = activate(linear(x_RD, self.w1, self.b1), self.activation)
         if self.w3 is not None:
             inner = inner * linear(x_RD, self.w3, self.b3)
         return linear(inner, self.w2, self.b2)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        return activate(x, self.activation)
 
 
 class UnevenExperts(nn.Module):
@@ -174,18 +166,61 @@ class UnevenExperts(nn.Module):
 
 
 def build_experts(
-    num_experts: int, width: int, hidden: int | Sequence[int], **kind: object
+    width: int,
+    hidden_E: Sequence[int],
+    *,
+    activation: Activation = "gelu",
+    bias: bool = False,
+    residual_scale: float = 1.0,
 ) -> GroupedExperts | UnevenExperts:
-    """The experts of one layer; `hidden` is one width for all, or a width for each. `kind` as GroupedExperts.
+    """The experts of one layer, as many as there are widths; arguments as theirs."""
+    if len(set(hidden_E)) == 1:
+        return GroupedExperts(
+            len(hidden_E), width, hidden_E[0], activation=activation, bias=bias, residual_scale=residual_scale
+        )
+    return UnevenExperts(width, hidden_E, activation=activation, bias=bias, residual_scale=residual_scale)
 
-    Raises ValueError where there are not as many widths as experts.
+
+class SharedExpert(nn.Module):
+    """An expert that every token visits, (T, D) -> (T, D); the kinds of GroupedExperts.
+
+    Args:
+        gate: its result is multiplied with sigmoid(gate x), one number per token, as in Qwen2-MoE.
     """
-    hidden_E = (hidden,) * num_experts if isinstance(hidden, int) else tuple(hidden)
-    if len(hidden_E) != num_experts:
-        raise ValueError(f"{len(hidden_E)} hidden widths for {num_experts} experts")
-    if len(set(hidden_E)) <= 1:
-        return GroupedExperts(num_experts, width, hidden_E[0] if hidden_E else 0, **kind)  # type: ignore[arg-type]
-    return UnevenExperts(width, hidden_E, **kind)  # type: ignore[arg-type]
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        residual_scale: float = 1.0,
+        gate: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation, self.bias, self.hidden = activation, bias, hidden
+        shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        for name in [name for name, shape in shapes.items() if len(shape) == 2]:
+            nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
+        self.gate = nn.Linear(width, 1, bias=False) if gate else None
+        if self.gate is not None:
+            nn.init.normal_(self.gate.weight, std=INIT_STD)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD = run_expert(x_TD, {name: getattr(self, name) for name in self.names}, self.activation)
+        return y_TD if self.gate is None else y_TD * self.gate(x_TD).sigmoid()
+
+
+def run_expert(x: Tensor, weights: Mapping[str, Tensor], activation: str) -> Tensor:
+    """Rows through one expert; `weights` as `weight_shapes` names them."""
+    inner = activate(F.linear(x, weights["w1"], weights.get("b1")), activation)
+    if "w3" in weights:
+        inner = inner * F.linear(x, weights["w3"], weights.get("b3"))
+    return F.linear(inner, weights["w2"], weights.get("b2"))
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

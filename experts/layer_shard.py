@@ -73,5 +73,5 @@ def _built(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, dev
     if not experts:
         return None
     with torch.device("meta"):  # the weights come from elsewhere: nothing is drawn
-        stack = build_experts(len(experts), shape.width, [shape.hidden_E[e] for e in experts], **shape.kind)
+        stack = build_experts(shape.width, [shape.hidden_E[e] for e in experts], **shape.kind)
     return stack.to(dtype=dtype).to_empty(device=device)

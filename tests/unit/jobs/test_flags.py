@@ -413,8 +413,11 @@ FLAGS = {
     "experts.noise": experts("losses", "0.0", "1.0"),
     "experts.temperature": experts("losses", "1.0", "0.01"),
     "experts.shared_expert": experts("parameters", "false", "true"),
-    "experts.hidden": experts("parameters", "null", "8"),
+    "experts.shared_hidden": experts("parameters", "null", "8", "experts.shared_expert=true"),
+    "experts.shared_gate": experts("parameters", "false", "true", "experts.shared_expert=true"),
+    "experts.hidden": experts("parameters", "null", "[8, 8, 16, 32]"),
     "experts.activation": experts("parameters", "gelu", "swiglu"),
+    "experts.bias": experts("parameters", "false", "true"),
     "experts.replicas": Flag(placed, "placement", "0", "2", job=experts_job),
     "experts.placement": Flag(placed, "placement", "auto", "round_robin", job=experts_job),
     "experts.rebalance_every": Flag(placed, "every", "null", "10", job=experts_job),
@@ -554,8 +557,9 @@ def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path
         return spec[name] if name else spec
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
-    filed, beside = load_spec(path), load_spec(path, [other])
-    flagged = load_spec(path, [f"{key}={text}"])
+    needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
+    filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
+    flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)
     assert held() != held(filed), f"{text} is the default of {key}: nothing is shown"
     leaves = [leaf for leaf in filed.sources if leaf == key or leaf.startswith(f"{key}.")]
