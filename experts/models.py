@@ -17,6 +17,8 @@ from experts.layer import MoELayer
 from experts.load import LoadBook
 from experts.plan import check_experts, check_moe_mlp, expert_hidden, moe_gpt_flops, moe_mlp_flops
 from experts.router import TopKRouter
+from experts.trace import traced
+from experts.window import LoadWindow
 from raytrain.models.gpt import GPT, FeedForward, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -197,7 +199,8 @@ def _trainable(
     experts: ExpertsConfig,
     blocks: str | None = None,
 ) -> Trainable:
-    book = LoadBook([part for part in module.modules() if isinstance(part, TopKRouter)])
+    routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
+    book = LoadBook(routers, trace=traced(routers, experts.trace_every))
     trainable = Trainable(
         module,
         loss,
@@ -206,5 +209,7 @@ def _trainable(
         counts=book.pending,
         commit=book.commit,
         log_metrics=book.metrics,
+        window=LoadWindow(book),
+        state_parts=lambda: {"load": book},
     )
-    return trainable if experts.connection is None else distribute(trainable, experts)
+    return trainable if experts.connection is None else distribute(trainable, experts, book=book)

@@ -79,6 +79,37 @@ class StateElsewhere(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WindowRow:
+    """What a window of steps leaves behind.
+
+    Attributes:
+        metrics: scalars for the row of metrics.jsonl.
+        row: of experts.jsonl in the run folder.
+        traces: step -> content of its routing trace, on rank 0.
+    """
+
+    metrics: dict[str, float]
+    row: dict[str, Any]
+    traces: dict[int, bytes] = field(default_factory=dict)
+
+
+class WindowLog(Protocol):
+    """What a model tells at each logged row beside its scalars: sums over the steps since the row before."""
+
+    def device_values(self) -> Tensor:
+        """(n,) on the device, the same on every worker; read together with the row's other values."""
+        ...
+
+    def host_values(self) -> list[float]:
+        """This worker's own numbers, as many as every other worker's."""
+        ...
+
+    def close(self, step: int, device: list[float], workers: list[list[float]]) -> WindowRow:
+        """End the window with both, as read, and those of all workers; the next one begins."""
+        ...
+
+
 @dataclass
 class Trainable:
     """A model as the loop sees it. Only `module` and `loss` are required.
@@ -101,6 +132,7 @@ class Trainable:
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
             over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
+        window: more than scalars, at log intervals only; None = nothing.
         elsewhere: state in other processes, or None.
         workers_group: a `raytrain.gradients.WorkersGroup` where the workers' own group must end together with
             something else; None = torch's default group.
@@ -125,6 +157,7 @@ class Trainable:
     takes_global_count: bool = False
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
+    window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
     workers_group: Any = None
     idle: Callable[[], Tensor] | None = None

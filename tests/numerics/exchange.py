@@ -229,6 +229,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
         for name in ("step", "loss", "aux_loss", "grad_norm", "load_imbalance", "loss_scale")
     }
     made["eval"] = reporter.of("eval", "loss")
+    made["windows"] = reporter.windows
     made["counts"] = [part.tolist() for part in _book(session).last]
     whole = session.whole_module()
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
