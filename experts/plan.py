@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from experts.config import ExpertsConfig
@@ -21,6 +22,7 @@ from raytrain.models.sizes import (
     language_flops,
 )
 from raytrain.plan import ModelFacts
+from raytrain.plan_values import ExpertFacts
 
 DEFAULT_EXPERTS = 4
 
@@ -79,6 +81,24 @@ def layer_activations(width: int, experts: ExpertsConfig) -> int:
     return routed + (inner if experts.shared_expert else 0)
 
 
+def parts_elsewhere(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
+    """What may live on hosts: its sizes, and what travels there. `tokens` of one sample."""
+    number, hidden = check_experts(experts), expert_hidden(experts, width)
+    inner = (4 if experts.activation == "swiglu" else 2) * hidden
+    return ExpertFacts(
+        parameters=((expert_parameters(width, experts),) * number,) * layers,
+        gate_bytes=layers * gate_bytes(width, number),
+        rows_per_sample=experts.top_k * tokens,
+        row_bytes=FLOAT_BYTES * width,
+        kept_bytes_per_row=FLOAT_BYTES * (width + inner),
+    )
+
+
+def gate_bytes(width: int, number: int) -> int:
+    """Of one router: a row of weights for each expert, its bias and its share."""
+    return FLOAT_BYTES * number * (width + 2)
+
+
 def moe_gpt_flops(*, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig) -> float:
     """Forward and backward of one full window; only the experts a token visits count."""
     sizes = {"layers": layers, "width": width, "context": context}
@@ -106,7 +126,8 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     )
     flops = moe_gpt_flops(**sizes, experts=experts)
     reason = f"formula of moe_gpt, {check_experts(experts)} experts a layer"
-    return facts(parameters, activations, flops, reason)
+    found = facts(parameters, activations, flops, reason)
+    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=context))
 
 
 def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
@@ -118,7 +139,8 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     kept = features + 2 * width + layers * (2 * width + layer_activations(width, experts)) + classes
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     reason = f"formula of moe_mlp, {check_experts(experts)} experts a layer"
-    return facts(parameters, FLOAT_BYTES * kept, flops, reason)
+    found = facts(parameters, FLOAT_BYTES * kept, flops, reason)
+    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=1))
 
 
 EXPERT_BUILDERS = {
