@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.load import LoadBook
-from raytrain.trainable import WindowRow
+from raytrain.window_log import WindowRow
 
 if TYPE_CHECKING:
     from experts.pool import ExpertPool
@@ -47,7 +47,7 @@ class Traffic:
 
 
 class LoadWindow:
-    """See the module; implements `raytrain.trainable.WindowLog`.
+    """See the module; implements `raytrain.window_log.WindowLog`.
 
     A row: {"kind": "load", "step": its last, "steps": how many, "layers": [[rows of each expert]], "dropped": of each
     layer, "idle": [[steps since each expert had a row, null = never]]}, and where experts live outside the workers'

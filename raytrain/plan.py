@@ -178,9 +178,8 @@ def make_plan(
 ) -> Plan:
     """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
 
-    `experts_hosts` is None for a dense model; facts are None where only a start can tell; run folders begin
-    with `name`; `share_out` says how experts are shared out at the start. Raises InputError, naming the key, for
-    what these machines or this data cannot give.
+    `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
+    are shared out. Raises InputError, naming the key, for what these machines or this data cannot give.
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
@@ -194,24 +193,15 @@ def make_plan(
     allowed = int(cluster.memory_fraction * room / share) if room else None
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
-        model_facts,
-        optim,
-        precision=choices["precision"],
-        micro=batches["micro_batch_size"].value,
+        model_facts, optim, precision=choices["precision"], micro=batches["micro_batch_size"].value,
         resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
-        on_gpu=machines.on_gpu,
-        workers=workers.value,
-        hosts=hosts,
-        share_out=share_out,
-    )
+        on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out,
+    )  # fmt: skip
     _warn_of_memory(estimates["memory"], allowed, warnings)
     decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
     return Plan(
         **decided,
-        step_time=predict_step(
-            model_facts, machines=machines, inventory=inventory, precision=choices["precision"],
-            workers=workers.value, hosts=hosts, rows=total, accumulation=batches["accumulation"].value,
-        ),
+        step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),

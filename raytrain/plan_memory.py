@@ -61,17 +61,9 @@ def moments(optim: OptimConfig) -> int:
 
 
 def estimate_bytes(
-    model_facts: ModelFacts | None,
-    optim: OptimConfig,
-    *,
-    precision: Choice,
-    micro: int,
-    resident: int,
-    on_gpu: bool,
-    workers: int = 1,
-    hosts: Resolved | None = None,
-    share_out: ShareOut | None = None,
-) -> dict[str, Choice]:
+    model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
+    workers: int, hosts: Resolved, share_out: ShareOut | None,
+) -> dict[str, Choice]:  # fmt: skip
     """parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and checkpoint_bytes.
 
     Args:
@@ -80,44 +72,45 @@ def estimate_bytes(
         hosts: where experts are, as `choose_hosts` says.
         share_out: None where nobody knows the experts' sizes.
     """
+    place = hosts.value
     if model_facts is None:
-        return _unknown(hosts)
+        return _unknown(place)
     dtype = str(precision.value if isinstance(precision, Resolved) else precision.bounds[0])
-    facts, place = model_facts.experts, "none" if hosts is None else hosts.value
-    held: Sequence[Sequence[int]] = []
+    facts, held = model_facts.experts, []
     if facts is not None and share_out is not None and place not in ("none", 0):
         held = share_out(workers if place == "colocated" else _separate(place))
-    trainable, away = model_facts.trainable_bytes // 4, facts.total if facts is not None and held else 0
+    trainable = model_facts.trainable_bytes // 4
+    away = facts.total if facts is not None and held else 0
     here = trained_bytes(model_facts.parameters - away, optim, dtype=dtype, trainable=trainable - away)
     fullest = trained_bytes(max(map(sum, held), default=0), optim, dtype=dtype)
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
     kept = 0 if facts is None else rows * facts.kept_bytes_per_row
     activations = (model_facts.activation_bytes_per_sample or 0) * micro
     parts = _named(here, dtype)
-    if place == "colocated":
+    if held and place == "colocated":
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
         activations = max(0, activations - kept)
     parts |= {"activations": activations, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
-    told = _told(parts) + ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
+    unsaid = ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")
     if held and place != "colocated":
         process = 0 if on_gpu else HOST_PROCESS_BYTES
         taken = {**_named(fullest, dtype), "activations": workers * kept // len(held), "process": process}
         host_memory = Resolved(sum(taken.values()), f"{_told(taken)}, the fullest of {len(held)}")
     whole = trained_bytes(model_facts.parameters, optim, dtype=dtype, trainable=trainable)
+    saved = f"weights and {moments(optim)} optimizer moments"
     return {
         "parameters": Resolved(model_facts.parameters, model_facts.reason),
-        "memory": Resolved(sum(parts.values()), told),
+        "memory": Resolved(sum(parts.values()), _told(parts) + unsaid),
         "experts": _experts(facts, place, held, optim, dtype=dtype),
         "host_memory": host_memory,
-        "checkpoint_bytes": Resolved(whole.weights + whole.optimizer, f"weights and {moments(optim)} optimizer moments"),
+        "checkpoint_bytes": Resolved(whole.weights + whole.optimizer, saved),
     }
 
 
-def _unknown(hosts: Resolved | None) -> dict[str, Choice]:
-    unknown, none = Deferred(AFTER_MODEL), Resolved(None, "the model has no experts")
-    place = "none" if hosts is None else hosts.value
+def _unknown(place: Any) -> dict[str, Choice]:
+    unknown, none = Deferred(AFTER_MODEL), Resolved(None, "no separate hosts")
     return {
         "parameters": unknown,
         "memory": unknown,

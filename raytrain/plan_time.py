@@ -7,6 +7,7 @@ experts as evenly loaded, and hides nothing behind anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.inventory import Inventory
@@ -70,16 +71,19 @@ class Work:
 
 
 def predict_step(
-    facts: ModelFacts | None, *, machines: Machines, inventory: Inventory, precision: Choice, workers: int,
-    hosts: Resolved, rows: int, accumulation: int,
+    facts: ModelFacts | None, machines: Machines, inventory: Inventory, choices: Mapping[str, Choice], *,
+    hosts: Resolved,
 ) -> Choice:  # fmt: skip
     """Seconds of a step as planned, and in the reason those of the other strategies.
 
     Args:
-        rows: of the global batch. accumulation: micro-batches of the busiest worker.
+        choices: precision, workers, effective_batch and accumulation are read.
     """
-    if facts is None or facts.flops_per_sample is None:
+    unknown = facts is not None and facts.experts is None and hosts.value not in ("none", 0)
+    if facts is None or facts.flops_per_sample is None or unknown:
         return Deferred(AFTER_MODEL if facts is None else "measured in the run")
+    workers, rows, accumulation = (_known(choices[name]) for name in ("workers", "effective_batch", "accumulation"))
+    precision = choices["precision"]
     dtype = str(precision.value if isinstance(precision, Resolved) else precision.bounds[0])
     if machines.on_gpu and _gpu_flops(machines, dtype) is None:
         return Deferred("measured in the run", (), f"no rate is stated for {_slowest_name(machines)}")
@@ -92,6 +96,11 @@ def predict_step(
     each = ", ".join(f"{name} {_text(spent)}" for name, spent in found.items())
     source = _rates(machines, inventory, dtype, processes=workers).source
     return Resolved(f"about {_text(planned)}", f"an estimate, not measured: {each}; {source}")
+
+
+def _known(choice: Choice) -> int:
+    assert isinstance(choice, Resolved)
+    return int(choice.value)
 
 
 def _strategies(hosts: Resolved, machines: Machines, *, workers: int, has_experts: bool) -> dict[str, int]:
@@ -145,7 +154,8 @@ def _seconds(work: Work, rates: Rates, *, workers: int, hosts: int, shared: bool
     if not shared:
         return spent + work.expert_flops / rates.flops(workers) + reduced * update
     spent += work.expert_flops / rates.flops(holders)
-    spent += work.exchanges * rates.latency_s + work.exchanged_bytes / (min(workers, holders) * rates.wire)
+    away = 1.0 if hosts else (holders - 1) / holders  # a worker's own experts are no message away
+    spent += work.exchanges * rates.latency_s + away * work.exchanged_bytes / (min(workers, holders) * rates.wire)
     own, theirs = work.trunk_parameters * update, work.expert_parameters / holders * update
     return spent + (max(own, theirs) if hosts else own + theirs) + rates.latency_s
 
