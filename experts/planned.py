@@ -1,12 +1,15 @@
-"""What the plan asks of the experts: who begins with how much. No torch."""
+"""What experts take, for the plan and for the record: who begins with how much, and bytes of each. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from experts.config import ExpertsConfig
-from experts.placement import ExpertCost, HostSpec
+from experts.placement import Costs, ExpertCost, HostSpec
+from experts.shapes import LayerShape
 from experts.starting import HOME_BYTES, REPLICA_BYTES, PlacementRules, place_first
+from raytrain.config import OptimConfig
+from raytrain.plan_memory import trained_bytes
 from raytrain.plan_values import ExpertFacts, Held
 
 
@@ -28,3 +31,13 @@ def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], li
         return [Held(*row) for row in zip(number, homes, replicas, strict=True)]
 
     return over
+
+
+def expert_costs(shapes: Sequence[LayerShape], optim: OptimConfig, *, dtype: str) -> Costs:
+    """Bytes and work of each expert under this optimizer; a replica has weights and gradients."""
+
+    def cost(shape: LayerShape, expert: int) -> ExpertCost:
+        taken = trained_bytes(shape.numel(expert), optim, dtype=dtype)
+        return ExpertCost(taken.kept, taken.weights + taken.gradients, shape.row_work(expert))
+
+    return [[cost(shape, expert) for expert in range(shape.num_experts)] for shape in shapes]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from experts.load import LoadBook
+from experts.placement import Placement
+from experts.planned import expert_costs
 from raytrain.window_log import WindowRow
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class LoadWindow:
         self.book, self.pool = book, pool
         self._told = 0.0
         self._busy: list[float] = []
+        self._shown: Placement | None = None
 
     def device_values(self) -> Tensor:
         """Counts of the window, and the step of each one's last use."""
@@ -97,7 +100,18 @@ class LoadWindow:
             metrics["host_imbalance"] = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
         book.window_steps = 0
         book.window = torch.zeros_like(book.window)
-        return WindowRow(metrics, row, book.trace.take() if book.trace is not None else {})
+        return WindowRow(metrics, row, book.trace.take() if book.trace is not None else {}, self._placement(step))
+
+    def _placement(self, step: int) -> list[tuple[str, dict[str, Any]]]:
+        """The placement in force where it was not told yet, with the bytes of each host: the first, and after moves."""
+        if self.pool is None or self.pool.placement is self._shown:
+            return []
+        self._shown = placement = self.pool.placement
+        optim, dtype = self.pool.optim, str(self.pool.dtype).removeprefix("torch.")
+        costs = expert_costs(self.pool.shapes, optim, dtype="fp64" if dtype == "float64" else "fp32")
+        taken = [placement.bytes_on(host, costs) for host in range(placement.num_hosts)]
+        names = [spec.device for spec in self.pool.member.hosts]
+        return [("placement", {"step": step, **placement.to_json(), "bytes": taken, "devices": names})]
 
     def _by_layer(self, flat: list[float]) -> list[list[float]]:
         found, start = [], 0

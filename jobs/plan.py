@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
-from experts.starting import shared_out
+from experts.planned import shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
@@ -107,7 +107,7 @@ def plan_job(
         model_facts=sized,
         data_facts=data_facts,
         name=spec.name,
-        share_out=shared_out(sized.experts) if sized is not None and sized.experts is not None else None,
+        share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
     )
     return replace(plan, config=encode(spec), sources=dict(loaded.sources))
 

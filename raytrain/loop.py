@@ -194,6 +194,8 @@ class TrainingLoop:
         self.reporter.metrics(record.to_row())
         if closed is not None:
             self.reporter.window(closed.row, closed.traces)
+            for kind, fields in closed.events:
+                self.reporter.event(kind, **fields)
         if skip and (not scaler.enabled or scale <= 1.0):
             self._name_nonfinite(state.step, loss)
         self._times, self._data_s, self._samples, self._tokens = [], 0.0, 0.0, 0.0

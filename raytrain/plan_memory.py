@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config import OptimConfig
-from raytrain.plan_values import Choice, Deferred, ExpertFacts, ModelFacts, Resolved, size_text
+from raytrain.plan_values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
 
@@ -24,8 +24,8 @@ HOST_PROCESS_BYTES = 330 << 20
 SHOWN_HOSTS = 4
 """More hosts than this are told by the fullest and the emptiest."""
 
-ShareOut = Callable[[int], Sequence[Sequence[int]]]
-"""Number of holders -> for each of them the parameters of each expert it begins with."""
+ShareOut = Callable[[int], Sequence[Held]]
+"""Number of equal holders -> what each of them begins with."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ def trained_bytes(parameters: int, optim: OptimConfig, *, dtype: str, trainable:
     return Bytes(width * parameters, trained, moments(optim) * trained, cast)
 
 
+def held_bytes(held: Held, optim: OptimConfig, *, dtype: str) -> Bytes:
+    """Bytes on one holder: a replica has weights and gradients, and no optimizer."""
+    homes, replicas = (trained_bytes(size, optim, dtype=dtype) for size in (held.homes, held.replicas))
+    weights, gradients = homes.weights + replicas.weights, homes.gradients + replicas.gradients
+    return Bytes(weights, gradients, homes.optimizer, homes.cast + replicas.cast)
+
+
 def moments(optim: OptimConfig) -> int:
     """Numbers the optimizer keeps for each parameter."""
     return 2 if optim.name == "adamw" else int(optim.momentum > 0)
@@ -82,7 +89,7 @@ def estimate_bytes(
     trainable = model_facts.trainable_bytes // 4
     away = facts.total if facts is not None and held else 0
     here = trained_bytes(model_facts.parameters - away, optim, dtype=dtype, trainable=trainable - away)
-    fullest = trained_bytes(max(map(sum, held), default=0), optim, dtype=dtype)
+    fullest = max((held_bytes(own, optim, dtype=dtype) for own in held), key=lambda taken: taken.kept, default=here)
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
     kept = 0 if facts is None else rows * facts.kept_bytes_per_row
     activations = (model_facts.activation_bytes_per_sample or 0) * micro
@@ -134,7 +141,7 @@ def _told(parts: dict[str, int]) -> str:
 
 
 def _experts(
-    facts: ExpertFacts | None, place: Any, held: Sequence[Sequence[int]], optim: OptimConfig, *, dtype: str
+    facts: ExpertFacts | None, place: Any, held: Sequence[Held], optim: OptimConfig, *, dtype: str
 ) -> Choice:
     """Where the experts are at the start, with the bytes of each holder and of one expert."""
     if place == "none":
@@ -151,7 +158,7 @@ def _experts(
     if not held:
         return Resolved(f"{number} in every worker", each)
     name = "worker" if place == "colocated" else "host"
-    filled = [(len(own), trained_bytes(sum(own), optim, dtype=dtype).kept) for own in held]
+    filled = [(own.number, held_bytes(own, optim, dtype=dtype).kept) for own in held]
     if len(filled) <= SHOWN_HOSTS:
         told = [f"{name} {n}: {count}, {size_text(taken)}" for n, (count, taken) in enumerate(filled)]
         return Resolved(f"{number} on {len(held)} {name}s", f"{'; '.join(told)}; {each}")

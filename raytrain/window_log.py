@@ -16,11 +16,13 @@ class WindowRow:
         metrics: scalars for the row of metrics.jsonl.
         row: of experts.jsonl in the run folder.
         traces: step -> content of its routing trace, on rank 0.
+        events: (kind, fields) for events.jsonl.
     """
 
     metrics: dict[str, float]
     row: dict[str, Any]
     traces: dict[int, bytes] = field(default_factory=dict)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
 class WindowLog(Protocol):
