@@ -57,6 +57,9 @@ class ExpertsConfig(Section):
     placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
         default="auto", description="which host owns which experts"
     )
+    trace_every: Count | None = Field(
+        default=None, description="steps between records of which experts each token went to; null keeps none"
+    )
     rebalance_every: Count | None = Field(default=None, description="steps between placements; null keeps the first")
 
     @property

@@ -5,7 +5,6 @@ The model is built whole first, so that every weight is drawn as in one process;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +15,27 @@ from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
 from experts.expert import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer
+from experts.load import LoadBook
 from experts.membership import Membership
 from experts.placement import HostSpec
 from experts.pool import ExpertPool
 from experts.save import locate
 from experts.shapes import LayerShape
 from experts.starting import PlacementRules, costs_of
+from experts.window import LoadWindow
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
 
-def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
+def distribute(trainable: Trainable, config: ExpertsConfig, *, book: LoadBook) -> Trainable:
     """Join a generation, hand the experts over, and hook the pool into the training. Collective over the workers.
 
     Args:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
         config: with a connection, see `experts.membership.Connection`.
+        book: of its routers.
     """
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     shapes = [_shape(layer.experts) for layer in layers]
@@ -51,7 +53,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     trainable.discard = pool.discard
     trainable.elsewhere = experts
     trainable.workers_group = membership.workers_group
-    trainable.log_metrics = experts.with_transport(trainable.log_metrics)
+    trainable.window = LoadWindow(book, pool)
     trainable.notices = pool.notices
     trainable.idle = experts.idle
     trainable.whole = experts.whole
@@ -79,7 +81,6 @@ class DistributedExperts:
     def __init__(self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module) -> None:
         self.pool, self.layers, self.module = pool, layers, module
         self._width = pool.shapes[0].width
-        self._told = (0.0, 0)
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Of the trunk; the experts have theirs where they live, set up with the same section."""
@@ -96,17 +97,6 @@ class DistributedExperts:
             if isinstance(layer.experts, PooledExperts)
         ]
         return torch.stack([row.double() for row in rows]).sum()
-
-    def with_transport(self, metrics: Callable[[], dict[str, Tensor]] | None) -> Callable[[], dict[str, Tensor]]:
-        """These metrics and `transport_s`, this worker's seconds in the exchange for each step since the last row."""
-
-        def both() -> dict[str, Tensor]:
-            spent, steps = self.pool.group.seconds - self._told[0], self.pool.steps - self._told[1]
-            self._told = (self.pool.group.seconds, self.pool.steps)
-            own = {"transport_s": torch.tensor(spent / max(1, steps), dtype=torch.float64)}
-            return (metrics() if metrics is not None else {}) | own
-
-        return both
 
     def begin_save(self, step: int) -> None:
         """See `StateElsewhere`."""

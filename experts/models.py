@@ -24,6 +24,8 @@ from experts.plan import (
     shared_width,
 )
 from experts.router import TopKRouter
+from experts.trace import traced
+from experts.window import LoadWindow
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -189,7 +191,8 @@ def _trainable(
     experts: ExpertsConfig,
     blocks: str | None = None,
 ) -> Trainable:
-    book = LoadBook([part for part in module.modules() if isinstance(part, TopKRouter)])
+    routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
+    book = LoadBook(routers, trace=traced(routers, experts.trace_every))
     trainable = Trainable(
         module,
         loss,
@@ -198,5 +201,7 @@ def _trainable(
         counts=book.pending,
         commit=book.commit,
         log_metrics=book.metrics,
+        window=LoadWindow(book),
+        state_parts=lambda: {"load": book},
     )
-    return trainable if experts.connection is None else distribute(trainable, experts)
+    return trainable if experts.connection is None else distribute(trainable, experts, book=book)

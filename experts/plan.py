@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,8 +24,11 @@ from raytrain.models.sizes import (
     language_flops,
 )
 from raytrain.plan import ModelFacts
+from raytrain.plan_values import ExpertFacts
 
 DEFAULT_EXPERTS = 4
+KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
+"""Hidden values of a row that autograd keeps, by activation: a ReLU needs them after it only."""
 
 
 def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int | None:
@@ -145,13 +149,31 @@ def layer_activations(width: int, experts: ExpertsConfig) -> float:
     there. Experts of several sizes count as if each were chosen equally often.
     """
     number = check_experts(experts)
-    kept = {"relu": 1, "gelu": 2, "swiglu": 4}[experts.activation]
+    kept = KEPT[experts.activation]
     hidden = sum(hidden_widths(experts, width)) / number
     routed = experts.top_k * (2 * width + kept * hidden + 12) + 3 * number
     if not experts.shared_expert:
         return routed
     gated = width + 1 if experts.shared_gate else 0  # its output, and the sigmoid it is multiplied with
     return routed + kept * shared_width(experts, width) + gated
+
+
+def parts_elsewhere(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
+    """What may live on hosts: its sizes, and what travels there. `tokens` of one sample."""
+    number = check_experts(experts)
+    hidden = sum(hidden_widths(experts, width)) / number
+    return ExpertFacts(
+        parameters=(expert_sizes(width, experts),) * layers,
+        gate_bytes=layers * gate_bytes(width, number),
+        rows_per_sample=experts.top_k * tokens,
+        row_bytes=FLOAT_BYTES * width,
+        kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
+    )
+
+
+def gate_bytes(width: int, number: int) -> int:
+    """Of one router: a row of weights for each expert, its bias and its share."""
+    return FLOAT_BYTES * number * (width + 2)
 
 
 def moe_gpt_flops(*, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig) -> float:
@@ -179,7 +201,8 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     )
     flops = moe_gpt_flops(**sizes, experts=experts)
     reason = f"formula of moe_gpt, {check_experts(experts)} experts a layer"
-    return facts(parameters, activations, flops, reason)
+    found = facts(parameters, activations, flops, reason)
+    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=context))
 
 
 def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
@@ -191,7 +214,8 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     kept = features + 2 * width + layers * (2 * width + layer_activations(width, experts)) + classes
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     reason = f"formula of moe_mlp, {check_experts(experts)} experts a layer"
-    return facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
+    found = facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
+    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=1))
 
 
 EXPERT_BUILDERS = {

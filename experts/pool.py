@@ -27,6 +27,7 @@ from experts.shard import ExpertShard
 from experts.transport.protocol import WORDS, Header, Op, Transport, read_headers
 from experts.vote import VoteLayout
 from experts.whole import gather_layer, scatter_layer, to_holders
+from experts.window import Traffic
 from raytrain.config import OptimConfig
 from raytrain.trainable import GlobalStep, LocalStep
 
@@ -73,6 +74,7 @@ class ExpertPool:
         self.steps = 0
         self.balancer = balancer
         self.busy_s = [0.0] * len(group.holders)
+        self.traffic = Traffic(layers=len(self.shapes), hosts=self.placement.num_hosts, own=membership.host)
         self._source = Source(first)
         self._ready = False
         self._files: ExpertFiles | None = None

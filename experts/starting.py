@@ -40,27 +40,33 @@ class PlacementRules:
 
 def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
     """Consecutive experts on each host, as many on one as on any other give or take one: rows sorted by expert are then
-    sorted by host too, and travel without being put in another order."""
+    sorted by host too, and travel without being put in another order. Where they do not divide, the hosts with one more
+    are others in the next layer."""
     layers = []
-    for number in num_experts:
-        copies = tuple((expert * hosts // number,) for expert in range(number))
+    for layer, number in enumerate(num_experts):
+        copies = tuple(((expert * hosts + layer % hosts) // number,) for expert in range(number))
         layers.append(LayerPlacement(copies, tuple((1.0,) for _ in range(number))))
     return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
 
 
 def starting_placement(rules: PlacementRules, shapes: Sequence[LayerShape], hosts: Sequence[HostSpec]) -> Placement:
+    """`place_first` for layers of these shapes."""
+    return place_first(rules, costs_of(shapes), hosts)
+
+
+def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> Placement:
     """Where nothing is known of the load: consecutive experts for equal hosts, experts and no replicas, else by the
     policy, as if every expert got as many rows.
 
     Raises:
         InputError: hosts that cannot hold the experts.
     """
-    alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(shape.hidden_E)) == 1 for shape in shapes)
+    alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(layer)) == 1 for layer in costs)
     roomy = all(spec.memory_bytes is None for spec in hosts)
     if alike and roomy and not rules.replicas and rules.policy in ("auto", "lpt"):
-        return first_placement([shape.num_experts for shape in shapes], hosts=len(hosts))
-    even = [[1.0] * shape.num_experts for shape in shapes]
-    return place(rules.policy, even, hosts, costs_of(shapes), rules.replicas, version=1)
+        return first_placement([len(layer) for layer in costs], hosts=len(hosts))
+    even = [[1.0] * len(layer) for layer in costs]
+    return place(rules.policy, even, hosts, costs, rules.replicas, version=1)
 
 
 def costs_of(shapes: Sequence[LayerShape]) -> Costs:

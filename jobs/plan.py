@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
+from experts.planned import shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
@@ -90,6 +91,7 @@ def plan_job(
         built, read = facts_from(spec, opened(spec))
         model_facts, data_facts = model_facts or built, data_facts or read
     data_facts = data_facts or facts_of_data(spec)
+    sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
     plan = make_plan(
         model=spec.model,
         data=spec.data,
@@ -102,9 +104,10 @@ def plan_job(
         cluster=spec.cluster,
         seed=spec.seed,
         inventory=inventory or local_inventory(),
-        model_facts=model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts)),
+        model_facts=sized,
         data_facts=data_facts,
         name=spec.name,
+        share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
     )
     return replace(plan, config=encode(spec), sources=dict(loaded.sources))
 

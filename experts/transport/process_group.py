@@ -19,7 +19,6 @@ from torch import Tensor
 from experts.transport.protocol import Aborted
 from raytrain.gradients import WORD_S
 
-
 HEADERS, ROWS = 0, 1
 """Tags: what is between two members stays in order for each of them."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.config import ExpertsConfig
-from experts.plan import expert_hidden
+from experts.plan import hidden_widths
 from experts.shapes import LayerShape
 from experts.starting import PlacementRules
 from jobs.bench.lines import ADDRESS, Arms
@@ -58,8 +58,9 @@ def run(options: MovesOptions, *, quick: bool, say: Say) -> Measurement:
 
 
 def _text(options: MovesOptions, folder: Path) -> Path:
-    sizes = {"batch": options.batch, "context": options.context, "block_steps": options.block_steps}
-    return make_text(LoopOptions(**sizes, blocks=options.blocks, dropped=1, seed=options.seed), folder)
+    sizes = {"batch": options.batch, "context": options.context, "seed": options.seed}
+    steps = {"block_steps": options.block_steps, "blocks": options.blocks}
+    return make_text(LoopOptions.model_validate({**sizes, **steps}), folder)
 
 
 def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> d
     }  # fmt: skip
     model = {"layers": options.layers, "heads": 4, "width": options.width, "context": options.context}
     section = ExpertsConfig(**experts)
-    shape = LayerShape(options.width, (int(expert_hidden(section, options.width)),) * options.experts, "gelu")
+    shape = LayerShape(options.width, tuple(hidden_widths(section, options.width)), "gelu")
     rules = PlacementRules(section.placement, 0, section.rebalance_every)
     return {
         "arm": name, "seed": options.seed, "skew": options.skew, "shift_steps": options.shift_steps,

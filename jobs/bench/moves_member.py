@@ -63,7 +63,8 @@ def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
     """This member's end."""
     size = 1 + len(settings["slowness"])
     return JointGroup(
-        dist.FileStore(settings["store"], size), name="bench-moves", rank=rank, size=size, workers=1,
+        dist.FileStore(settings["store"], size),  # pyright: ignore[reportPrivateImportUsage]
+        name="bench-moves", rank=rank, size=size, workers=1,
         holders=list(range(1, size)), device=torch.device("cpu"), interface="lo", timeout_s=TIMEOUT_S,
     )  # fmt: skip
 

@@ -288,6 +288,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     if getattr(pool, "balancer", None) is not None:
         made["in force"], made["refused"] = pool.balancer.in_force, pool.balancer.refused
         made["busy"] = pool.balancer.busy
+    made["windows"] = reporter.windows
     made["counts"] = [part.tolist() for part in _book(session).last]
     whole = session.whole_module()
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
