@@ -8,6 +8,8 @@ torchft's and vLLM's stateless groups.
 from __future__ import annotations
 
 import time
+import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -57,10 +59,12 @@ class JointGroup:
         self.seconds = 0.0
         self.timeout = timedelta(seconds=timeout_s)
         self._aborted, self._watched = "", watched
-        self._control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
-        self._payload = self._control
+        self._under_way: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
+        payload = None
         if device.type == "cuda":
-            self._payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
+            payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
+        self._groups: tuple[Any, Any] | None = (control, payload)
 
     def headers(self, rows: Tensor | None, words: int) -> list[list[int]]:
         """One int64 row from each worker to each holder; `rows` (holders, words) on the CPU, None on a mere host."""
@@ -79,7 +83,9 @@ class JointGroup:
         if send.device.type == "cpu":
             return Exchange(self, self._between_pairs(send, received, send_counts, receive_counts, ROWS), send, received)
         work = self._timed(
-            lambda: self._payload.alltoall_base(received, send, receive_counts, send_counts, dist.AllToAllOptions())
+            lambda _, payload: payload.alltoall_base(
+                received, send, receive_counts, send_counts, dist.AllToAllOptions()
+            )
         )
         return Exchange(self, [work], send, received)
 
@@ -96,40 +102,51 @@ class JointGroup:
         coming[self.rank].copy_(going[self.rank])
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not everybody to the same one first
 
-        def start() -> list[Any]:
-            waits = [self._control.recv([coming[rank]], rank, tag) for rank in others if coming[rank].numel()]
-            return waits + [self._control.send([going[rank]], rank, tag) for rank in others if going[rank].numel()]
+        def start(control: Any, _payload: Any) -> list[Any]:
+            waits = [control.recv([coming[rank]], rank, tag) for rank in others if coming[rank].numel()]
+            return waits + [control.send([going[rank]], rank, tag) for rank in others if going[rank].numel()]
 
         return self._timed(start)
 
     def sum_(self, vector: Tensor) -> None:
         """Sum a CPU vector over all members, in place."""
-        self._timed(lambda: self._control.allreduce([vector]).wait())
+        self._timed(lambda control, _: control.allreduce([vector]).wait())
 
     def abort(self, reason: str = "the group was aborted") -> None:
         """From another thread: every call of this member that waits, or comes later, raises `Aborted`."""
         if self._aborted:
             return
         self._aborted = reason
-        for group in {id(group): group for group in (self._control, self._payload)}.values():
-            group.abort()
+        self._leave()
 
-    def _timed(self, call: Callable[[], Any]) -> Any:
+    def _leave(self) -> None:
+        """Let go of the groups and of all that is under way.
+
+        gloo's own `abort` wakes nobody (torch 2.13). What does is that the connections close, here and at the other
+        ends: whoever waits for this member hears of it, leaves in turn, and so everybody does.
+        """
+        groups, self._groups = self._groups, None
+        if groups is not None and groups[1] is not None:
+            groups[1].abort()
+        for exchange in list(self._under_way):
+            exchange.forget()
+
+    def _timed(self, call: Callable[[Any, Any], Any]) -> Any:
+        """`call(control, payload)`; torch raises a plain RuntimeError for a member that is gone, as for anything."""
         began = time.perf_counter()
+        groups = self._groups
         try:
-            return self._named(call)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-    def _named(self, call: Callable[[], Any]) -> Any:
-        """Torch raises a plain RuntimeError for a member that is gone, as any operation does."""
-        if self._aborted:
-            raise Aborted(self._aborted)
-        try:
-            return call()
+            if groups is None:
+                raise Aborted(self._aborted or "a member is gone")
+            return call(*groups)
         except RuntimeError as error:
+            groups = None
+            traceback.clear_frames(error.__traceback__)  # which hold the connections as well
+            self._leave()
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Aborted(self._word() or f"a member is gone: {first}") from error
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def _word(self) -> str:
         ends = time.monotonic() + (WORD_S if self._watched else 0.0)
@@ -142,15 +159,30 @@ class Exchange:
     """Rows under way; keeps what is sent alive until they have arrived."""
 
     def __init__(self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor) -> None:
-        self._group, self._works, self._sent, self._received = group, works, sent, received
+        self._group, self._sent, self._received = group, sent, received
+        self._works: list[Any] | None = works
+        self._done = False
+        group._under_way.add(self)
+
+    def forget(self) -> None:
+        """It will not arrive any more."""
+        self._works = None
 
     def wait(self) -> Tensor:
         """The rows received, in the order of the ranks."""
-        works, self._works = self._works, []
-        if works:
-            # gloo's messages know no time limit of the group's
-            self._group._timed(lambda: [work.wait(self._group.timeout) for work in works])
+        if not self._done:
+            self._group._timed(self._finish)
+            self._done = True
         return self._received
+
+    def _finish(self, *_groups: Any) -> None:
+        while self._works:
+            work = self._works.pop()
+            # gloo's messages do not know the group's time limit; with one, NCCL would wait for the device
+            work.wait(self._group.timeout) if self._received.device.type == "cpu" else work.wait()
+            del work
+        if self._works is None:
+            raise RuntimeError("the group was left meanwhile")
 
 
 def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, timeout_s: float) -> Any:

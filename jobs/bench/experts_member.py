@@ -21,12 +21,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
 from experts.distribute import distribute
 from experts.pool import ExpertPool, Membership
 from experts.serve import HostServer
-from experts.shard import ExpertShard, LayerShape
-from experts.starting import first_placement
+from experts.shapes import LayerShape
+from experts.shard import ExpertShard
+from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup
 from jobs.bench.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
 from jobs.bench.lines import dial
@@ -50,7 +52,7 @@ class GangConnection:
     def close(self) -> None:
         """Nothing was started."""
 
-    def join(self, shapes: list[LayerShape]) -> tuple[JointGroup, Membership]:
+    def join(self, shapes: list[LayerShape], _rules: PlacementRules) -> tuple[JointGroup, Membership]:
         """Meet all members."""
         workers, colocated = self.settings["workers"], self.settings["hosts"] == 0
         placement = first_placement([shape.num_experts for shape in shapes], hosts=self.settings["hosts"] or workers)
@@ -107,9 +109,10 @@ class Worker:
         self.seed, self.rank, self.workers = settings["seed"], rank, settings["workers"]
         sizes = {name: settings[name] for name in ("num_experts", "top_k", "seed")}
         layers = build_layers(settings["widths"], **sizes)
+        self.first = [dict(layer.experts.named_parameters()) for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
-        distribute(trainable, GangConnection(settings, rank))
+        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
         self.pool = _pool(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.renew()
@@ -159,9 +162,10 @@ class Worker:
         step = self.pool.steps + 1
         self.pool.agree(LocalStep(step, nothing, torch.tensor(False), lr=1.0))
         number = list(self.layers).index(self.case.width)
-        first, after = self.pool._source.first[number], self.pool.fetch(number)
-        if after is not None:
-            made |= {f"gradient of experts.{name}": first[name] - value for name, value in after.items()}
+        after = self.pool.fetch(number)
+        for name in ("w1", "w2") if after is not None else ():
+            stacked = torch.stack([weights[name] for weights in after or ()])
+            made[f"gradient of experts.{name}"] = self.first[number][name].detach() - stacked
         self.renew()
         self.buffers.zero_()
         return made
