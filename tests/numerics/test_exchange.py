@@ -168,7 +168,8 @@ def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None
     (first,) = run_gang(play, [Scene(1, 3, steps=12, run_path=run, every=5)], world=4)[0]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_00000005").iterdir()) == [
         "COMPLETE", "experts-00000.safetensors", "experts-00001.safetensors", "experts-00002.safetensors",
-        "manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json",
+        "manifest.json", "model.safetensors", "optimizer.safetensors", "part_load.safetensors", "rng.safetensors",
+        "state.json",
     ]  # fmt: skip
     for name, scene in {
         "2 hosts": Scene(1, 2, steps=12, run_path=run, from_step=5),
