@@ -81,7 +81,8 @@ class JointGroup:
         received = send.new_empty((sum(receive_counts), *send.shape[1:]))
         send = send.contiguous()
         if send.device.type == "cpu":
-            return Exchange(self, self._between_pairs(send, received, send_counts, receive_counts, ROWS), send, received)
+            works = self._between_pairs(send, received, send_counts, receive_counts, ROWS)
+            return Exchange(self, works, send, received)
         work = self._timed(
             lambda _, payload: payload.alltoall_base(
                 received, send, receive_counts, send_counts, dist.AllToAllOptions()
