@@ -88,7 +88,6 @@ def test_many_windows_are_added_up_and_of_many_layers_the_first_and_last_are_dra
     assert spec["panels"][0]["totals"] == [300, 600, 900, 1200]
 
 
-@pytest.mark.covers("VIS-04")
 def test_experts_of_each_device_are_those_of_the_placement() -> None:
     for hosts, replica in ((2, False), (2, True), (4, False)):
         event = placed(hosts, replica=replica)
