@@ -65,6 +65,7 @@ class DistributedExperts:
 
     def __init__(self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module) -> None:
         self.pool, self.layers, self.module = pool, layers, module
+        self.note = pool.member.note
         self._width = pool.shapes[0].width
         self._told = (0.0, 0)
 

@@ -38,6 +38,7 @@ class Membership:
         host: the index of this worker's own shard where experts are colocated, else None.
         workers_group: of the workers alone, which ends with the generation; None is torch's default group.
         lost: why the generation is over, None while it lives.
+        note: what is different from the generation before; for the record.
     """
 
     generation: int
@@ -48,6 +49,7 @@ class Membership:
     host: int | None = None
     workers_group: WorkersGroup | None = None
     lost: Callable[[], str | None] = lambda: None
+    note: str = ""
 
 
 @dataclass

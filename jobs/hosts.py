@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,13 @@ SAY_EVERY_S = 10.0
 
 
 def connect(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, say: Callable[[str], Any]
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
 ) -> Connection | None:
     """Start whoever owns the experts, before the workers take the machines; None where every worker holds them all.
 
     Args:
         local: the cluster is this machine alone, and everything stays on loopback.
+        host_wait_s: `retry.host_wait_s`.
         say: told what is missing while the cluster has no room.
     """
     hosts = _value(plan.hosts)
@@ -28,14 +30,15 @@ def connect(
         return None
     if hosts == "colocated":
         return ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device))
-    return _start(plan, run, local=local, interface=interface, say=say)
+    return _start(plan, run, local=local, interface=interface, host_wait_s=host_wait_s, say=say)
 
 
 def _start(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, say: Callable[[str], Any]
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
 ) -> Connection:
-    """Reserve the hosts' places, start the directory, and through it the hosts."""
+    """Reserve the hosts' places, and have the directory start them; they come up while the workers do."""
     import ray
+    import ray.exceptions
 
     from experts.connection import HostConnection
     from experts.directory import ExpertDirectory
@@ -46,11 +49,20 @@ def _start(
     options = {"num_cpus": 0, "max_concurrency": 2 * int(_value(plan.workers)) + 4 * number + 8}
     actor: Any = ray.remote(ExpertDirectory)
     directory = actor.options(**options).remote(
-        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface, group=group
-    )
+        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface, group=group,
+        host_wait_s=host_wait_s,
+    )  # fmt: skip
+    directory.start.remote()
     began = time.perf_counter()
-    found = ray.get(directory.start.remote())
-    run.append_event(event("expert_hosts", hosts=found, seconds=time.perf_counter() - began, threads=threads))
+
+    def record() -> None:
+        try:
+            found = ray.get(directory.standing.remote())
+        except ray.exceptions.RayError:  # the workers, who wait for the hosts, end with the reason
+            return
+        run.append_event(event("expert_hosts", hosts=found, seconds=time.perf_counter() - began, threads=threads))
+
+    threading.Thread(target=record, daemon=True, name="expert-hosts").start()
     return HostConnection(directory=directory, run_path=run.path)
 
 

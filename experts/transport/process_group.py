@@ -19,6 +19,9 @@ from torch import Tensor
 from experts.transport.protocol import Aborted
 from raytrain.gradients import WORD_S
 
+MEET_S = 60.0
+"""So long may it take all members to connect with each other."""
+
 
 class JointGroup:
     """A member's end of the joint group; implements `Transport`.
@@ -133,12 +136,14 @@ class Exchange:
 def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, timeout_s: float) -> Any:
     """A gloo group of its own under `name` in the store; blocks until all members are there."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=min(MEET_S, timeout_s))
     if interface is not None:
         options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]  # pyright: ignore
     else:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]  # pyright: ignore
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+    group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+    group._set_default_timeout(timedelta(seconds=timeout_s))  # of the calls; above, of coming together
+    return group
 
 
 def nccl(store: Any, name: str, rank: int, size: int, *, timeout_s: float) -> Any:
