@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experts.transport.process_group import MEET_S, JointGroup, gloo, nccl
+from experts.transport.process_group import MEET_S, JointGroup, give_up, gloo, nccl
 from raytrain.errors import RunError, StateLost
 from raytrain.gradients import WorkersGroup
 
@@ -142,7 +142,7 @@ class Abortable:
 
     def abort(self, _reason: str) -> None:
         """End what waits."""
-        self._group.abort()
+        give_up(self._group)
 
 
 class Lost:

@@ -7,6 +7,7 @@ torchft's and vLLM's stateless groups.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experts.transport.protocol import Aborted
-from raytrain.gradients import WORD_S
+from raytrain.gradients import WORD_S, wait_for
 
 MEET_S = 60.0
 """So long may it take all members to connect with each other."""
@@ -68,7 +69,8 @@ class JointGroup:
         receives = [int(rank < self.workers and holds) for rank in range(self.size)]
         sent = torch.empty((0, words), dtype=torch.int64) if rows is None else rows
         received = torch.empty((sum(receives), words), dtype=torch.int64)
-        self._call(lambda: self._control.alltoall_base(received, sent, receives, sends, dist.AllToAllOptions()))
+        options = dist.AllToAllOptions()
+        self._call(lambda: self._control.alltoall_base(received, sent, receives, sends, options))
         return received.tolist()
 
     def exchange(self, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Exchange:
@@ -93,12 +95,12 @@ class JointGroup:
             return
         self._aborted = reason
         for group in {id(group): group for group in (self._control, self._payload)}.values():
-            group.abort()
+            give_up(group)
 
-    def _call(self, start: Callable[[], Any]) -> None:
+    def _call(self, start: Callable[[], Any], *, on_device: bool = False) -> None:
         began = time.perf_counter()
         try:
-            self._named(lambda: start().wait())
+            self._named(lambda: start().wait() if on_device else wait_for(start(), lambda: bool(self._aborted)))
         finally:
             self.seconds += time.perf_counter() - began
 
@@ -129,7 +131,7 @@ class Exchange:
         """The rows received, in the order of the ranks."""
         if self._work is not None:
             work, self._work = self._work, None
-            self._group._call(lambda: work)
+            self._group._call(lambda: work, on_device=self._received.device.type != "cpu")
         return self._received
 
 
@@ -151,3 +153,15 @@ def nccl(store: Any, name: str, rank: int, size: int, *, timeout_s: float) -> An
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+
+
+def give_up(group: Any) -> None:
+    """End a process group in which calls may wait, from any thread.
+
+    NCCL's abort ends them. Those of gloo end by `wait_for`, but their threads wait on inside (torch 2.13), and freeing
+    the group would wait for them: it is kept for the life of the process.
+    """
+    if isinstance(group, dist.ProcessGroupGloo):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    else:
+        group.abort()

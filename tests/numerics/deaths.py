@@ -275,7 +275,8 @@ class Asks:
         group, own, lost = join_as_worker(told, rank=self.rank, wait=lambda: store.get(key).decode())
         return group, Membership(
             generation=self.generation, rank=self.rank, workers=self.story.workers,
-            placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own, lost=lost,
+            placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
+            lost=lost,
         )  # fmt: skip
 
 

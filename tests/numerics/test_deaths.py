@@ -3,7 +3,6 @@ error, and the run goes on from the newest checkpoint with the losses of an unbr
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
