@@ -19,6 +19,7 @@ from experts.save import locate
 from experts.shard import LayerShape
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
+from raytrain.errors import InputError
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
@@ -29,8 +30,15 @@ def distribute(trainable: Trainable, connection: Any) -> Trainable:
     Args:
         trainable: built in this process, with `GroupedExperts` in its MoELayers; changed in place.
         connection: see `experts.membership.Connection`.
+
+    Raises:
+        InputError: experts of another kind, or none at all.
     """
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
+    if not layers:
+        raise InputError(
+            "experts.hosts", seen="a model without a MoELayer", expected="0", remedy="nothing of it can live elsewhere"
+        )
     shapes = [_shape(layer.experts) for layer in layers]
     group, membership = connection.join(shapes)
     keeps = membership.rank == 0 or membership.host is not None
@@ -51,7 +59,12 @@ def distribute(trainable: Trainable, connection: Any) -> Trainable:
 
 
 def _shape(experts: nn.Module) -> LayerShape:
-    assert isinstance(experts, GroupedExperts)
+    if not isinstance(experts, GroupedExperts):
+        raise InputError(
+            "model.builder", seen=f"{type(experts).__name__} as the experts of a MoELayer",
+            expected="experts.expert:GroupedExperts, whose weights can live elsewhere",
+            remedy="experts.hosts 0 keeps any module inside the workers",
+        )  # fmt: skip
     number, hidden, width = experts.w1.shape
     return LayerShape(number, width, hidden, experts.activation)
 

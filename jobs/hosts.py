@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experts.membership import ColocatedConnection, Connection
 from raytrain.plan import Plan, Resolved
+from raytrain.plan_hosts import kinds_of_hosts
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 
 SAY_EVERY_S = 10.0
+TYPE_SHARE = 0.001
+"""Of a node's accelerator type resource, as Ray itself takes it."""
 
 
 def connect(
@@ -43,9 +47,10 @@ def _start(
     from experts.connection import HostConnection
     from experts.directory import ExpertDirectory
 
-    number, on_gpu = int(_value(plan.hosts)), _value(plan.device) == "cuda"
+    kinds, on_gpu = kinds_of_hosts(_value(plan.hosts)), _value(plan.device) == "cuda"
+    number = len(kinds)
     threads = int(_value(plan.threads) or 1)
-    group = None if local else _reserve(number, gpu=on_gpu, threads=threads, say=say)
+    group = None if local else _reserve(kinds, gpu=on_gpu, threads=threads, say=say)
     options = {"num_cpus": 0, "max_concurrency": 2 * int(_value(plan.workers)) + 4 * number + 8}
     actor: Any = ray.remote(ExpertDirectory)
     directory = actor.options(**options).remote(
@@ -71,16 +76,31 @@ def _value(choice: Any) -> Any:
     return choice.value
 
 
-def _reserve(number: int, *, gpu: bool, threads: int, say: Callable[[str], Any]) -> Any:
-    """A placement group of one bundle for each host, over as many nodes as there are."""
+def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, say: Callable[[str], Any]) -> Any:
+    """A placement group of one bundle for each host, over as many nodes as there are.
+
+    Args:
+        kinds: accelerator type of each host; None takes any.
+    """
     import ray
     from ray.util.placement_group import placement_group
 
-    bundle = {"GPU": 1} if gpu else {"CPU": threads}
-    group = placement_group([dict(bundle) for _ in range(number)], strategy="SPREAD")
+    bundles = [_bundle(kind, gpu=gpu, threads=threads) for kind in kinds]
+    group = placement_group(bundles, strategy="SPREAD")
+    want: Counter[str] = Counter()
+    for bundle in bundles:
+        want.update(bundle)
     while not group.wait(SAY_EVERY_S):
         free = ray.available_resources()
-        have = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
-        want = ", ".join(f"{number * amount:g} {name}" for name, amount in bundle.items())
-        say(f"waiting for {want} for {number} expert hosts; {have} are free")
+        amounts = ", ".join(f"{amount:g} {name}" for name, amount in want.items() if amount >= 1)
+        kinds_said = f" of type {', '.join(sorted({kind for kind in kinds if kind}))}" if any(kinds) else ""
+        have = ", ".join(f"{free.get(name, 0):g} {name}" for name, amount in want.items() if amount >= 1)
+        say(f"waiting for {amounts}{kinds_said} for {len(kinds)} expert hosts; {have} are free")
     return group
+
+
+def _bundle(kind: str | None, *, gpu: bool, threads: int) -> dict[str, float]:
+    """What one host reserves; a node has one unit of the resource that names its accelerator type."""
+    if not gpu:
+        return {"CPU": threads}
+    return {"GPU": 1} if kind is None else {"GPU": 1, f"accelerator_type:{kind}": TYPE_SHARE}

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
+from experts.room import check_room
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
 from raytrain.decode import encode
 from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan_hosts import separate
 from raytrain.plan_machines import pick_devices
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def plan_job(
         built, read = facts_from(spec, opened(spec))
         model_facts, data_facts = model_facts or built, data_facts or read
     data_facts = data_facts or facts_of_data(spec)
+    machines = inventory or local_inventory()
     plan = make_plan(
         model=spec.model,
         data=spec.data,
@@ -101,11 +104,14 @@ def plan_job(
         experts_hosts=_asked_hosts(spec),
         cluster=spec.cluster,
         seed=spec.seed,
-        inventory=inventory or local_inventory(),
+        inventory=machines,
         model_facts=model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts)),
         data_facts=data_facts,
         name=spec.name,
     )
+    if separate(plan.hosts) and isinstance(plan.device, Resolved) and plan.device.value == "cuda":
+        room = [(gpu.name, gpu.memory_bytes) for node in machines.nodes for gpu in node.devices if gpu.kind == "cuda"]
+        check_room(spec.model.builder or "", spec.model.keys, spec.experts, room, hosts=separate(plan.hosts))
     return replace(plan, config=encode(spec), sources=dict(loaded.sources))
 
 
@@ -115,6 +121,12 @@ def _asked_hosts(spec: JobSpec) -> Any:
         return None
     ours = (spec.model.builder or "").startswith("experts.")
     return spec.experts.hosts if ours or spec.experts.hosts != "auto" else 0
+
+
+def uses_hosts(spec: JobSpec) -> bool:
+    """Whether a user's own builder is to hand its experts over; ours always do."""
+    ours = (spec.model.builder or "").startswith("experts.")
+    return not ours and _asked_hosts(spec) not in (None, 0)
 
 
 def has_experts(spec: JobSpec) -> bool:

@@ -250,8 +250,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
         "scale.strategy": (scale.strategy != "fsdp", "data_parallel, expert_parallel or auto", "sharded training is"),
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
         "scale.shares": (scale.shares == "equal", "equal", "unequal shares are"),
-        "experts.hosts": (not isinstance(experts.hosts, dict), "a number, colocated or auto",
-                          "hosts by accelerator are"),
         "experts.inflight": (experts.inflight in ("auto", 1), "auto or 1", "two micro-batches in flight are"),
         "experts.replicas": (experts.replicas == 0, "0", "replicas of experts are"),
         "experts.placement": (experts.placement == "auto", "auto", "placement policies in training are"),

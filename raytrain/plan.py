@@ -20,7 +20,7 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan_hosts import choose_hosts, choose_strategy, separate
+from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
 from raytrain.plan_steps import (
     choose_batches,
@@ -179,6 +179,7 @@ def make_plan(
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
     workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    workers = beside_hosts(workers, experts_hosts, scale, machines)
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
     choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
