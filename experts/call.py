@@ -30,6 +30,7 @@ class Call:
         """Send, compute what is this worker's own, and start to receive."""
         pool = self.pool
         self._reserved = op is Op.RESERVE
+        self._note(rows, counted=op in (Op.FORWARD, Op.RESERVE))
         came = self._out(op, rows)
         if pool.shard is None:
             self._receive_from_hosts(rows)
@@ -45,7 +46,9 @@ class Call:
             again = Call(self.pool, self.layer, self.micro_batch, self.route, self.dtype, self.width)
             again.begin(Op.RECOMPUTE, grads.new_empty((0, self.width), dtype=self.dtype))
             again.finish()
-        came = self._out(Op.BACKWARD, grads.to(self.dtype))
+        grads = grads.to(self.dtype)
+        self._note(grads, counted=False)
+        came = self._out(Op.BACKWARD, grads)
         if self.pool.shard is None:
             self._receive_from_hosts(grads)
             return
@@ -56,6 +59,10 @@ class Call:
         """The rows that came back, in the order in which they were sent."""
         back, self._back = self._back, None
         return back.wait()
+
+    def _note(self, rows: Tensor, *, counted: bool) -> None:
+        row_bytes = self.width * rows.element_size()
+        self.pool.traffic.note(self.layer, self.route.host_counts, row_bytes=row_bytes, counted=counted)
 
     def _out(self, op: Op, rows: Tensor) -> Any:
         pool, group = self.pool, self.pool.group

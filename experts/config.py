@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Text
+from experts.kinds import Activation
 
 HostsByAccelerator = Annotated[
     dict[Text, Count],
@@ -14,6 +15,9 @@ HostsByAccelerator = Annotated[
 ]
 """Accelerator type -> how many hosts of it, such as {A100: 4, T4: 8}."""
 
+
+HiddenWidths = Annotated[list[Count], Field(min_length=1)]
+"""The hidden width of each expert of a layer, in their order."""
 
 OneOrTwo = Annotated[int, Field(ge=1, le=2, json_schema_extra={"expected": "1, 2"})]
 """Not Literal[1, 2], which would take `true` for 1."""
@@ -40,11 +44,21 @@ class ExpertsConfig(Section):
     noise: NonNegative = Field(default=0.0, description="standard deviation of the noise on router logits")
     temperature: Positive = Field(default=1.0, description="divides the router logits")
     shared_expert: bool = Field(default=False, description="one more expert that every token visits")
-    hidden: Count | None = Field(default=None, description="hidden width of an expert; null lets the builder choose")
-    activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="nonlinearity inside an expert")
+    shared_hidden: Count | None = Field(
+        default=None, description="hidden width of the shared expert; null is that of the widest other"
+    )
+    shared_gate: bool = Field(default=False, description="the shared expert is weighed by a sigmoid gate of its own")
+    hidden: Count | HiddenWidths | None = Field(
+        default=None, description="hidden width of an expert, or of each in a list; null lets the builder choose"
+    )
+    activation: Activation = Field(default="gelu", description="nonlinearity inside an expert")
+    bias: bool = Field(default=False, description="linear maps of an expert add a bias; with relu this is an MLP")
     replicas: NonNegativeInt = Field(default=0, description="extra copies of the busiest experts")
     placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
         default="auto", description="which host owns which experts"
+    )
+    trace_every: Count | None = Field(
+        default=None, description="steps between records of which experts each token went to; null keeps none"
     )
     rebalance_every: Count | None = Field(default=None, description="steps between placements; null keeps the first")
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
 
 from experts.generation import join_as_worker
+from experts.membership import Membership
 from experts.placement import Placement
-from experts.pool import Membership
-from experts.shard import LayerShape
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules
 from raytrain.errors import RaytrainError
 
 
@@ -29,13 +30,14 @@ class HostConnection:
         """Driver: end the directory, and with it the hosts it owns. A handle that travelled in a job keeps it alive."""
         ray.kill(self.directory)
 
-    def join(self, shapes: list[LayerShape]) -> tuple[Any, Membership]:
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Any, Membership]:
         """Meet the other workers and the hosts in the next generation."""
         import ray.train
 
         context = ray.train.get_context()
         rank, workers = context.get_world_rank(), context.get_world_size()
         about = {"rank": rank, "workers": workers, "shapes": [shape.to_json() for shape in shapes]}
+        about["rules"] = rules.to_json()
         try:
             told: Any = ray.get(self.directory.join.remote(gang=gang_number(), **about))
         except RayTaskError as error:
@@ -52,6 +54,7 @@ class HostConnection:
             workers_group=own,
             lost=lost,
             note=told["note"],
+            switched=lambda placement: self.directory.switched.remote(placement.to_json()),
         )
 
     def _end_of(self, generation: int) -> str:

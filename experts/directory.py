@@ -7,20 +7,18 @@ dies is replaced; where nothing comes in its place in time, the next generation 
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.exceptions
-import torch.distributed as dist
 
-from experts.host import ExpertHost
+from experts.generation import open_store
+from experts.host import ExpertHost, Place
 from experts.placement import Placement
-from experts.room import placement_for
-from experts.shard import LayerShape
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, starting_placement
 from raytrain.errors import RaytrainError, RunError, StateLost
 
 JOIN_S = 300.0
@@ -29,16 +27,6 @@ START_S = 240.0
 TRIES = 2
 """Processes in a row that end before they stand: the place is given up."""
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass
-class Place:
-    """Where one host is: its actor (None where the place is given up), and what it is, once it stands."""
-
-    host: Any
-    about: dict[str, Any] | None = None
-    tries: int = 0
-    why: str = "it has not started yet"
 
 
 class ExpertDirectory:
@@ -76,7 +64,7 @@ class ExpertDirectory:
         self._placement: Placement | None = None
         """In force; the next generation of as many hosts goes on with it."""
         self._me = ray.get_runtime_context().current_actor
-        self._store, self._address = _open_store(loopback=loopback)
+        self._store, self._address = open_store(LOOPBACK if loopback else ray.util.get_node_ip_address())
 
     # -- hosts --------------------------------------------------------------------------------------------
 
@@ -168,7 +156,9 @@ class ExpertDirectory:
 
     # -- generations --------------------------------------------------------------------------------------
 
-    def join(self, *, gang: int, rank: int, workers: int, shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    def join(
+        self, *, gang: int, rank: int, workers: int, shapes: list[dict[str, Any]], rules: dict[str, Any]
+    ) -> dict[str, Any]:
         """A worker comes; returns when all workers of its gang have, with what the next generation is.
 
         Args:
@@ -186,7 +176,8 @@ class ExpertDirectory:
             came.add(rank)
             if len(came) == workers:
                 try:
-                    self._begin(generation, workers, [LayerShape(**shape) for shape in shapes])
+                    layers = [LayerShape.from_json(shape) for shape in shapes]
+                    self._begin(generation, workers, layers, PlacementRules.from_json(rules))
                 except RaytrainError as error:
                     self._refused[generation] = error
                     self._end_locked(str(error))
@@ -215,7 +206,7 @@ class ExpertDirectory:
             self._waiting[self._generation] = set()
         return self._generation
 
-    def _begin(self, generation: int, workers: int, shapes: list[LayerShape]) -> None:
+    def _begin(self, generation: int, workers: int, shapes: list[LayerShape], rules: PlacementRules) -> None:
         """All workers are here: tell the hosts that stand, and the workers, what the generation is."""
         first = not self._joined
         limit = START_S if first else self._host_wait_s
@@ -223,8 +214,8 @@ class ExpertDirectory:
         members = [index for index, place in enumerate(self._places) if place.about is not None]
         before = self._placement
         if before is None or before.num_hosts != len(members):
-            about = [self._places[index].about or {} for index in members]
-            self._placement = placement_for(shapes, about, version=before.version + 1 if before else 1)
+            hosts = [self._places[index].spec(rank) for rank, index in enumerate(members)]
+            self._placement = starting_placement(rules, shapes, hosts)
         assert self._placement is not None
         self._members = members
         told = {
@@ -254,6 +245,10 @@ class ExpertDirectory:
             f"{self._number} hosts hold all experts; equal within rounding only"
         )
 
+    def switched(self, placement: dict[str, Any]) -> None:
+        """Experts have moved: the next generation begins with this placement."""
+        self._placement = Placement.from_json(placement)
+
     def failed(self, generation: int, reason: str, trace: str) -> None:
         """A member tells that it cannot go on."""
         if trace:
@@ -281,16 +276,3 @@ class ExpertDirectory:
             while generation not in self._lost:
                 self._lock.wait(timeout=5.0)
             return self._lost[generation]
-
-
-def _open_store(*, loopback: bool) -> tuple[Any, tuple[str, int]]:
-    """The store of all generations; on loopback alone where the cluster is this machine."""
-    address = LOOPBACK if loopback else ray.util.get_node_ip_address()
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(1024)
-    port = int(listener.getsockname()[1])
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, (address, port)

@@ -5,18 +5,24 @@ The model is built whole first, so that every weight is drawn as in one process;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from experts.balancer import Balancer
+from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
-from experts.expert import GroupedExperts
+from experts.expert import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer
+from experts.load import LoadBook
+from experts.membership import Membership
+from experts.placement import HostSpec
 from experts.pool import ExpertPool
 from experts.save import locate
-from experts.shard import LayerShape
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, costs_of
+from experts.window import LoadWindow
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
 from raytrain.errors import InputError
@@ -24,12 +30,13 @@ from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
 
-def distribute(trainable: Trainable, connection: Any) -> Trainable:
+def distribute(trainable: Trainable, config: ExpertsConfig, *, book: LoadBook) -> Trainable:
     """Join a generation, hand the experts over, and hook the pool into the training. Collective over the workers.
 
     Args:
-        trainable: built in this process, with `GroupedExperts` in its MoELayers; changed in place.
-        connection: see `experts.membership.Connection`.
+        trainable: built in this process, with its experts in its MoELayers; changed in place.
+        config: with a connection, see `experts.membership.Connection`.
+        book: of its routers.
 
     Raises:
         InputError: experts of another kind, or none at all.
@@ -40,10 +47,12 @@ def distribute(trainable: Trainable, connection: Any) -> Trainable:
             "experts.hosts", seen="a model without a MoELayer", expected="0", remedy="nothing of it can live elsewhere"
         )
     shapes = [_shape(layer.experts) for layer in layers]
-    group, membership = connection.join(shapes)
+    rules = PlacementRules(config.placement, config.replicas, config.rebalance_every)
+    group, membership = config.connection.join(shapes, rules)
     keeps = membership.rank == 0 or membership.host is not None
-    first = [_weights(layer.experts) if keeps else {} for layer in layers]
-    pool = ExpertPool(group, membership, shapes=shapes, first=first)
+    first = [_weights(layer.experts) if keeps else [] for layer in layers]
+    balancer = _balancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
+    pool = ExpertPool(group, membership, shapes=shapes, first=first, balancer=membership.balancer or balancer)
     for number, layer in enumerate(layers):
         layer.experts = PooledExperts(pool, number)
     experts = DistributedExperts(pool, layers, trainable.module)
@@ -52,25 +61,31 @@ def distribute(trainable: Trainable, connection: Any) -> Trainable:
     trainable.discard = pool.discard
     trainable.elsewhere = experts
     trainable.workers_group = membership.workers_group
-    trainable.log_metrics = experts.with_transport(trainable.log_metrics)
+    trainable.window = LoadWindow(book, pool)
+    trainable.notices = pool.notices
     trainable.idle = experts.idle
     trainable.whole = experts.whole
     return trainable
 
 
 def _shape(experts: nn.Module) -> LayerShape:
-    if not isinstance(experts, GroupedExperts):
+    if not isinstance(experts, GroupedExperts | UnevenExperts):
         raise InputError(
             "model.builder", seen=f"{type(experts).__name__} as the experts of a MoELayer",
-            expected="experts.expert:GroupedExperts, whose weights can live elsewhere",
+            expected="experts of experts.expert, whose weights can live elsewhere",
             remedy="experts.hosts 0 keeps any module inside the workers",
         )  # fmt: skip
-    number, hidden, width = experts.w1.shape
-    return LayerShape(number, width, hidden, experts.activation)
+    return LayerShape(experts.width, experts.hidden_E, experts.activation, experts.bias)
 
 
-def _weights(experts: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in experts.named_parameters()}
+def _weights(experts: nn.Module) -> list[dict[str, Tensor]]:
+    assert isinstance(experts, GroupedExperts | UnevenExperts)
+    return [experts.weights_of(expert) for expert in range(len(experts.hidden_E))]
+
+
+def _balancer(membership: Membership, shapes: list[LayerShape], rules: PlacementRules) -> Balancer:
+    hosts = membership.hosts or [HostSpec(host, 1.0, None) for host in range(membership.placement.num_hosts)]
+    return Balancer(rules, costs_of(shapes), hosts)
 
 
 class DistributedExperts:
@@ -80,7 +95,6 @@ class DistributedExperts:
         self.pool, self.layers, self.module = pool, layers, module
         self.note = pool.member.note
         self._width = pool.shapes[0].width
-        self._told = (0.0, 0)
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Of the trunk; the experts have theirs where they live, set up with the same section."""
@@ -97,17 +111,6 @@ class DistributedExperts:
             if isinstance(layer.experts, PooledExperts)
         ]
         return torch.stack([row.double() for row in rows]).sum()
-
-    def with_transport(self, metrics: Callable[[], dict[str, Tensor]] | None) -> Callable[[], dict[str, Tensor]]:
-        """These metrics and `transport_s`, this worker's seconds in the exchange for each step since the last row."""
-
-        def both() -> dict[str, Tensor]:
-            spent, steps = self.pool.group.seconds - self._told[0], self.pool.steps - self._told[1]
-            self._told = (self.pool.group.seconds, self.pool.steps)
-            own = {"transport_s": torch.tensor(spent / max(1, steps), dtype=torch.float64)}
-            return (metrics() if metrics is not None else {}) | own
-
-        return both
 
     def begin_save(self, step: int) -> None:
         """See `StateElsewhere`."""
@@ -129,9 +132,12 @@ class DistributedExperts:
             if weights is None:
                 continue
             shape = self.pool.shapes[number]
+            parameter = next(self.module.parameters())
             with torch.device("meta"):
-                grouped = GroupedExperts(shape.num_experts, shape.width, shape.hidden, activation=shape.activation)  # type: ignore[arg-type]
-            grouped.load_state_dict(weights, assign=True)
-            layer.experts = grouped.to(next(self.module.parameters()).device)
+                whole = build_experts(shape.width, shape.hidden_E, **shape.kind)
+            layer.experts = whole.to(dtype=parameter.dtype).to_empty(device=parameter.device)
+            for expert, own in enumerate(weights):
+                for name, view in whole.weights_of(expert).items():
+                    view.copy_(own[name])
         self.pool.end()
         return self.module if self.pool.member.rank == 0 else None

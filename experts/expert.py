@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experts.kinds import Activation, weight_shapes
+
 INIT_STD = 0.02
 
 
 class GroupedExperts(nn.Module):
-    """E feed-forward experts of one size, without biases.
+    """E feed-forward experts of one size.
 
     Args:
         num_experts, width, hidden: E, D, F.
-        activation: gelu: w2 gelu(w1 x); swiglu: w2 (silu(w1 x) * (w3 x)).
+        activation: gelu: w2 gelu(w1 x); relu: w2 relu(w1 x); swiglu: w2 (silu(w1 x) * (w3 x)).
+        bias: each linear map adds a vector, zero at the start. With relu this is a perceptron of one hidden layer.
         residual_scale: of the initial w2, which writes into the residual stream.
 
     `expert_ids` name the experts for good: position e of the stacked weights is expert `expert_ids[e]`.
     Every expert's gradient exists after backward, zero where it received no token.
     """
+
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor | None
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
+
+    stacked_vectors = ("b1", "b2", "b3")
+    """Parameters that hold one vector per expert, for the optimizer's parameter groups."""
 
     def __init__(
         self,
@@ -29,21 +43,32 @@ class GroupedExperts(nn.Module):
         width: int,
         hidden: int,
         *,
-        activation: Literal["gelu", "swiglu"] = "gelu",
+        activation: Activation = "gelu",
+        bias: bool = False,
         residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
         if min(num_experts, width, hidden) < 1:
             raise ValueError(f"{num_experts} experts of {width} x {hidden}: each must be at least 1")
         self.expert_ids = list(range(num_experts))
-        self.activation = activation
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden, width))
-        self.w2 = nn.Parameter(torch.empty(num_experts, width, hidden))
-        self.w3 = nn.Parameter(torch.empty_like(self.w1)) if activation == "swiglu" else None
-        nn.init.normal_(self.w1, std=INIT_STD)
-        nn.init.normal_(self.w2, std=INIT_STD * residual_scale)
-        if self.w3 is not None:
-            nn.init.normal_(self.w3, std=INIT_STD)
+        self.width, self.bias = width, bias
+        self.activation: Activation = activation
+        self.hidden_E = (hidden,) * num_experts
+        shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
+        self.names = tuple(shapes)
+        for name in ("w1", "w2", "w3", *self.stacked_vectors):
+            shape = shapes.get(name)
+            self.register_parameter(name, nn.Parameter(torch.zeros(num_experts, *shape)) if shape else None)
+        for name in [name for name in shapes if name not in self.stacked_vectors]:
+            nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
+
+    def weights_of(self, expert: int) -> dict[str, Tensor]:
+        """Name -> weight of one expert, by its place; views, detached."""
+        return {name: getattr(self, name).detach()[expert] for name in self.names}
+
+    def slot(self, expert: int) -> tuple[GroupedExperts, int]:
+        """(the stack that holds an expert, its place there)."""
+        return self, expert
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
         """Each row through its expert.
@@ -58,7 +83,7 @@ class GroupedExperts(nn.Module):
             (R, D), in the products' dtype (autocast's where it is on).
         """
         dtype = _compute_dtype(x_RD)
-        if _can_group(x_RD, dtype):
+        if _can_group(x_RD, dtype, self.hidden_E[0]):
             return self._grouped(x_RD.to(dtype), counts_E, dtype)
         return self._looped(x_RD, counts_E.tolist() if splits is None else splits)
 
@@ -66,24 +91,141 @@ class GroupedExperts(nn.Module):
         # without a row at all the first expert runs on none, so that every weight still gets its zeros
         runs = [e for e, n in enumerate(splits) if n] or [0]
         rows = x_RD.split(splits)
-        w1, w2 = self.w1.unbind(0), self.w2.unbind(0)
-        w3 = [None] * len(splits) if self.w3 is None else self.w3.unbind(0)
-        return torch.cat([self._expert(rows[e], w1[e], w2[e], w3[e]) for e in runs])
-
-    def _expert(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None) -> Tensor:
-        if w3 is None:
-            return F.linear(F.gelu(F.linear(x, w1)), w2)
-        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+        # one unbind per weight: its backward fills the whole stack, with zeros where an expert did not run
+        weights = {name: getattr(self, name).unbind(0) for name in self.names}
+        each = [{name: stack[e] for name, stack in weights.items()} for e in runs]
+        return torch.cat([run_expert(rows[e], own, self.activation) for e, own in zip(runs, each, strict=True)])
 
     def _grouped(self, x_RD: Tensor, counts_E: Tensor, dtype: torch.dtype) -> Tensor:
         ends = counts_E.cumsum(0).to(torch.int32)
 
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return F.grouped_mm(x, weight.to(dtype).transpose(1, 2), offs=ends)
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = F.grouped_mm(x, weight.to(dtype).transpose(1, 2), offs=ends)
+            # the rows are as many as the output, so that their number is not read from the device
+            return y if bias is None else y + bias.to(dtype).repeat_interleave(counts_E, 0, output_size=len(x))
 
-        up = product(x_RD, self.w1)
-        hidden = F.gelu(up) if self.w3 is None else F.silu(up) * product(x_RD, self.w3)
-        return product(hidden, self.w2)
+        inner = activate(linear(x_RD, self.w1, self.b1), self.activation)
+        if self.w3 is not None:
+            inner = inner * linear(x_RD, self.w3, self.b3)
+        return linear(inner, self.w2, self.b2)
+
+
+class UnevenExperts(nn.Module):
+    """E feed-forward experts with a hidden width each; same calls and attributes as GroupedExperts.
+
+    Neighbours of one width are stacked and run together, so experts are best listed by size.
+
+    Args:
+        hidden_E: the width of each expert.
+        width, activation, bias, residual_scale: as GroupedExperts.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden_E: Sequence[int],
+        *,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        residual_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        kind = {"activation": activation, "bias": bias, "residual_scale": residual_scale}
+        runs = [(hidden, len(list(same))) for hidden, same in groupby(hidden_E)]
+        self.runs = nn.ModuleList(GroupedExperts(number, width, hidden, **kind) for hidden, number in runs)
+        self.sizes = [number for _, number in runs]
+        self.expert_ids = list(range(len(hidden_E)))
+        self.hidden_E = tuple(hidden_E)
+        self.width, self.bias = width, bias
+        self.activation: Activation = activation
+
+    def weights_of(self, expert: int) -> dict[str, Tensor]:
+        """Name -> weight of one expert, by its place; views, detached."""
+        stack, place = self.slot(expert)
+        return stack.weights_of(place)
+
+    def slot(self, expert: int) -> tuple[GroupedExperts, int]:
+        """(the stack that holds an expert, its place there)."""
+        place = expert
+        for run, number in zip(self.runs, self.sizes, strict=True):
+            if place < number:
+                assert isinstance(run, GroupedExperts)
+                return run, place
+            place -= number
+        raise IndexError(f"expert {expert} of {len(self.hidden_E)}")
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
+        """As `GroupedExperts.forward`; reads the counts once per call where `splits` is not given."""
+        splits = counts_E.tolist() if splits is None else splits
+        parts, begin, row = [], 0, 0
+        for run, number in zip(self.runs, self.sizes, strict=True):
+            own = splits[begin : begin + number]
+            parts.append(run(x_RD[row : row + sum(own)], counts_E[begin : begin + number], own))
+            begin, row = begin + number, row + sum(own)
+        return torch.cat(parts)
+
+
+def build_experts(
+    width: int,
+    hidden_E: Sequence[int],
+    *,
+    activation: Activation = "gelu",
+    bias: bool = False,
+    residual_scale: float = 1.0,
+) -> GroupedExperts | UnevenExperts:
+    """The experts of one layer, as many as there are widths; arguments as theirs."""
+    if len(set(hidden_E)) == 1:
+        return GroupedExperts(
+            len(hidden_E), width, hidden_E[0], activation=activation, bias=bias, residual_scale=residual_scale
+        )
+    return UnevenExperts(width, hidden_E, activation=activation, bias=bias, residual_scale=residual_scale)
+
+
+class SharedExpert(nn.Module):
+    """An expert that every token visits, (T, D) -> (T, D); the kinds of GroupedExperts.
+
+    Args:
+        gate: its result is multiplied with sigmoid(gate x), one number per token, as in Qwen2-MoE.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: Activation = "gelu",
+        bias: bool = False,
+        residual_scale: float = 1.0,
+        gate: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation, self.bias, self.hidden = activation, bias, hidden
+        shapes = weight_shapes(width, hidden, activation=activation, bias=bias)
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        for name in [name for name, shape in shapes.items() if len(shape) == 2]:
+            nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
+        self.gate = nn.Linear(width, 1, bias=False) if gate else None
+        if self.gate is not None:
+            nn.init.normal_(self.gate.weight, std=INIT_STD)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_TD = run_expert(x_TD, {name: getattr(self, name) for name in self.names}, self.activation)
+        return y_TD if self.gate is None else y_TD * self.gate(x_TD).sigmoid()
+
+
+def run_expert(x: Tensor, weights: Mapping[str, Tensor], activation: str) -> Tensor:
+    """Rows through one expert; `weights` as `weight_shapes` names them."""
+    inner = activate(F.linear(x, weights["w1"], weights.get("b1")), activation)
+    if "w3" in weights:
+        inner = inner * F.linear(x, weights["w3"], weights.get("b3"))
+    return F.linear(inner, weights["w2"], weights.get("b2"))
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """The nonlinearity after w1; a swiglu's is the SiLU before the factor w3 x."""
+    return {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}[activation](x)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -91,6 +233,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _can_group(x: Tensor, dtype: torch.dtype) -> bool:
+def _can_group(x: Tensor, dtype: torch.dtype, hidden: int) -> bool:
     """The grouped product exists for bf16 on CUDA, with rows that start at multiples of 16 bytes."""
-    return x.device.type == "cuda" and dtype == torch.bfloat16 and len(x) > 0 and x.shape[1] % 8 == 0
+    aligned = x.shape[1] % 8 == 0 and hidden % 8 == 0
+    return x.device.type == "cuda" and dtype == torch.bfloat16 and len(x) > 0 and aligned

@@ -7,6 +7,7 @@ then they connect with each other. A death is told by whoever watches (`Lost`), 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +65,16 @@ def open_group(told: dict[str, Any], *, rank: int, lost: Reason = lambda: None) 
             f"{_title(rank, workers)} cannot be connected with all others over {told['interface'] or 'the default'} "
             f"interface ({_first_line(error)}); there are {others}; {MEND}"
         ) from error
+
+
+def open_store(address: str) -> tuple[Any, tuple[str, int]]:
+    """The store of all generations, on this address alone, and where it is."""
+    listener = socket.create_server((address, 0), backlog=1024)
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, (address, port)
 
 
 def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:

@@ -9,16 +9,35 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from experts.generation import open_group
-from experts.placement import Placement
+from experts.placement import HostSpec, Placement
 from experts.serve import HostServer
+from experts.starting import MEMORY_SHARE
 from experts.transport.process_group import JointGroup
 from raytrain.allocator import keep_freed_memory
 from raytrain.errors import StateLost
+
+
+@dataclass
+class Place:
+    """Where one host is: its actor (None where the place is given up), and what it is, once it stands."""
+
+    host: Any
+    about: dict[str, Any] | None = None
+    tries: int = 0
+    why: str = "it has not started yet"
+
+    def spec(self, rank: int) -> HostSpec:
+        """What is known of the host before any of its work was measured."""
+        about = self.about or {}
+        memory = about.get("memory_bytes")
+        room = None if memory is None else int(MEMORY_SHARE * memory)
+        return HostSpec(rank, 1.0, room, node=str(about.get("node", "")), device=str(about.get("name", "")))
 
 
 class ExpertHost:

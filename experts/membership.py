@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from experts.pool import Membership
-from experts.shard import LayerShape
-from experts.starting import first_placement
+from experts.balancer import Balances
+from experts.placement import HostSpec, Placement
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, starting_placement
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
+from raytrain.gradients import WorkersGroup
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a worker is told when it joins a generation.
+
+    Attributes:
+        rank, workers: this worker, and how many there are.
+        placement: in force at the start; `placement.num_hosts` hosts.
+        host: the index of this worker's own shard where experts are colocated, else None.
+        workers_group: of the workers alone, which ends with the generation; None is torch's default group.
+        lost: why the generation is over, None while it lives.
+        switched: told on rank 0 of each placement that came into force.
+        hosts: what is known of them; empty for nothing.
+        note: what is different from the generation before; for the record.
+        balancer: somebody else to decide where experts live than the `experts` section names.
+    """
+
+    generation: int
+    rank: int
+    workers: int
+    placement: Placement
+    run_path: str
+    host: int | None = None
+    workers_group: WorkersGroup | None = None
+    lost: Callable[[], str | None] = lambda: None
+    switched: Callable[[Placement], Any] = lambda _placement: None
+    hosts: list[HostSpec] = field(default_factory=list)
+    note: str = ""
+    balancer: Balances | None = None
 
 
 class Connection(Protocol):
@@ -22,13 +56,16 @@ class Connection(Protocol):
         """Driver, when the workers are done: end whatever was started for them."""
         ...
 
-    def join(self, shapes: list[LayerShape]) -> tuple[Transport, Membership]:
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Transport, Membership]:
         """Meet all workers and hosts in the next generation; blocks until they are there.
 
         Raises:
             RunError: they do not come.
         """
         ...
+
+_GENERATIONS = itertools.count(1)
+"""Of this process; the workers of a gang join as often as each other."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +82,15 @@ class ColocatedConnection:
     def close(self) -> None:
         """Nothing was started."""
 
-    def join(self, shapes: list[LayerShape]) -> tuple[Transport, Membership]:
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Transport, Membership]:
         """On the store of torch's default group."""
+        generation = next(_GENERATIONS)
         grouped = dist.is_initialized()
         rank, workers = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         store = dist.distributed_c10d._get_default_store() if grouped else dist.HashStore()  # pyright: ignore
         group = JointGroup(
             store,
-            name="colocated-experts",
+            name=f"colocated-experts-{generation}",
             rank=rank,
             size=workers,
             workers=workers,
@@ -60,7 +98,7 @@ class ColocatedConnection:
             device=torch.device(self.device),
             interface=self.interface,
         )
-        placement = first_placement([shape.num_experts for shape in shapes], hosts=workers)
+        placement = starting_placement(rules, shapes, [HostSpec(host, 1.0, None) for host in range(workers)])
         return group, Membership(
-            generation=1, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank
+            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank
         )

@@ -12,12 +12,21 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
-from experts.expert import GroupedExperts
+from experts.expert import SharedExpert, build_experts
 from experts.layer import MoELayer
 from experts.load import LoadBook
-from experts.plan import check_experts, check_moe_mlp, expert_hidden, moe_gpt_flops, moe_mlp_flops
+from experts.plan import (
+    check_experts,
+    check_moe_mlp,
+    hidden_widths,
+    moe_gpt_flops,
+    moe_mlp_flops,
+    shared_width,
+)
 from experts.router import TopKRouter
-from raytrain.models.gpt import GPT, FeedForward, PreNorm, language_loss
+from experts.trace import traced
+from experts.window import LoadWindow
+from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, need_keys
@@ -83,11 +92,10 @@ def moe_layer(
     width: int,
     experts: ExpertsConfig,
     *,
-    hidden: int,
     residual_scale: float,
     scope: Literal["sequence", "batch"] = "sequence",
 ) -> MoELayer:
-    """One layer as the `experts` section says; the shared expert has the size and kind of the others."""
+    """One layer as the `experts` section says; the shared expert is of the kind of the others."""
     router = TopKRouter(
         width,
         check_experts(experts),
@@ -103,27 +111,11 @@ def moe_layer(
         noise=experts.noise,
         temperature=experts.temperature,
     )
-    kind = {"activation": experts.activation, "residual_scale": residual_scale}
-    shared = SharedExpert(width, hidden, **kind) if experts.shared_expert else None
-    return MoELayer(router, GroupedExperts(router.num_experts, width, hidden, **kind), shared)
-
-
-class SharedExpert(nn.Module):
-    """An expert that every token visits, (T, D) -> (T, D); the kinds of GroupedExperts."""
-
-    def __init__(self, width: int, hidden: int, *, activation: str, residual_scale: float) -> None:
-        super().__init__()
-        self.inner = FeedForward(width, hidden)
-        self.gate = nn.Linear(width, hidden, bias=False) if activation == "swiglu" else None
-        for linear in self.inner.up, self.inner.out, self.gate:
-            if linear is not None:
-                scale = residual_scale if linear is self.inner.out else 1.0
-                nn.init.normal_(linear.weight, std=0.02 * scale)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.inner(x_TD)
-        return self.inner.out(F.silu(self.inner.up(x_TD)) * self.gate(x_TD))
+    kind = {"activation": experts.activation, "bias": experts.bias, "residual_scale": residual_scale}
+    shared = None
+    if experts.shared_expert:
+        shared = SharedExpert(width, shared_width(experts, width), gate=experts.shared_gate, **kind)
+    return MoELayer(router, build_experts(width, hidden_widths(experts, width), **kind), shared)
 
 
 def moe_gpt(
@@ -145,10 +137,9 @@ def moe_gpt(
     check_gpt(
         layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size
     )
-    hidden, scale = expert_hidden(experts, width), 1 / math.sqrt(2 * layers)
+    scale = 1 / math.sqrt(2 * layers)
     blocks = [
-        MoEBlock(width, heads, dropout, moe_layer(width, experts, hidden=hidden, residual_scale=scale))
-        for _ in range(layers)
+        MoEBlock(width, heads, dropout, moe_layer(width, experts, residual_scale=scale)) for _ in range(layers)
     ]
     module = MoEGPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
     flops = moe_gpt_flops(layers=layers, width=width, context=context, vocab_size=vocab_size, experts=experts)
@@ -166,16 +157,19 @@ def moe_mlp(
 ) -> Trainable:
     """Build a residual network of expert layers on batches {"x": (B, ...), "labels": (B,)}.
 
-    A row is no sequence: the balance loss takes the shares of the last committed step.
-    Raises ValueError for sizes that cannot be built.
+    A row is no sequence: the balance loss takes the shares of the last committed step, and there is no capacity.
+    Raises ValueError for sizes that cannot be built, InputError for keys of the section that do not fit.
     """
     features, classes = check_moe_mlp(
-        width=width, layers=layers, num_features=num_features, num_classes=num_classes, dropout=dropout
+        width=width,
+        layers=layers,
+        num_features=num_features,
+        num_classes=num_classes,
+        dropout=dropout,
+        experts=experts,
     )
-    hidden = expert_hidden(experts, width)
     stack = [
-        moe_layer(width, experts, hidden=hidden, residual_scale=1 / math.sqrt(layers), scope="batch")
-        for _ in range(layers)
+        moe_layer(width, experts, residual_scale=1 / math.sqrt(layers), scope="batch") for _ in range(layers)
     ]
     module = MoEMLP(stack, features=features, width=width, classes=classes, dropout=dropout)
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
@@ -197,7 +191,8 @@ def _trainable(
     experts: ExpertsConfig,
     blocks: str | None = None,
 ) -> Trainable:
-    book = LoadBook([part for part in module.modules() if isinstance(part, TopKRouter)])
+    routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
+    book = LoadBook(routers, trace=traced(routers, experts.trace_every))
     trainable = Trainable(
         module,
         loss,
@@ -206,5 +201,7 @@ def _trainable(
         counts=book.pending,
         commit=book.commit,
         log_metrics=book.metrics,
+        window=LoadWindow(book),
+        state_parts=lambda: {"load": book},
     )
-    return trainable if experts.connection is None else distribute(trainable, experts.connection)
+    return trainable if experts.connection is None else distribute(trainable, experts, book=book)

@@ -7,56 +7,39 @@ vote, and has snapshots taken. Where experts are colocated, the worker's own sha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from experts.balancer import Balances, Notice
+from experts.boundary import StepEnd
 from experts.call import Call
+from experts.membership import Membership
 from experts.placement import Placement
-from experts.replicas import gather_replica_gradients, send_fresh_weights
 from experts.routes import LayerRoutes, Route
 from experts.save import ExpertFiles, Snapshot, await_files
-from experts.serve import pack, unpack
-from experts.shard import ExpertShard, LayerShape
+from experts.serve import header_words
+from experts.shapes import LayerShape
+from experts.shard import ExpertShard
 from experts.transport.protocol import WORDS, Header, Op, Transport, read_headers
-from experts.vote import VoteLayout, tally
+from experts.vote import VoteLayout
+from experts.whole import gather_layer, scatter_layer, to_holders
+from experts.window import Traffic
 from raytrain.config import OptimConfig
-from raytrain.gradients import WorkersGroup
 from raytrain.trainable import GlobalStep, LocalStep
 
-
-@dataclass(frozen=True)
-class Membership:
-    """What a worker is told when it joins a generation.
-
-    Attributes:
-        rank, workers: this worker, and how many there are.
-        placement: in force at the start; `placement.num_hosts` hosts.
-        host: the index of this worker's own shard where experts are colocated, else None.
-        workers_group: of the workers alone, which ends with the generation; None is torch's default group.
-        lost: why the generation is over, None while it lives.
-        note: what is different from the generation before; for the record.
-    """
-
-    generation: int
-    rank: int
-    workers: int
-    placement: Placement
-    run_path: str
-    host: int | None = None
-    workers_group: WorkersGroup | None = None
-    lost: Callable[[], str | None] = lambda: None
-    note: str = ""
+Weights = list[list[dict[str, Tensor]]]
+"""[layer][expert]: weights by name."""
 
 
 @dataclass
 class Source:
     """Where the experts' state comes from at the next set-up: first weights (rank 0 has them), or a checkpoint."""
 
-    first: list[dict[str, Tensor]] = field(default_factory=list)
+    first: Weights = field(default_factory=list)
     checkpoint: str | None = None
 
 
@@ -66,7 +49,12 @@ class ExpertPool:
     Args:
         group: this worker's end of the joint group.
         shapes: of the layers of the model.
-        first: the weights that the model was built with, stacked per layer; read on rank 0 and where colocated.
+        first: the weights that the model was built with, of each layer and expert; on rank 0 and where colocated.
+        balancer: who decides where experts live; on rank 0, None keeps the placement.
+
+    Attributes:
+        placement: in force. routes: of each layer, for it.
+        busy_s: seconds that each holder of experts computed, since the beginning.
     """
 
     def __init__(
@@ -75,22 +63,34 @@ class ExpertPool:
         membership: Membership,
         *,
         shapes: Sequence[LayerShape],
-        first: list[dict[str, Tensor]],
+        first: Weights,
+        balancer: Balances | None = None,
     ) -> None:
         self.group, self.member, self.shapes = group, membership, list(shapes)
-        self.placement = membership.placement
-        self.routes = [LayerRoutes.of(self.placement, layer) for layer in range(len(self.shapes))]
-        self.layout = VoteLayout.of(self.shapes)
+        self.layout = VoteLayout.of(self.shapes, holders=len(group.holders))
+        self._end = StepEnd(group, membership.placement, self.layout)
+        self._take_placement(membership.placement)
         self.optim, self.dtype, self.device = OptimConfig(), torch.float32, torch.device("cpu")
         self.steps = 0
-        self.shard: ExpertShard | None = None
+        self.balancer = balancer
+        self.busy_s = [0.0] * len(group.holders)
+        self.traffic = Traffic(layers=len(self.shapes), hosts=self.placement.num_hosts, own=membership.host)
         self._source = Source(first)
         self._ready = False
         self._files: ExpertFiles | None = None
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
         """(layer, micro-batch) of this step whose forward ran a second time."""
-        self._words = WORDS + max(1, *(routes.most_slots for routes in self.routes))
+
+    @property
+    def shard(self) -> ExpertShard | None:
+        """This worker's own experts, where they are colocated."""
+        return self._end.shard
+
+    def _take_placement(self, placement: Placement) -> None:
+        self.placement = placement
+        self.routes = [LayerRoutes.of(placement, layer) for layer in range(len(self.shapes))]
+        self._words = header_words(placement)
 
     # -- what the builder's hooks call ------------------------------------------------------------------
 
@@ -108,21 +108,35 @@ class ExpertPool:
         """The vote, and the experts' part of the commit. Collective over all members."""
         self._get_ready()
         self.say(Op.VOTE, step=local.step)
-        gather_replica_gradients(self.group, self.shard, self.placement)
-        vector = self.layout.empty(local.step)
-        self._put_own(vector, local)
-        if self.shard is not None:
-            self.layout.put_squares(vector, self.shard.squares())
-        self.group.sum_(vector)
-        agreed = tally(self.layout, vector, step=local.step, members=self.group.size)
-        if self.shard is not None:
-            self.shard.commit(agreed.commit(self.optim.max_grad_norm))
-        send_fresh_weights(self.group, self.shard, self.placement)
+        notice = self._notice(local.step)
+
+        def put_own(vector: Tensor) -> bytes | None:
+            self._put_own(vector, local)
+            vector[5] = len(notice or b"")
+            return notice
+
+        agreed = self._end.run(local.step, max_grad_norm=self.optim.max_grad_norm, put_own=put_own)
         self.steps = local.step
         self._forget_passes()
+        self.busy_s = [total + own for total, own in zip(self.busy_s, agreed.busy_s, strict=True)]
+        if self._end.placement is not self.placement:
+            self._take_placement(self._end.placement)
+            if self.member.rank == 0:
+                self.member.switched(self.placement)
+        if self.balancer is not None:
+            self.balancer.committed(local.step, agreed, self.placement, refused=self._end.refused)
         device = local.sum_of_squares.device
         counts = None if local.counts is None else agreed.counts.to(device)
         return GlobalStep(norm=agreed.norm.to(device), skip=agreed.skip.to(device), counts=counts)
+
+    def notices(self) -> list[Notice]:
+        """What rank 0's balancer has to say for the record."""
+        return [] if self.balancer is None else self.balancer.notices()
+
+    def _notice(self, step: int) -> bytes | None:
+        """The next placement, where rank 0 has one to tell."""
+        following = None if self.balancer is None else self.balancer.next(step)
+        return None if following is None else json.dumps(following.to_json()).encode()
 
     def _put_own(self, vector: Tensor, local: LocalStep) -> None:
         """This worker's part of the vote, read from the device at once."""
@@ -183,31 +197,17 @@ class ExpertPool:
         """Rank 0's writer thread: what the hosts have written into this checkpoint; see `await_files`."""
         return await_files(folder, self.placement.num_hosts, lost=self.member.lost)
 
-    def fetch(self, layer: int) -> dict[str, Tensor] | None:
-        """The stacked weights of a layer, (E, ...), on rank 0; None elsewhere. Collective."""
+    def fetch(self, layer: int) -> list[dict[str, Tensor]] | None:
+        """The weights of each expert of a layer, on rank 0; None elsewhere. Collective."""
         self._get_ready()
         self.say(Op.FETCH, layer=layer)
-        shape, placed = self.shapes[layer], self.routes[layer]
-        homes = [[expert for expert, copy in held if copy == 0] for held in placed.slots]
-        own = [expert for held_layer, expert in (self.shard.homes() if self.shard else []) if held_layer == layer]
-        pieces = [pack(self.shard.weights_of((layer, expert))) for expert in own if self.shard]
-        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
-        receive = [0] * self.group.size
-        if self.member.rank == 0:
-            for host, rank in enumerate(self.group.holders):
-                receive[rank] = len(homes[host]) * shape.numel
-        received = self.group.exchange(sent, [len(sent)] + [0] * (self.group.size - 1), receive).wait()
-        if self.member.rank:
-            return None
-        experts: dict[int, dict[str, Tensor]] = {}
-        for host, piece in enumerate(received.split([receive[rank] for rank in self.group.holders])):
-            for expert, flat in zip(homes[host], piece.split(shape.numel) if len(piece) else (), strict=True):
-                experts[expert] = unpack(flat, shape)
-        return {name: torch.stack([experts[e][name] for e in range(shape.num_experts)]) for name in shape.weights()}
+        routes = self.routes[layer]
+        return gather_layer(self.group, self.shapes[layer], layer, shard=self.shard, routes=routes, dtype=self.dtype)
 
     def end(self) -> None:
         """The hosts leave the generation; this pool is of no more use."""
         self.say(Op.END)
+        self._end.migration.drop()
 
     # -- setting up -----------------------------------------------------------------------------------------
 
@@ -223,7 +223,9 @@ class ExpertPool:
             self._set_up_own(self.member.host)
         if self._source.checkpoint is None and self.member.host is None:
             for layer in range(len(self.shapes)):
-                self._fill(layer)
+                self.say(Op.FILL, layer=layer)
+                first = self._source.first[layer] if self.member.rank == 0 else []
+                scatter_layer(self.group, self.routes[layer], first, dtype=self.dtype)
 
     def _set_up_hosts(self) -> None:
         told = {
@@ -235,40 +237,16 @@ class ExpertPool:
         }
         payload = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
         self.say(Op.SETUP, width=len(payload))
-        hosts = len(self.group.holders)
-        self._from_first([payload] * hosts, nothing=payload[:0])
+        to_holders(self.group, [payload] * len(self.group.holders), nothing=payload[:0])
 
     def _set_up_own(self, host: int) -> None:
-        self.shard = ExpertShard(
-            self.shapes, self.placement, host, optim=self.optim, dtype=self.dtype, device=self.device
-        )
+        shard = ExpertShard(self.shapes, self.placement, host, optim=self.optim, dtype=self.dtype, device=self.device)
+        self._end.shard = shard
         if self._source.checkpoint is not None:
-            self._own_files().load(self.shard, self._source.checkpoint)
+            self._own_files().load(shard, self._source.checkpoint)
             return
-        for layer, expert in self.shard.held():
-            weights = {name: value[expert] for name, value in self._source.first[layer].items()}
-            self.shard.set_weights((layer, expert), weights)
-
-    def _fill(self, layer: int) -> None:
-        """Rank 0's first weights of a layer to all copies of its experts."""
-        self.say(Op.FILL, layer=layer)
-        pieces = []
-        if self.member.rank == 0:
-            first = {name: value.to(self.dtype) for name, value in self._source.first[layer].items()}
-            for held in self.routes[layer].slots:
-                own = [pack({name: value[expert] for name, value in first.items()}) for expert, _ in held]
-                pieces.append(torch.cat(own) if own else torch.empty(0, dtype=self.dtype))
-        self._from_first(pieces, nothing=torch.empty(0, dtype=self.dtype))
-
-    def _from_first(self, pieces: list[Tensor], *, nothing: Tensor) -> None:
-        """One tensor from rank 0 to each host; the other workers send nothing."""
-        send = [0] * self.group.size
-        sent = nothing
-        if self.member.rank == 0:
-            for rank, piece in zip(self.group.holders, pieces, strict=True):
-                send[rank] = len(piece)
-            sent = torch.cat(pieces)
-        self.group.exchange(sent, send, [0] * self.group.size).wait()
+        for layer, expert in shard.held():
+            shard.set_weights((layer, expert), self._source.first[layer][expert])
 
     def _own_files(self) -> ExpertFiles:
         if self._files is None:

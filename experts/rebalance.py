@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -152,3 +152,50 @@ def _action(moves: Sequence[Move]) -> Action:
     homes = any(move.kind == "home" for move in moves)
     replicas = any(move.kind != "home" for move in moves)
     return ("both" if replicas else "move") if homes else "replicas"
+
+
+def instalments(
+    current: Placement, target: Placement, costs: Costs, *, hosts: Sequence[HostSpec], budget: int
+) -> list[Placement]:
+    """The way from `current` to `target` in placements that each move homes of at most `budget` bytes more.
+
+    An expert larger than that moves alone. Replicas, which cost no move, change with the last of them. Every placement
+    on the way fits the memory of the hosts, where some order does; experts that would not are left to the last.
+    """
+    moving = [
+        (layer, expert, costs[layer][expert].home_bytes)
+        for layer, (old, new) in enumerate(zip(current.layers, target.layers, strict=True))
+        for expert, (before, after) in enumerate(zip(old.copies, new.copies, strict=True))
+        if before[0] != after[0]
+    ]
+    limited = any(host.memory_bytes is not None for host in hosts)
+    found, at, taken = [], current, 0
+    for layer, expert, size in moving:
+        after = _with_home(at, target, layer, expert)
+        if limited and not _fits(after, hosts, costs):
+            continue
+        if taken and taken + size > budget:
+            found.append(replace(at, version=current.version + len(found) + 1))
+            taken = 0
+        at, taken = after, taken + size
+    if taken and at.layers != target.layers and _moves_homes(at, target):
+        found.append(replace(at, version=current.version + len(found) + 1))
+    return [*found, replace(target, version=current.version + len(found) + 1)]
+
+
+def _with_home(at: Placement, target: Placement, layer: int, expert: int) -> Placement:
+    """`at` with one expert where `target` has it; its copies and shares too."""
+    old, new = at.layers[layer], target.layers[layer]
+    copies, shares = list(old.copies), list(old.shares)
+    copies[expert], shares[expert] = new.copies[expert], new.shares[expert]
+    changed = LayerPlacement(tuple(copies), tuple(shares))
+    return replace(at, layers=(*at.layers[:layer], changed, *at.layers[layer + 1 :]))
+
+
+def _moves_homes(at: Placement, target: Placement) -> bool:
+    layers = zip(at.layers, target.layers, strict=True)
+    return any(old[0] != new[0] for a, b in layers for old, new in zip(a.copies, b.copies, strict=True))
+
+
+def _fits(placement: Placement, hosts: Sequence[HostSpec], costs: Costs) -> bool:
+    return all(host.memory_bytes is None or placement.bytes_on(host.host, costs) <= host.memory_bytes for host in hosts)

@@ -5,15 +5,19 @@ Both are one exchange of all members, which happens only where the placement has
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from experts.placement import Placement
-from experts.shard import ExpertShard, Key
+from experts.shapes import Key
+from experts.shard import ExpertShard
 from experts.transport.protocol import Transport
+
+ViewsOf = Callable[[ExpertShard, Key], dict[str, Tensor]]
 
 
 class Leg(NamedTuple):
@@ -24,31 +28,44 @@ class Leg(NamedTuple):
     target: int
 
 
-def gather_replica_gradients(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
-    """Add each replica's gradient to its home's, replica by replica in the order of the placement."""
-    legs = [Leg(leg.key, leg.target, leg.source) for leg in _from_homes(placement)]
-    for view, piece in _exchanged(group, shard, legs, gradients=True):
-        view += piece
+def gradient_legs(now: Placement, then: Placement) -> list[Leg]:
+    """From each copy that took rows to the expert's home after the switch to `then` (the same placement where there is
+    none), copies in the order of the placement."""
+    found = []
+    for layer, (held, placed) in enumerate(zip(now.layers, then.layers, strict=True)):
+        for expert, hosts in enumerate(held.copies):
+            home = placed.copies[expert][0]
+            found += [Leg((layer, expert), host, home) for host in hosts if host != home]
+    return found
 
 
 def send_fresh_weights(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
     """The homes' weights to their replicas."""
-    for view, piece in _exchanged(group, shard, list(_from_homes(placement)), gradients=False):
-        view.copy_(piece)
+    legs = [
+        Leg((layer, expert), hosts[0], host)
+        for layer, placed in enumerate(placement.layers)
+        for expert, hosts in enumerate(placed.copies)
+        for host in hosts[1:]
+    ]
+    for key, pieces in travelled(group, shard, legs, views_of=ExpertShard.weights_of):
+        assert shard is not None
+        for view, piece in zip(shard.weights_of(key).values(), pieces, strict=True):
+            view.copy_(piece)
 
 
-def _from_homes(placement: Placement) -> Iterator[Leg]:
-    """From each home to each of its replicas, in an order that all members know."""
-    for layer, placed in enumerate(placement.layers):
-        for expert, hosts in enumerate(placed.copies):
-            for host in hosts[1:]:
-                yield Leg((layer, expert), hosts[0], host)
+def gradients_of(shard: ExpertShard, key: Key) -> dict[str, Tensor]:
+    """Of an expert held here; views."""
+    return shard.layers[key[0]].gradients_of(key[1])
 
 
-def _exchanged(
-    group: Transport, shard: ExpertShard | None, legs: list[Leg], *, gradients: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Travel these legs; (this member's own tensor, what came for it) of each weight of each leg that ends here."""
+def travelled(
+    group: Transport, shard: ExpertShard | None, legs: list[Leg], *, views_of: ViewsOf
+) -> list[tuple[Key, list[Tensor]]]:
+    """One exchange of all members along these legs; what came for each leg that ends here, in their order.
+
+    Args:
+        views_of: `views_of(shard, key)`, name -> tensor that is sent of an expert.
+    """
     if not legs:
         return []
     own = None if shard is None else shard.host
@@ -57,11 +74,11 @@ def _exchanged(
     for target, rank in enumerate(group.holders):
         for leg in legs:
             if shard is not None and (leg.source, leg.target) == (own, target):
-                pieces += [view.reshape(-1) for view in _views(shard, leg.key, gradients=gradients)]
-                send[rank] += shard.shapes[leg.key[0]].numel
+                pieces += [view.reshape(-1) for view in views_of(shard, leg.key).values()]
+                send[rank] += shard.shapes[leg.key[0]].numel(leg.key[1])
     for leg in legs:
         if shard is not None and leg.target == own:
-            receive[group.holders[leg.source]] += shard.shapes[leg.key[0]].numel
+            receive[group.holders[leg.source]] += shard.shapes[leg.key[0]].numel(leg.key[1])
     dtype, device = (torch.float32, "cpu") if shard is None else (shard.dtype, shard.device)
     sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
     parts = group.exchange(sent, send, receive).wait().split(receive)
@@ -70,14 +87,10 @@ def _exchanged(
     left = {host: parts[rank] for host, rank in enumerate(group.holders)}
     found = []
     for leg in legs:
-        for view in _views(shard, leg.key, gradients=gradients) if leg.target == own else ():
-            piece, left[leg.source] = left[leg.source].tensor_split([view.numel()])
-            found.append((view, piece.view_as(view)))
+        if leg.target != own:
+            continue
+        shapes = shard.shapes[leg.key[0]].weights(leg.key[1]).values()
+        mine, left[leg.source] = left[leg.source].tensor_split([sum(map(math.prod, shapes))])
+        cut = mine.split([math.prod(shape) for shape in shapes])
+        found.append((leg.key, [piece.view(shape) for piece, shape in zip(cut, shapes, strict=True)]))
     return found
-
-
-def _views(shard: ExpertShard, key: Key, *, gradients: bool) -> list[Tensor]:
-    """The weights of an expert held here, or their gradients."""
-    stack, place = shard.layers[key[0]].slot(key[1])
-    weights = [getattr(stack, name) for name in shard.shapes[key[0]].weights()]
-    return [(weight.grad if gradients else weight.detach())[place] for weight in weights]

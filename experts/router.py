@@ -86,6 +86,9 @@ class TopKRouter(nn.Module):
         # the last entry counts drops; int64, so that sums over ranks are exact and casts leave it alone
         pending = torch.zeros(num_experts + 1, dtype=torch.int64)
         self.register_buffer("pending_counts", pending, persistent=False)
+        self.traced = False
+        self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
+        """Where `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward since it was None."""
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
         """Route the tokens of B sequences.
@@ -109,6 +112,8 @@ class TopKRouter(nn.Module):
             weights_BSK = weights_BSK * kept_BSK
             counts_BE = self._count(indices_BSK, kept_BSK)
         self._note(routed_BE, kept_BSK, valid_BS)
+        if self.traced and self.seen is None and self.training and not inside_backward():
+            self.seen = (indices_BSK, weights_BSK.detach(), valid_BS)
         return Routing(
             indices_TK=indices_BSK.view(B * S, -1),
             weights_TK=weights_BSK.view(B * S, -1),

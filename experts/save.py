@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from experts.shard import ExpertShard, Key
+from experts.shapes import Key
+from experts.shard import ExpertShard
 from raytrain.checkpoint_read import read_manifest
 from raytrain.errors import CheckpointError, RunError
 from raytrain.run_folder import RunFolder
@@ -140,7 +141,7 @@ def state_in(tensors: Mapping[str, Tensor], key: Key, name: str) -> dict[str, Te
 
 
 def _check_shapes(shard: ExpertShard, key: Key, state: Mapping[str, Tensor]) -> None:
-    for field, shape in shard.shapes[key[0]].weights().items():
+    for field, shape in shard.shapes[key[0]].weights(key[1]).items():
         seen = tuple(state[field].shape) if field in state else None
         if seen != shape:
             raise CheckpointError(f"layer {key[0]} expert {key[1]}: {field} is {seen}, the model's is {shape}")

@@ -11,12 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experts.boundary import StepEnd
 from experts.placement import Placement
-from experts.replicas import gather_replica_gradients, send_fresh_weights
 from experts.save import ExpertFiles, Snapshot
-from experts.shard import ExpertShard, LayerShape
+from experts.shapes import LayerShape
+from experts.shard import ExpertShard
 from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport, read_headers
-from experts.vote import VoteLayout, tally
+from experts.vote import VoteLayout
+from experts.whole import from_first, gather_layer, take_layer
 from raytrain.config import OptimConfig
 
 
@@ -39,7 +41,8 @@ class HostServer:
         self.shard: ExpertShard | None = None
         self.files: ExpertFiles | None = None
         self.steps = 0
-        self._words = WORDS + max(1, *(max(map(len, layer.by_host.values())) for layer in placement.layers))
+        self._end: StepEnd | None = None
+        self._words = header_words(placement)
         self._does: dict[Op, Callable[[Header, list[list[int]]], None]] = {
             Op.SETUP: self._set_up, Op.FILL: self._fill, Op.FORWARD: self._forward, Op.RESERVE: self._forward,
             Op.RECOMPUTE: self._forward, Op.EVALUATE: self._forward, Op.BACKWARD: self._backward, Op.VOTE: self._vote,
@@ -61,32 +64,31 @@ class HostServer:
             rows = self.group.headers(None, self._words)
             header = read_headers(rows, generation=self.generation, version=self.placement.version)
             if header.op == Op.END:
-                return
+                return self._end.migration.drop() if self._end is not None else None
             self._does[header.op](header, [row[WORDS:] for row in rows])
 
     # -- operations -------------------------------------------------------------------------------
 
     def _set_up(self, header: Header, _counts: list[list[int]]) -> None:
-        told = json.loads(bytes(self._from_first(header.width, dtype=torch.uint8).numpy()))
+        told = json.loads(bytes(from_first(self.group, header.width, dtype=torch.uint8).numpy()))
+        shapes = [LayerShape.from_json(shape) for shape in told["shapes"]]
         self.shard = ExpertShard(
-            [LayerShape(**shape) for shape in told["shapes"]],
+            shapes,
             self.placement,
             self.host,
             optim=OptimConfig(**told["optim"]),
             dtype=getattr(torch, told["dtype"]),
             device=self.device,
         )
+        layout = VoteLayout.of(shapes, holders=len(self.group.holders))
+        self._end = StepEnd(self.group, self.placement, layout)
+        self._end.shard = self.shard
         self.files = ExpertFiles(told["run_path"], host=self.host)
         if told["checkpoint"] is not None:
             self.files.load(self.shard, told["checkpoint"])
 
     def _fill(self, header: Header, _counts: list[list[int]]) -> None:
-        shard = self._set()
-        shape = shard.shapes[header.layer]
-        held = shard.layers[header.layer].experts
-        flat = self._from_first(len(held) * shape.numel, dtype=shard.dtype)
-        for expert, piece in zip(held, flat.split(shape.numel) if held else (), strict=True):
-            shard.set_weights((header.layer, expert), unpack(piece, shape))
+        take_layer(self.group, self._set(), header.layer)
 
     def _forward(self, header: Header, counts: list[list[int]]) -> None:
         shard = self._set()
@@ -101,16 +103,12 @@ class HostServer:
         self._send(self._set().backward(header.layer, header.micro_batch, grads, sources), sources)
 
     def _vote(self, header: Header, _counts: list[list[int]]) -> None:
-        shard = self._set()
-        gather_replica_gradients(self.group, shard, self.placement)
-        layout = VoteLayout.of(shard.shapes)
-        vector = layout.empty(header.step)
-        layout.put_squares(vector, shard.squares())
-        self.group.sum_(vector)
-        agreed = tally(layout, vector, step=header.step, members=self.group.size)
-        shard.commit(agreed.commit(shard.optim.max_grad_norm))
-        send_fresh_weights(self.group, shard, self.placement)
+        assert self._end is not None
+        self._end.run(header.step, max_grad_norm=self._set().optim.max_grad_norm)
         self.steps = header.step
+        if self._end.placement is not self.placement:
+            self.placement = self._end.placement
+            self._words = header_words(self.placement)
 
     def _discard(self, _header: Header, _counts: list[list[int]]) -> None:
         self._set().discard()
@@ -120,11 +118,8 @@ class HostServer:
         self.files.begin(Snapshot.of(self._set()), step=header.step)
 
     def _fetch(self, header: Header, _counts: list[list[int]]) -> None:
-        shard = self._set()
-        homes = [expert for layer, expert in shard.homes() if layer == header.layer]
-        pieces = [pack(shard.weights_of((header.layer, expert))) for expert in homes]
-        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=shard.dtype)
-        self.group.exchange(sent, [len(sent)] + [0] * (self.group.size - 1), [0] * self.group.size).wait()
+        shard, layer = self._set(), header.layer
+        gather_layer(self.group, shard.shapes[layer], layer, shard=shard, routes=None, dtype=shard.dtype)
 
     # -- the wire ---------------------------------------------------------------------------------
 
@@ -145,19 +140,7 @@ class HostServer:
         send = [sum(source) for source in sources] + [0] * (self.group.size - self.workers)
         self.group.exchange(rows, send, [0] * self.group.size).wait()
 
-    def _from_first(self, count: int, *, dtype: torch.dtype) -> Tensor:
-        nothing = torch.empty(0, dtype=dtype)
-        receive = [count] + [0] * (self.group.size - 1)
-        return self.group.exchange(nothing, [0] * self.group.size, receive).wait()
 
-
-def pack(weights: dict[str, Tensor]) -> Tensor:
-    """The weights of one expert as one CPU vector."""
-    return torch.cat([weight.reshape(-1).cpu() for weight in weights.values()])
-
-
-def unpack(flat: Tensor, shape: LayerShape) -> dict[str, Tensor]:
-    """The inverse of `pack`; views."""
-    sizes = shape.weights()
-    pieces = flat.split([rows * columns for rows, columns in sizes.values()])
-    return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
+def header_words(placement: Placement) -> int:
+    """Of a header with the counts of the host that has the most slots in any layer."""
+    return WORDS + max(1, *(max(map(len, layer.by_host.values())) for layer in placement.layers))

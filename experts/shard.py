@@ -6,47 +6,18 @@ The same object serves an expert host and, where experts are colocated, a worker
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from experts.expert import GroupedExperts
+from experts.busy import BusyTime
+from experts.layer_shard import LayerShard
 from experts.placement import Placement
 from experts.routes import LayerRoutes
+from experts.shapes import Key, LayerShape
 from raytrain.config import OptimConfig
-from raytrain.gradients import GradientBuffers
 from raytrain.optim import build_optimizers, takes_skip_on_device
-
-Key = tuple[int, int]
-"""(layer, logical expert)."""
-
-WEIGHTS = ("w1", "w2", "w3")
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The experts of one layer."""
-
-    num_experts: int
-    width: int
-    hidden: int
-    activation: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    def weights(self) -> dict[str, tuple[int, int]]:
-        """Name -> shape of each weight of one expert, in the order in which they travel."""
-        shapes = {"w1": (self.hidden, self.width), "w2": (self.width, self.hidden)}
-        return shapes | ({"w3": (self.hidden, self.width)} if self.activation == "swiglu" else {})
-
-    @property
-    def numel(self) -> int:
-        """Parameters of one expert."""
-        return sum(rows * columns for rows, columns in self.weights().values())
 
 
 @dataclass(frozen=True)
@@ -64,44 +35,6 @@ class Commit:
     lr: float
 
 
-class LayerShard:
-    """One layer on one host: its homes, then its replicas."""
-
-    def __init__(self, shape: LayerShape, routes: LayerRoutes, host: int, *, dtype: torch.dtype, device: Any) -> None:
-        self.shape = shape
-        self.experts = [expert for expert, _ in routes.slots[host]]
-        self.num_homes = routes.homes[host]
-        self.homes = _stack(shape, self.num_homes, dtype=dtype, device=device)
-        self.replicas = _stack(shape, len(self.experts) - self.num_homes, dtype=dtype, device=device)
-
-    def forward(self, x_RD: Tensor, counts: list[int]) -> Tensor:
-        """Rows sorted by slot, `counts` of each; without any row every weight still gets its zero gradient."""
-        split = sum(counts[: self.num_homes])
-        parts = []
-        for stack, rows, own in (
-            (self.homes, x_RD[:split], counts[: self.num_homes]),
-            (self.replicas, x_RD[split:], counts[self.num_homes :]),
-        ):
-            if stack is not None:
-                parts.append(stack(rows, torch.tensor(own, device=rows.device), own))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def slot(self, expert: int) -> tuple[GroupedExperts, int]:
-        """(the stack that holds the expert here, its place in it)."""
-        place = self.experts.index(expert)
-        stack = self.homes if place < self.num_homes else self.replicas
-        assert stack is not None
-        return stack, place if place < self.num_homes else place - self.num_homes
-
-
-def _stack(shape: LayerShape, number: int, *, dtype: torch.dtype, device: Any) -> GroupedExperts | None:
-    if number == 0:
-        return None
-    with torch.device("meta"):  # the weights come from elsewhere: nothing is drawn
-        stack = GroupedExperts(number, shape.width, shape.hidden, activation=shape.activation)  # type: ignore[arg-type]
-    return stack.to(dtype=dtype).to_empty(device=device)
-
-
 class ExpertShard:
     """Every layer of one host.
 
@@ -110,6 +43,9 @@ class ExpertShard:
         host: whose part of `placement` this is.
         optim: kind and constants of the optimizer; the learning rate comes with each commit.
         dtype: of the master weights.
+
+    Attributes:
+        busy: seconds that the experts computed.
     """
 
     def __init__(
@@ -124,21 +60,18 @@ class ExpertShard:
     ) -> None:
         self.shapes, self.placement, self.host = shapes, placement, host
         self.optim, self.dtype, self.device = optim, dtype, device
+        self.busy = BusyTime(device)
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._build(placement)
+        self.layers = [self._layer(layer) for layer in range(len(shapes))]
+        self.optimizers = self._built_optimizers()
 
-    def _build(self, placement: Placement) -> None:
-        self.placement = placement
-        self.routes = [LayerRoutes.of(placement, layer) for layer in range(len(self.shapes))]
-        self.layers = [
-            LayerShard(shape, routes, self.host, dtype=self.dtype, device=self.device)
-            for shape, routes in zip(self.shapes, self.routes, strict=True)
-        ]
-        self.module = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
-        replicas = nn.ModuleList(layer.replicas for layer in self.layers if layer.replicas is not None)
-        self.gradients = GradientBuffers(self.module.parameters())
-        self.replica_gradients = GradientBuffers(replicas.parameters())
-        self.optimizers = build_optimizers(self.module, self.optim, lr=1.0) if len(self.module) else []
+    def _layer(self, layer: int) -> LayerShard:
+        routes = LayerRoutes.of(self.placement, layer)
+        return LayerShard(self.shapes[layer], routes, self.host, dtype=self.dtype, device=self.device)
+
+    def _built_optimizers(self) -> list[torch.optim.Optimizer]:
+        homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
+        return build_optimizers(homes, self.optim, lr=1.0) if len(homes) else []
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -152,28 +85,30 @@ class ExpertShard:
         Returns:
             (R, D) in the same order.
         """
-        x = _by_slot(rows, sources)
-        counts = [sum(column) for column in zip(*sources, strict=True)]
-        with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _own_graph():
-            x = x.detach().requires_grad_(keep)
-            y = self.layers[layer].forward(x, counts) if counts else x
-        if keep:
-            self._kept[layer, micro_batch] = (x, y)
-        return _by_source(y.detach(), sources)
+        with self.busy.counted():
+            x = _by_slot(rows, sources)
+            counts = [sum(column) for column in zip(*sources, strict=True)]
+            with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _own_graph():
+                x = x.detach().requires_grad_(keep)
+                y = self.layers[layer].forward(x, counts) if counts else x
+            if keep:
+                self._kept[layer, micro_batch] = (x, y)
+            return _by_source(y.detach(), sources)
 
     def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         """Gradients of the outputs to gradients of the inputs; those of the weights are added up."""
-        x, y = self._kept.pop((layer, micro_batch))
-        if y is not x:
-            torch.autograd.backward(y, _by_slot(grads, sources).to(y.dtype))
-        inner = torch.zeros_like(x) if x.grad is None else x.grad
-        return _by_source(inner, sources)
+        with self.busy.counted():
+            x, y = self._kept.pop((layer, micro_batch))
+            if y is not x:
+                torch.autograd.backward(y, _by_slot(grads, sources).to(y.dtype))
+            inner = torch.zeros_like(x) if x.grad is None else x.grad
+            return _by_source(inner, sources)
 
     def discard(self) -> None:
         """Forget gradients and whatever was kept for backward."""
         self._kept.clear()
-        self.gradients.zero_()
-        self.replica_gradients.zero_()
+        for layer in self.layers:
+            layer.discard()
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -181,10 +116,8 @@ class ExpertShard:
         """Sum of squares of the gradient of each expert at home here, in float64: the same for any placement."""
         keys, totals = self.homes(), []
         for layer, expert in keys:
-            stack, place = self.layers[layer].slot(expert)
             total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for name in self.shapes[layer].weights():
-                grad = getattr(stack, name).grad[place]
+            for grad in self.layers[layer].gradients_of(expert).values():
                 total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
             totals.append(total)
         return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
@@ -194,7 +127,9 @@ class ExpertShard:
         if not agreed.skip:
             for factor in (agreed.inverse_scale, agreed.coefficient):
                 if factor != 1.0:
-                    self.gradients.scale_(torch.tensor(factor, dtype=torch.float64, device=self.device))
+                    scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
+                    for layer in self.layers:
+                        layer.gradients.scale_(scale)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = agreed.lr
@@ -215,8 +150,7 @@ class ExpertShard:
 
     def weights_of(self, key: Key) -> dict[str, Tensor]:
         """Name -> weight of an expert held here; views."""
-        stack, place = self.layers[key[0]].slot(key[1])
-        return {name: getattr(stack, name).detach()[place] for name in self.shapes[key[0]].weights()}
+        return self.layers[key[0]].weights_of(key[1])
 
     def set_weights(self, key: Key, weights: Mapping[str, Tensor]) -> None:
         """Copy weights in."""
@@ -230,19 +164,19 @@ class ExpertShard:
         state: dict[str, Tensor] = {}
         for name, weight in self.weights_of(key).items():
             state[name] = weight
-            for slot, value in self._optimizer_state(getattr(stack, name)).items():
-                state[f"{name}.{slot}"] = value[place] if value.shape == getattr(stack, name).shape else value
+            parameter = getattr(stack, name)
+            for slot, value in self._optimizer_state(parameter).items():
+                state[f"{name}.{slot}"] = value[place] if value.shape == parameter.shape else value
         return state
 
     def load_state(self, key: Key, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state_of`, into an expert at home here."""
         self.set_weights(key, state)
         stack, place = self.layers[key[0]].slot(key[1])
-        for name in self.shapes[key[0]].weights():
-            parameter = getattr(stack, name)
-            for full, value in state.items():
-                if full.startswith(f"{name}."):
-                    self._load_slot(parameter, full.partition(".")[2], place, value)
+        for full, value in state.items():
+            name, dot, slot = full.partition(".")
+            if dot:
+                self._load_slot(getattr(stack, name), slot, place, value)
 
     def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         for optimizer in self.optimizers:
@@ -260,6 +194,54 @@ class ExpertShard:
             held[name][place].copy_(value)
         else:
             held[name] = value.clone().to(self.device if value.is_cuda else value.device)
+
+    # -- another placement --------------------------------------------------------------------------
+
+    def switch(self, placement: Placement, arrived: Mapping[Key, Mapping[str, Tensor]]) -> None:
+        """Take another placement, between the last backward of a step and its vote.
+
+        What is at home here, and stays so, keeps weights, optimizer state and gradient; an expert that was here as a
+        copy and is at home now keeps its gradient. New replicas are empty: they get their weights after the commit.
+
+        Args:
+            arrived: state of each expert that comes to its new home here.
+        """
+        changed = [
+            layer
+            for layer, (old, new) in enumerate(zip(self.placement.layers, placement.layers, strict=True))
+            if old.copies != new.copies
+        ]
+        kept, gradients = self._carried(placement, changed)
+        states = {parameter: held for optimizer in self.optimizers for parameter, held in optimizer.state.items()}
+        self.placement = placement
+        for layer in changed:
+            self.layers[layer] = self._layer(layer)
+        self.optimizers = self._built_optimizers()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in states:
+                        optimizer.state[parameter] = states[parameter]
+        for key, state in {**kept, **arrived}.items():
+            self.load_state(key, state)
+        for (layer, expert), values in gradients.items():
+            for name, view in self.layers[layer].gradients_of(expert).items():
+                view.copy_(values[name])
+
+    def _carried(
+        self, placement: Placement, changed: list[int]
+    ) -> tuple[dict[Key, dict[str, Tensor]], dict[Key, dict[str, Tensor]]]:
+        """(state of the homes that stay here, gradients of what is at home here from now on), of changed layers."""
+        kept, gradients = {}, {}
+        for layer in changed:
+            own = self.layers[layer]
+            for expert in own.experts:
+                if placement.home_of(layer, expert) != self.host:
+                    continue
+                if self.placement.home_of(layer, expert) == self.host:
+                    kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
+                gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
+        return kept, gradients
 
 
 def _autocast(rows: Tensor, master: torch.dtype) -> torch.autocast:

@@ -12,22 +12,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.shard import Commit, Key, LayerShape
+from experts.shapes import Key, LayerShape
+from experts.shard import Commit
 from experts.transport.protocol import HeaderMismatch
 
-HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr")
+HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
 
 
 @dataclass(frozen=True)
 class VoteLayout:
-    """Where what stands in the vector: the head, the routed rows and drops of each layer, a square for each expert."""
+    """Where what stands in the vector: the head, the routed rows and drops of each layer, a square for each expert,
+    and the seconds that each holder of experts has computed and moved experts since the last vote.
+
+    `notice` is the length in bytes of what rank 0 has to tell everybody after the commit.
+    """
 
     experts: tuple[int, ...]
+    holders: int
 
     @classmethod
-    def of(cls, shapes: Sequence[LayerShape]) -> VoteLayout:
+    def of(cls, shapes: Sequence[LayerShape], *, holders: int) -> VoteLayout:
         """For the layers of a model."""
-        return cls(tuple(shape.num_experts for shape in shapes))
+        return cls(tuple(shape.num_experts for shape in shapes), holders)
 
     @property
     def counts(self) -> slice:
@@ -39,9 +45,14 @@ class VoteLayout:
         """One slot for each expert of each layer."""
         return slice(self.counts.stop, self.counts.stop + sum(self.experts))
 
+    @property
+    def seconds(self) -> slice:
+        """(busy, moving) of each holder."""
+        return slice(self.squares.stop, self.squares.stop + 2 * self.holders)
+
     def empty(self, step: int) -> Tensor:
         """This member's part, still without anything but the step."""
-        vector = torch.zeros(self.squares.stop, dtype=torch.float64)
+        vector = torch.zeros(self.seconds.stop, dtype=torch.float64)
         vector[0] = step
         return vector
 
@@ -50,16 +61,25 @@ class VoteLayout:
         for (layer, expert), value in squares.items():
             vector[self.squares.start + sum(self.experts[:layer]) + expert] = value
 
+    def put_seconds(self, vector: Tensor, holder: int, *, busy: float, moving: float) -> None:
+        """Fill in this holder's."""
+        vector[self.seconds.start + 2 * holder] = busy
+        vector[self.seconds.start + 2 * holder + 1] = moving
+
 
 @dataclass(frozen=True)
 class Tally:
-    """What the sum says: global norm before clipping, whether everybody skips, the counts, scale and learning rate."""
+    """What the sum says: global norm before clipping, whether everybody skips, the counts, scale and learning rate;
+    bytes of rank 0's notice; seconds that each holder computed and moved experts."""
 
     norm: Tensor
     skip: Tensor
     counts: Tensor
     inverse_scale: float
     lr: float
+    notice: int
+    busy_s: list[float]
+    moving_s: list[float]
 
     def commit(self, max_grad_norm: float | None) -> Commit:
         """For an optimizer on a host: the same numbers as in the workers' own step."""
@@ -80,4 +100,14 @@ def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tal
     scale = float(vector[3])
     norm = (vector[1] + vector[layout.squares].sum() * scale * scale).sqrt()
     skip = ~torch.isfinite(norm) | (vector[2] > 0)
-    return Tally(norm, skip, vector[layout.counts], inverse_scale=scale, lr=float(vector[4]))
+    seconds = vector[layout.seconds].view(-1, 2)
+    return Tally(
+        norm,
+        skip,
+        vector[layout.counts],
+        inverse_scale=scale,
+        lr=float(vector[4]),
+        notice=int(vector[5]),
+        busy_s=seconds[:, 0].tolist(),
+        moving_s=seconds[:, 1].tolist(),
+    )

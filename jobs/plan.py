@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
-from experts.room import check_room
+from experts.planned import check_room, shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
@@ -93,6 +93,7 @@ def plan_job(
         model_facts, data_facts = model_facts or built, data_facts or read
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
+    sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
     plan = make_plan(
         model=spec.model,
         data=spec.data,
@@ -105,13 +106,14 @@ def plan_job(
         cluster=spec.cluster,
         seed=spec.seed,
         inventory=machines,
-        model_facts=model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts)),
+        model_facts=sized,
         data_facts=data_facts,
         name=spec.name,
+        share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
     )
-    if separate(plan.hosts) and isinstance(plan.device, Resolved) and plan.device.value == "cuda":
-        room = [(gpu.name, gpu.memory_bytes) for node in machines.nodes for gpu in node.devices if gpu.kind == "cuda"]
-        check_room(spec.model.builder or "", spec.model.keys, spec.experts, room, hosts=separate(plan.hosts))
+    on_gpu = isinstance(plan.device, Resolved) and plan.device.value == "cuda"
+    if on_gpu and separate(plan.hosts) and sized is not None and sized.experts is not None:
+        check_room(sized.experts, spec.experts, machines.devices(), hosts=separate(plan.hosts))
     return replace(plan, config=encode(spec), sources=dict(loaded.sources))
 
 

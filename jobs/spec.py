@@ -16,6 +16,7 @@ from pydantic import Field
 
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
+from experts.plan import check_section
 from jobs.job_file import read_job
 from raytrain.config import (
     DataConfig,
@@ -211,9 +212,7 @@ def _check_across(spec: JobSpec) -> None:
         remedy = "data.eval_fraction above 0 keeps data for evaluation"
         expected = "null where nothing is evaluated"
         raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
-    if experts.num_experts is not None and experts.top_k > experts.num_experts:
-        expected = f"at most experts.num_experts, {experts.num_experts}"
-        raise InputError("experts.top_k", seen=describe(experts.top_k), expected=expected)
+    check_section(experts)
     if experts.replicas and experts.hosts == 0:
         expected, remedy = "0 where experts.hosts is 0", "copies of experts live on hosts"
         raise InputError("experts.replicas", seen=describe(experts.replicas), expected=expected, remedy=remedy)
@@ -251,9 +250,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
         "scale.shares": (scale.shares == "equal", "equal", "unequal shares are"),
         "experts.inflight": (experts.inflight in ("auto", 1), "auto or 1", "two micro-batches in flight are"),
-        "experts.replicas": (experts.replicas == 0, "0", "replicas of experts are"),
-        "experts.placement": (experts.placement == "auto", "auto", "placement policies in training are"),
-        "experts.rebalance_every": (experts.rebalance_every is None, "null", "moving experts is"),
         "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "optim.name": (spec.optim.name != "muon", "adamw or sgd", "Muon is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),

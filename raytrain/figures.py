@@ -235,3 +235,38 @@ def expert_counts(records: RunRecords) -> tuple[Any, Any]:
     if counts:
         return int(counts[0]), int(counts[-1])
     return (int(planned), int(planned)) if planned else (None, None)
+
+
+def training_spec(records: RunRecords) -> dict[str, Any]:
+    """Three panels: loss; accuracy, or gradient norm where there is none; time per epoch, or per step of one.
+
+    Each series holds the `x` and `y` that are drawn, in full precision.
+    """
+    accuracy = _lines(
+        ("train", series(records.train, "accuracy")), ("eval", series(records.evals, "accuracy"))
+    )
+    norms = _lines(("gradient norm", series(records.train, "grad_norm")))
+    second = _panel("Accuracy", "step", "accuracy", accuracy)
+    if not accuracy:
+        second = _panel("Gradient norm", "step", "global norm", norms)
+    epochs = [
+        (row["epoch"], row["epoch_time_s"]) for row in history(records) if row["epoch_time_s"] is not None
+    ]
+    if len(epochs) > 1:
+        third = _panel("Epoch time", "epoch", "seconds", _lines(("epoch", epochs)), kind="bar")
+    else:
+        third = _panel("Step time", "step", "seconds", _lines(("step", series(records.train, "step_time_s"))))
+    losses = _lines(("train", series(records.train, "loss")), ("eval", series(records.evals, "loss")))
+    return {"title": records.name, "panels": [_panel("Loss", "step", "loss", losses), second, third]}
+
+
+def _panel(title: str, x_label: str, y_label: str, lines: list[Any], *, kind: str = "line") -> dict[str, Any]:
+    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": lines}
+
+
+def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
+    return [
+        {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]}
+        for label, points in named
+        if points
+    ]

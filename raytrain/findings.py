@@ -21,6 +21,7 @@ from raytrain.figures import (
     step_ms,
     time_account,
 )
+from raytrain.loads import loads_of, names_of
 from raytrain.reading import (
     Row,
     RunRecords,
@@ -252,14 +253,18 @@ def step_times(records: RunRecords) -> list[Finding]:
 
 
 def experts(records: RunRecords) -> list[Finding]:
-    """Uneven load and dropped tokens of a mixture of experts, over the last half of the run."""
+    """Dead experts, uneven load and dropped tokens of a mixture of experts."""
     late = records.train[len(records.train) // 2 :]
     load = percentile(values(late, "load_imbalance"), 0.5)
     dropped = percentile(values(late, "dropped_fraction"), 0.5)
-    found = []
+    remedy = "Raise experts.balance_weight, or set experts.balance: both."
+    found, loads = [], loads_of(records)
+    if loads is not None and (dead := loads.dead()):
+        number = sum(map(len, loads.last_used))
+        seen = f"{len(dead)} of {number} had no row in the last quarter of the windows: {names_of(dead)}"
+        found.append(Finding("warning", "Experts without tokens", seen, remedy))
     if load is not None and load > 2:
         seen = f"the busiest expert has {load:.2g} times the mean load (median of the second half)"
-        remedy = "Raise experts.balance_weight, or set experts.balance: both."
         found.append(Finding("warning", "Experts are loaded unevenly", seen, remedy))
     if dropped is not None and dropped > 0.02:
         seen, remedy = (

@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ BUCKET_BYTES = 64 * 2**20
 NORM_PIECE = 2**18
 #: So long may the word that a group was given up take to every worker.
 WORD_S = 3.0
-#: Whoever waits in gloo looks up so often whether its group was given up; a look costs 0.3 ms.
-WAKE_S = 0.2
 
 
 class GradientBuffers:
@@ -140,26 +137,6 @@ class WorkersGroup:
     lost: Callable[[], str | None]
 
 
-def wait_for(work: Any, given_up: Callable[[], bool]) -> None:
-    """`work.wait()` for a gloo group that may be given up meanwhile.
-
-    gloo's own `abort` does not end a call that waits for a peer who lives (seen with torch 2.13).
-
-    Raises:
-        RuntimeError: torch's, where the call failed; or the group was given up.
-    """
-    while True:
-        try:
-            work.wait(timedelta(seconds=WAKE_S))
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # it failed, and says why; or it came in at the last moment
-                return
-            if given_up():
-                raise
-
-
 class Workers:
     """The workers as one training step sees them: sums over the group, and nothing at all for a single worker.
 
@@ -190,7 +167,7 @@ class Workers:
             return
         with self._together():
             for tensor in tensors:
-                self._wait(self._of(tensor).allreduce([tensor]), tensor)
+                self._of(tensor).allreduce([tensor]).wait()
 
     def sum_flags(self, values: list[int]) -> list[int]:
         """Sum small host integers over the workers; never touches the device."""
@@ -209,7 +186,7 @@ class Workers:
 
         def finish() -> list[int]:
             with self._together():
-                self._wait(work, vector)
+                work.wait()
             # numpy shares memory with a CPU tensor: no device read is made or counted
             return [int(value) for value in vector.numpy()]
 
@@ -222,7 +199,7 @@ class Workers:
         own = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.world)]
         with self._together():
-            self._wait(self._flags.allgather([rows], [own]), own)
+            self._flags.allgather([rows], [own]).wait()
         return [[float(value) for value in row.numpy()] for row in rows]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -234,7 +211,7 @@ class Workers:
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
         rows = [torch.empty_like(own) for _ in range(self.world)]
         with self._together():
-            self._wait(self._flags.allgather([rows], [own]), own)
+            self._flags.allgather([rows], [own]).wait()
         return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
@@ -243,17 +220,10 @@ class Workers:
             return
         with self._together():
             for tensor in tensors:
-                self._wait(self._of(tensor).broadcast([tensor.detach()], _from_first()), tensor)
+                self._of(tensor).broadcast([tensor.detach()], _from_first()).wait()
 
     def _of(self, tensor: Tensor) -> Any:
         return self._flags if tensor.device.type == "cpu" else self._payload
-
-    def _wait(self, work: Any, tensor: Tensor) -> None:
-        """On a device the stream waits, and NCCL's abort ends it; a process waits for CPU tensors."""
-        if tensor.device.type == "cpu":
-            wait_for(work, lambda: self._lost is not None and self._lost() is not None)
-        else:
-            work.wait()
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

@@ -117,6 +117,8 @@ class TrainingLoop:
         output = self.step.run(micros, global_weight=weight, step=state.step + 1, passes=passes)
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
+        for kind, fields in self.step.trainable.notices() if self.step.trainable.notices else ():
+            self.reporter.event(kind, **fields)
         scale = self.step.scale
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)
         now = time.perf_counter()
@@ -145,15 +147,21 @@ class TrainingLoop:
     def _log(self, state: LoopState, output: StepOutput) -> int:
         """Read the device once, meet once, write a row; returns the longest run of failed steps since the last row."""
         extra = self.step.trainable.log_metrics() if self.step.trainable.log_metrics else {}
+        window = self.step.trainable.window
         bad, scaler = self._nonfinite, self.step.scale
         named = [output.loss, output.aux_loss, output.norm, output.skip, bad.total, bad.longest, scaler.value]
         device = output.loss.device
-        values = torch.stack([v.detach().double().to(device) for v in (*named, *extra.values())]).tolist()
+        read = torch.stack([v.detach().double().to(device) for v in (*named, *extra.values())])
+        values = (read if window is None else torch.cat([read, window.device_values().double().to(device)])).tolist()
+        values, beyond = values[: len(read)], values[len(read) :]
         loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         times = sorted(self._times)
         own = [sum(times) / len(times), self._data_s / len(times), float(self.peak_memory()), loss_share, aux_share]
-        step_s, data_s, peak, losses, auxes = zip(*self.step.workers.gather_floats(own), strict=True)
+        own += [] if window is None else window.host_values()
+        told = self.step.workers.gather_floats(own)
+        step_s, data_s, peak, losses, auxes = zip(*(row[:5] for row in told), strict=True)
+        closed = None if window is None else window.close(state.step, beyond, [row[5:] for row in told])
         loss, aux = sum(losses), sum(auxes)  # shares of the global mean, in the order of the ranks
         record = StepRecord(
             step=state.step,
@@ -179,10 +187,15 @@ class TrainingLoop:
                 "peak_memory_bytes_mean": sum(peak) / len(peak),
                 "skipped_steps": self._skipped_before + int(skipped),
                 **dict(zip(extra, values[7:], strict=True)),
+                **(closed.metrics if closed else {}),
             },
         )
         state.final_loss = loss
         self.reporter.metrics(record.to_row())
+        if closed is not None:
+            self.reporter.window(closed.row, closed.traces)
+            for kind, fields in closed.events:
+                self.reporter.event(kind, **fields)
         if skip and (not scaler.enabled or scale <= 1.0):
             self._name_nonfinite(state.step, loss)
         self._times, self._data_s, self._samples, self._tokens = [], 0.0, 0.0, 0.0

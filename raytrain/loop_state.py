@@ -68,6 +68,10 @@ class Reporter(Protocol):
         """One row of events.jsonl."""
         ...
 
+    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+        """One row of experts.jsonl, and routing traces by step."""
+        ...
+
 
 class Saver(Protocol):
     """Writes checkpoints; `save` is called by every worker at the same step."""

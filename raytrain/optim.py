@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from torch import nn
 from raytrain.config import OptimConfig
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, vectors: Collection[int] = ()
+) -> list[dict[str, Any]]:
     """Matrices (two and more dimensions) decay, vectors and scalars do not; frozen parameters are left out.
 
-    A parameter reachable under two names (tied weights) stands in one group only.
+    A parameter reachable under two names (tied weights) stands in one group only. `vectors` are the ids of those that
+    hold one vector in each row.
     """
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -23,7 +26,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay:
     for _, parameter in named:
         if parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
-            (decay if parameter.dim() >= 2 else plain).append(parameter)
+            (decay if parameter.dim() >= 2 and id(parameter) not in vectors else plain).append(parameter)
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -34,11 +37,24 @@ def build_optimizers(module: nn.Module, optim: OptimConfig, *, lr: float) -> lis
     The fused kernels are used where the parameters' device has them: one pass over memory, and they take the
     "skip this step" flag as a tensor, so that a non-finite gradient costs no device read.
     """
-    groups = parameter_groups(module.named_parameters(), weight_decay=optim.weight_decay)
+    groups = parameter_groups(
+        module.named_parameters(), weight_decay=optim.weight_decay, vectors=_stacked_vectors(module)
+    )
     fused = fused_available(module)
     if optim.name == "sgd":
         return [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
     return [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
+
+
+def _stacked_vectors(module: nn.Module) -> set[int]:
+    """Ids of the parameters that their modules name in a tuple `stacked_vectors`: rows of vectors, no matrices."""
+    found = [
+        getattr(part, name)
+        for part in module.modules()
+        if isinstance(names := getattr(part, "stacked_vectors", None), tuple)
+        for name in names
+    ]
+    return {id(parameter) for parameter in found if parameter is not None}
 
 
 def fused_available(module: nn.Module) -> bool:

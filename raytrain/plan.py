@@ -22,6 +22,7 @@ from raytrain.config import (
 )
 from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
+from raytrain.plan_memory import ShareOut, estimate_bytes
 from raytrain.plan_steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -31,8 +32,8 @@ from raytrain.plan_steps import (
     choose_lr,
     choose_storage,
     choose_warmup,
-    estimate_bytes,
 )
+from raytrain.plan_time import predict_step
 from raytrain.plan_values import (
     Choice,
     DataFacts,
@@ -46,7 +47,7 @@ from raytrain.plan_workers import choose_placement, choose_threads, count_worker
 
 __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
 
-IN_BYTES = ("memory", "checkpoint_bytes")
+IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,12 @@ class Plan:
     checkpoint_every: Choice
     storage: Choice
     hosts: Choice
+    experts: Choice
     deterministic: Choice
     parameters: Choice
     memory: Choice
+    host_memory: Choice
+    step_time: Choice
     checkpoint_bytes: Choice
     files: Choice
     warnings: list[str] = field(default_factory=list)
@@ -98,8 +102,9 @@ class Plan:
         return {name: value for name, value in named if isinstance(value, Resolved | Deferred)}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of each decision, as text for a table."""
-        return [(name, _shown(name, choice), _reason(choice)) for name, choice in self.choices().items()]
+        """(name, value, reason) of each decision, as text for a table; None is what does not apply."""
+        known = ((n, c) for n, c in self.choices().items() if not isinstance(c, Resolved) or c.value is not None)
+        return [(name, _shown(name, choice), _reason(choice)) for name, choice in known]
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `Plan.from_json` of it equals this plan."""
@@ -120,7 +125,7 @@ class Plan:
         return cls(
             **{name: choice_from_json(row) for name, row in record["choices"].items()},
             warnings=list(record["warnings"]),
-            model_facts=ModelFacts(**model) if model else None,
+            model_facts=ModelFacts.from_json(model) if model else None,
             data_facts=DataFacts(**data) if data else None,
             inventory=dict(record["inventory"]),
             config=dict(record["config"]),
@@ -169,11 +174,12 @@ def make_plan(
     model_facts: ModelFacts | None,
     data_facts: DataFacts | None,
     name: str = "run",
+    share_out: ShareOut | None = None,
 ) -> Plan:
     """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
 
-    `experts_hosts` is None for a dense model; facts are None where only a start can tell; run folders begin
-    with `name`. Raises InputError, naming the key, for what these machines or this data cannot give.
+    `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
+    are shared out. Raises InputError, naming the key, for what these machines or this data cannot give.
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
@@ -188,16 +194,15 @@ def make_plan(
     allowed = int(cluster.memory_fraction * room / share) if room else None
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
-        model_facts,
-        optim,
-        precision=choices["precision"],
-        micro=batches["micro_batch_size"].value,
+        model_facts, optim, precision=choices["precision"], micro=batches["micro_batch_size"].value,
         resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
-    )
+        on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out,
+    )  # fmt: skip
     _warn_of_memory(estimates["memory"], allowed, warnings)
     decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
     return Plan(
         **decided,
+        step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),

@@ -1,4 +1,4 @@
-"""Plan rules about work: batches, the length of a run, its rhythm, where data lies, how much memory it takes.
+"""Plan rules about work: batches, the length of a run, its rhythm, where data lies.
 
 Pure: sections and facts in, choices out. What the facts do not tell yet is `Deferred`.
 """
@@ -9,7 +9,7 @@ import math
 
 from raytrain.config import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
-from raytrain.plan_values import Choice, DataFacts, Deferred, ModelFacts, Resolved, size_text
+from raytrain.plan_values import Choice, DataFacts, Deferred, Resolved, size_text
 
 REFERENCE_BATCH = 32
 """`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""
@@ -21,7 +21,6 @@ EVAL_COST = 1 / 3
 """A forward pass against a forward and backward pass."""
 
 AFTER_DATA = "read from the data at start"
-AFTER_MODEL = "known after start (or plan --build)"
 
 
 def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
@@ -193,36 +192,3 @@ def choose_storage(
     if asked != "auto":
         return given
     return Resolved("resident" if need < room else "stream", numbers)
-
-
-def estimate_bytes(
-    model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int
-) -> dict[str, Choice]:
-    """parameters, memory (bytes of one worker) and checkpoint_bytes, by formula.
-
-    Weights, gradients and the optimizer's moments are kept in the master format (4 bytes, fp64: 8); a half
-    precision adds a cast copy of the weights. `resident` are the bytes of data kept on the device.
-    """
-    if model_facts is None:
-        unknown = Deferred(AFTER_MODEL)
-        return {"parameters": unknown, "memory": unknown, "checkpoint_bytes": unknown}
-    dtype = precision.value if isinstance(precision, Resolved) else precision.bounds[0]
-    width = 2 if dtype == "fp64" else 1
-    moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
-    weights = 4 * model_facts.parameters * width
-    trained = model_facts.trainable_bytes * width
-    cast = 2 * model_facts.parameters if dtype in ("bf16", "fp16") else 0
-    activations = (model_facts.activation_bytes_per_sample or 0) * micro
-    parts = {
-        "weights": weights, "gradients": trained, "optimizer": moments * trained, f"{dtype} copy": cast,
-        "activations": activations, "data": resident,
-    }  # fmt: skip
-    reason = " + ".join(f"{name} {size_text(value)}" for name, value in parts.items() if value)
-    if not activations:
-        reason += "; activations unknown"
-    checkpoint = weights + moments * trained
-    return {
-        "parameters": Resolved(model_facts.parameters, model_facts.reason),
-        "memory": Resolved(sum(parts.values()), f"{reason}; without the interpreter and torch"),
-        "checkpoint_bytes": Resolved(checkpoint, f"weights and {moments} optimizer moments"),
-    }

@@ -47,6 +47,44 @@ def choice_from_json(row: Mapping[str, Any]) -> Choice:
 
 
 @dataclass(frozen=True)
+class ExpertFacts:
+    """The parts of a model that may live outside the workers.
+
+    Attributes:
+        parameters: of each expert of each layer.
+        gate_bytes: of the routers of all layers, which every worker holds; linear in the experts.
+        rows_per_sample: that one sample sends through the experts of one layer.
+        row_bytes: what travels of a row, one way, in fp32.
+        kept_bytes_per_row: what the holder of an expert keeps of a row for backward, in fp32.
+    """
+
+    parameters: tuple[tuple[int, ...], ...]
+    gate_bytes: int
+    rows_per_sample: int
+    row_bytes: int
+    kept_bytes_per_row: int
+
+    @property
+    def total(self) -> int:
+        """Parameters of all experts."""
+        return sum(map(sum, self.parameters))
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Forward and backward of one sample through its experts, where all are visited alike."""
+        return sum(6.0 * self.rows_per_sample * sum(layer) / len(layer) for layer in self.parameters)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one holder of experts begins with: how many of them, and their parameters at home and as replicas."""
+
+    number: int
+    homes: int
+    replicas: int
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What is known of a model without building it on a device.
 
@@ -59,9 +97,19 @@ class ModelFacts:
     activation_bytes_per_sample: int | None
     flops_per_sample: float | None
     reason: str
+    experts: ExpertFacts | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> ModelFacts:
+        """The inverse of `to_json`, also after JSON made lists of tuples."""
+        experts = row.get("experts")
+        if experts is not None:
+            parameters = tuple(tuple(layer) for layer in experts["parameters"])
+            experts = ExpertFacts(**{**experts, "parameters": parameters})
+        return cls(**{**row, "experts": experts})
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class RunRecords:
     preflight: list[Row] = field(default_factory=list)
     train: list[Row] = field(default_factory=list)
     evals: list[Row] = field(default_factory=list)
+    loads: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     result: dict[str, Any] | None = None
     sample: dict[str, Any] | None = None
@@ -92,6 +93,7 @@ def read_records(run: RunFolder) -> RunRecords:
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
+        loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
         events=events,
         result=_mapping(run, run.result, unreadable) or None,
         sample=_mapping(run, run.sample, unreadable) or None,

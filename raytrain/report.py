@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from raytrain.figures import HISTORY_COLUMNS, history, plain_number, seconds, size
+from raytrain.figures import HISTORY_COLUMNS, history, plain_number, seconds, size, training_spec
+from raytrain.loads import activation_spec, device_spec
 from raytrain.reading import RunRecords, read_records, series
 from raytrain.report_charts import Curve, chart, smoothed
 from raytrain.report_page import TONES, report_page
@@ -33,17 +34,22 @@ def build_report(run: RunFolder) -> str:
 
     Errors: RunError where the folder cannot be written.
     """
-    from raytrain.plots import figure, png, training_spec  # matplotlib is loaded only by who draws
+    from raytrain.plots import activations, devices, figure, png  # matplotlib is loaded only by who draws
 
     records = read_records(run)
     summary, spec = summarise(records), training_spec(records)
+    drawn = {"expert_activations": (activations, activation_spec(records)),
+             "expert_device_distribution": (devices, device_spec(records))}  # fmt: skip
+    pictures = {name: png(draw(shown)) for name, (draw, shown) in drawn.items() if shown is not None}
     files = {
+        **{f"{name}.png": data for name, data in pictures.items()},
+        **{f"{name}.json": _json(shown) for name, (_, shown) in drawn.items() if shown is not None},
         "training_metrics.json": _json(spec),
         "training_metrics.png": png(figure(spec)),
         "history.csv": history_csv(records),
         "performance_summary.json": _json(summary),
         "performance_summary.txt": _bytes(summary_text(summary)),
-        "report.html": _bytes(report_page(records)),
+        "report.html": _bytes(report_page(records, pictures)),
     }
     for name, data in files.items():
         run.store.write_bytes(f"report/{name}", data)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,13 +20,14 @@ _ROUGH = 30
 """From this many points on a curve is drawn smoothed, with the raw one faint behind it."""
 
 
-def report_page(records: RunRecords) -> str:
-    """The whole page of a run; sections without records are left out."""
+def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None) -> str:
+    """The whole page of a run; sections without records are left out. `pictures` are PNG files by name."""
     summary = summarise(records)
     findings = diagnose(records)
     sections = [
         ("findings", "What stands out", _findings(findings)),
         ("curves", "Curves", _curves(records)),
+        ("experts", "Experts", _pictures(pictures or {})),
         ("sample", "A sample of its text", sample(records)),
         ("time", "Where the time went", time_table(records)),
         ("plan", "The plan and its reasons", plan_table(records.plan)),
@@ -144,6 +146,7 @@ def _trends(records: RunRecords) -> list[str]:
     """The smaller charts; one that would show a single point is left out, its figure stands in a tile."""
     rows = records.train
     norms, loads = series(rows, "grad_norm"), series(rows, "load_imbalance")
+    hosts = Curve("busiest host / mean", series(rows, "host_imbalance"), "c2")
     rate = "tokens" if values(rows, "tokens_per_s") else "samples"
     per_s, times = series(rows, f"{rate}_per_s"), series(rows, "step_time_s")
     accuracy = [
@@ -160,12 +163,27 @@ def _trends(records: RunRecords) -> list[str]:
         ("Learning rate", [Curve("lr", series(rows, "lr"), "c3")], {"from_zero": True}),
         ("Throughput", [Curve(f"{rate} per second", per_s, "c6")], {"from_zero": True}),
         ("Step time", rough("step", times, "c5"), {"from_zero": True, "write": seconds, "tick": seconds}),
-        ("Expert load", [Curve("busiest / mean", loads, "c7")], {}),
+        ("Expert load", [Curve("busiest / mean", loads, "c7"), hosts], {}),
         ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True}),
     ]
     return [
         chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)
     ]
+
+
+def _pictures(pictures: Mapping[str, bytes]) -> str:
+    """Inside the page, which is one file."""
+    return "".join(
+        f'<div class="card scroll"><img alt="{esc(_ALT.get(name, name))}" loading="lazy" style="max-width:100%"'
+        f' src="data:image/png;base64,{base64.b64encode(data).decode()}"></div>'
+        for name, data in pictures.items()
+    )
+
+
+_ALT = {
+    "expert_activations": "rows of each expert over time, in all, and the step of its last use",
+    "expert_device_distribution": "which host each expert lives on, with bytes and rows of each host",
+}
 
 
 def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> list[Curve]:
@@ -178,5 +196,6 @@ def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> lis
 
 def _foot(records: RunRecords) -> str:
     torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
-    files = "history.csv, training_metrics.png, training_metrics.json, performance_summary.txt and .json"
+    files = "history.csv, training_metrics.png and .json, performance_summary.txt and .json"
+    files += ", expert_activations.png and .json" if records.loads else ""
     return f"<footer>{torn}<p>{esc(records.path)}</p><p>Beside this page: {files}.</p></footer>"

@@ -25,12 +25,15 @@ class SilentReporter:
     def event(self, kind: str, **fields: Any) -> None:
         """Nothing is written."""
 
+    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+        """Nothing is written."""
+
     def close(self) -> None:
         """Nothing to close."""
 
 
 class RankZeroReporter:
-    """Writes metrics.jsonl and events.jsonl, tells observers, pushes progress to the driver.
+    """Writes metrics.jsonl, experts.jsonl and events.jsonl, tells observers, pushes progress to the driver.
 
     Args:
         run: the run folder.
@@ -77,6 +80,13 @@ class RankZeroReporter:
         row = event(kind, attempt=self.attempt, **fields)
         self.run.append_event(row)
         self._observers.event(row)
+
+    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+        """One row of experts.jsonl, and routing traces by step."""
+        self.fence()
+        self.run.writer(self.run.experts).write(row)
+        for step, data in traces.items():
+            self.run.write_bytes(self.run.routing_trace(step), data)
 
     def _observer_failed(self, name: str, trace: str) -> None:
         self.run.append_event(event("observer_failed", attempt=self.attempt, observer=name, traceback=trace))

@@ -105,6 +105,7 @@ class RunFolder:
     preflight = _file("preflight.json", "The checks before the start.")
     memory_probe = _file("memory_probe.json", "What measurements decided.")
     metrics = _file("metrics.jsonl", "Train and eval rows.")
+    experts = _file("experts.jsonl", "Of each window between logged rows: what went to each expert, and where.")
     events = _file("events.jsonl", "Attempts, faults, decisions.")
     result = _file("result.json", "How it ended.")
     sample = _file("sample.json", "Text that a language model wrote.")
@@ -113,6 +114,10 @@ class RunFolder:
     logs_dir = _file("logs", "Per rank.")
     tensorboard_dir = _file("tensorboard", "TensorBoard's files.")
     checkpoints_dir = _file("checkpoints", "One directory per checkpoint.")
+
+    def routing_trace(self, step: int) -> str:
+        """Where the tokens of step `step` went, of those steps that are traced."""
+        return f"{self.path}/routing/step_{step:08d}.npz"
 
     def checkpoint_dir(self, step: int) -> str:
         """The directory of the checkpoint after `step` steps."""
@@ -177,11 +182,18 @@ class RunFolder:
             self._writers.popitem()[1].close()
 
     def truncate_metrics(self, step: int) -> int:
-        """Removes the rows after `step` from metrics.jsonl; returns how many.
+        """Removes what lies after `step` from metrics.jsonl, experts.jsonl and routing/; returns how many metrics rows.
 
-        The file is replaced, never shortened: an old writer that still lives keeps appending to a dead inode.
+        The files are replaced, never shortened: an old writer that still lives keeps appending to a dead inode.
         """
-        name = self._name(self.metrics)
+        for entry in self.store.entries("routing"):
+            if int(entry.name.removeprefix("step_").partition(".")[0]) > step:
+                self.store.delete(f"routing/{entry.name}")
+        self._truncate(self.experts, step)
+        return self._truncate(self.metrics, step)
+
+    def _truncate(self, path: str, step: int) -> int:
+        name = self._name(path)
         writer = self._writers.pop(name, None)
         if writer is not None:
             writer.close()

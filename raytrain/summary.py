@@ -18,6 +18,7 @@ from raytrain.figures import (
     step_ms,
     time_account,
 )
+from raytrain.loads import loads_of, names_of
 from raytrain.reading import RunRecords, number, percentile, values
 
 
@@ -30,7 +31,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
     losses, (p50, p95) = values(records.train, "loss"), step_ms(records)
     accuracies = values(records.evals, "accuracy") or values(records.train, "accuracy")
     best = best_eval(records)
-    first_experts, last_experts = expert_counts(records)
+    (first_experts, last_experts), loads = expert_counts(records), loads_of(records)
     found: dict[str, Any] = {
         "run": records.name,
         "status": outcome(records).status,
@@ -47,6 +48,8 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "parameters": records.planned("parameters"),
         "experts_first": first_experts,
         "experts_last": last_experts,
+        "experts_without_tokens": names_of(dead) if (dead := loads.dead() if loads else []) else None,
+        "expert_imbalance": max(loads.imbalance()) if loads else None,
         "attempts": len(records.of_kind("attempt")) or None,
         "steps": last_step(records),
         "epochs": len(history(records)) or None,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from raytrain.errors import InputError
+from raytrain.window_log import WindowLog
 
 Batch = dict[str, Any]
 IGNORED_LABEL = -100
@@ -104,6 +105,7 @@ class Trainable:
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
             over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
+        window: more than scalars, at log intervals only; None = nothing.
         elsewhere: state in other processes, or None.
         workers_group: a `raytrain.gradients.WorkersGroup` where the workers' own group must end together with
             something else; None = torch's default group.
@@ -112,6 +114,7 @@ class Trainable:
         discard: forget what passes without a step have left behind (gradients and counts elsewhere).
         whole: the module with everything that lives elsewhere, on rank 0 (None on the others), collective; None where
             `module` is whole.
+        notices: (kind, fields) of what has happened since the last call, for `events.jsonl`; asked after each step.
     """
 
     module: nn.Module
@@ -127,11 +130,13 @@ class Trainable:
     takes_global_count: bool = False
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
+    window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
     workers_group: Any = None
     idle: Callable[[], Tensor] | None = None
     discard: Callable[[], None] | None = None
     whole: Callable[[], nn.Module | None] | None = None
+    notices: Callable[[], list[tuple[str, dict[str, Any]]]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:

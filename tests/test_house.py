@@ -27,7 +27,8 @@ RAY_AT_THE_EDGE = {
 }  # fmt: skip
 TORCH_FREE = {
     "raytrain.config", "raytrain.decode", "raytrain.yaml_core", "raytrain.errors", "raytrain.record",
-    "raytrain.run_folder", "raytrain.plan", "experts.config", "experts.plan", "jobs.spec", "jobs.plan",
+    "raytrain.run_folder", "raytrain.plan", "experts.config", "experts.kinds", "experts.plan",
+    "jobs.spec", "jobs.plan",
 }  # fmt: skip
 MAX_MODULE_LINES = 300
 MAX_FUNCTION_LINES = 60

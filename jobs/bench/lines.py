@@ -77,6 +77,7 @@ class Arms:
         self._listener.listen(64)
         self._listener.settimeout(0.5)
         self._lines: dict[str, list[Line]] = {}
+        self._ready: dict[str, float] = {}
 
     def __enter__(self) -> Arms:
         return self
@@ -91,10 +92,12 @@ class Arms:
     def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> float:
         """Wait until all processes of `arm` have connected; the unix time at which the last was ready.
 
+        Processes of other arms that call meanwhile are kept for their own turn.
+
         Raises:
-            RunError: the arm ended before, or another one connected.
+            RunError: the arm ended before.
         """
-        ready, lines = 0.0, self._lines.setdefault(arm, [])
+        lines = self._lines.setdefault(arm, [])
         while len(lines) < processes:
             try:
                 connection, _ = self._listener.accept()
@@ -105,21 +108,23 @@ class Arms:
             connection.settimeout(PATIENCE_S)
             line = Line(connection)
             hello = line.receive()
-            if hello["arm"] != arm:
-                raise RunError(f"expected the arm {arm!r}, and {hello['arm']!r} came")
-            lines.append(line)
-            ready = max(ready, hello["time"])
-        return ready
+            self._lines.setdefault(hello["arm"], []).append(line)
+            self._ready[hello["arm"]] = max(self._ready.get(hello["arm"], 0.0), hello["time"])
+        return self._ready[arm]
 
     def order(self, arm: str, message: dict[str, Any]) -> dict[str, Any]:
         """Let every process of an arm obey `message`; the answer of the last to finish (the largest "seconds")."""
+        return max(self.ask(arm, message), key=lambda answer: answer["seconds"])
+
+    def ask(self, arm: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The same, with the answers of all of them."""
         for line in self._lines[arm]:
             line.send(message)
-        answers = [line.receive() for line in self._lines[arm]]
-        return max(answers, key=lambda answer: answer["seconds"])
+        return [line.receive() for line in self._lines[arm]]
 
     def dismiss(self, arm: str) -> None:
         """Tell an arm that it was the last block, and forget it."""
+        self._ready.pop(arm, None)
         for line in self._lines.pop(arm, []):
             with contextlib.suppress(OSError):
                 line.send({"steps": 0})

@@ -104,6 +104,50 @@ class PlacementOptions(BenchOptions):
     plans: Count = Field(5, description="times that it is timed")
 
 
+class MovesOptions(BenchOptions):
+    """Training with a shifting load on unequal hosts: experts that move against experts that stay."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 8, "shift_steps": 12,
+        "every": 4, "slowness": [1, 2],
+    }  # fmt: skip
+
+    blocks: Count = Field(12, description="repetitions; each runs one block of both arms")
+    block_steps: Count = Field(20, description="steps of one block")
+    layers: Count = Field(2, description="of the GPT")
+    width: Count = Field(256, description="of the GPT")
+    context: Count = Field(128, description="tokens of a window")
+    batch: Count = Field(8, description="rows of a step")
+    experts: Count = Field(8, description="of each layer")
+    top_k: Count = Field(2, description="experts of a token")
+    skew: float = Field(0.4, ge=0, description="added to the best-liked expert's score; to the n-th an n-th of it")
+    shift_steps: Count = Field(60, description="steps until other experts are liked")
+    every: Count = Field(10, description="experts.rebalance_every of the arm that moves")
+    slowness: list[Count] = Field([1, 3], description="how often each host computes everything")
+
+
+class ExpertsOptions(BenchOptions):
+    """One mixture-of-experts layer, forward and backward, with its experts elsewhere and in one process."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "token_counts": [32], "widths": [8],
+        "blocks": 3, "table_blocks": 2, "block_s": 0.0,
+    }  # fmt: skip
+
+    threads: Count | Literal["auto"] = Field(2, description="threads of the lone process; workers and hosts have one")
+    tokens: Count = Field(2048, description="of a pass, over all workers")
+    width: Count = Field(512, description="of a token; the experts' hidden width is four times that")
+    experts: Count = Field(8, description="of the layer")
+    top_k: Count = Field(2, description="experts of a token")
+    layouts: list[Text] = Field(
+        ["1+2", "2+0", "1+0", "1+1", "2+1", "2+2"], description="WORKERS+HOSTS; no hosts: shared out over the workers"
+    )
+    token_counts: list[Count] = Field([512, 2048, 8192], description="of the table for one worker and two hosts")
+    widths: list[Count] = Field([256, 512, 1024], description="of that table")
+    table_blocks: Count = Field(5, description="repetitions that are kept, for each size of that table")
+    block_s: float = Field(0.5, ge=0, description="seconds that one block should take")
+
+
 BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "loop": (LoopOptions, "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"),
     "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
@@ -112,5 +156,9 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "memory": (MemoryOptions, "peak memory with gradient accumulation against one large batch"),
     "placement": (PlacementOptions, "placement policies on the next window of expert load, per host; EPLB's example; "
                   "time to plan"),
+    "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
+              "round-robin"),
+    "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
+                "rows against masks, the grouped product against the loop"),
 }  # fmt: skip
 """Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""

@@ -95,7 +95,7 @@ def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any
     return depth, height, width
 
 
-def language_flops(*, matmul_parameters: int, layers: int, width: int, context: int) -> float:
+def language_flops(*, matmul_parameters: float, layers: int, width: int, context: int) -> float:
     """Forward and backward of one full window: 6 per parameter and token, and attention's two products."""
     return 6.0 * matmul_parameters * context + 12.0 * layers * width * context * context
 

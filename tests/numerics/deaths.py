@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -19,20 +18,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from exchange import DATA, MOE, record
 from gang import LIMIT_S, PRELOAD
 from lab import Rows, make_job
 from torch import Tensor
 
 import experts.host
-from experts.generation import connect, join_as_worker
+from experts.generation import connect, join_as_worker, open_store
 from experts.host import ExpertHost
+from experts.membership import Membership
 from experts.placement import Placement
-from experts.pool import ExpertPool, Membership
+from experts.pool import ExpertPool
 from experts.serve import HostServer
-from experts.shard import LayerShape
-from experts.starting import first_placement
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, first_placement
 from experts.transport.protocol import Header, Op
 from raytrain.errors import StateLost
 from raytrain.gradients import Workers
@@ -88,10 +87,7 @@ class Lead:
         self.story = story
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.address = ("127.0.0.1", listener.getsockname()[1])
-        self.store = dist.TCPStore(*self.address, is_master=True, wait_for_workers=False,
-                                   master_listen_fd=listener.detach())  # fmt: skip
+        self.store, self.address = open_store("127.0.0.1")
         self.ends: dict[str, Connection] = {}
         self.processes: dict[str, Any] = {}
         self.waiting: set[str] = set()
@@ -266,7 +262,7 @@ class Asks:
     pipe: Connection
     generation: int = 0
 
-    def join(self, _shapes: list[LayerShape]) -> tuple[Any, Membership]:
+    def join(self, _shapes: list[LayerShape], _rules: PlacementRules) -> tuple[Any, Membership]:
         self.pipe.send(("join",))
         _, told = self.pipe.recv()
         self.generation = told["generation"]

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from lab import MOE, Rows, make_job, token_rows, train
 
+from experts.membership import Membership
 from experts.placement import LayerPlacement, Placement
-from experts.pool import Membership
 from experts.serve import HostServer
-from experts.shard import LayerShape
-from experts.starting import first_placement
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup, gloo
 from experts.transport.protocol import Header, Op
+from experts.vote import Tally
 from raytrain.checkpoint import load
 from raytrain.gradients import Workers, WorkersGroup
 from raytrain.loop_state import Clock
@@ -44,6 +45,8 @@ class Scene:
         number: of the scene in its gang, which keeps their groups apart.
         run_path, every, from_step: save so often there; go on from the checkpoint of that step.
         inject: an infinite gradient, ("worker" or "expert", at that step).
+        moves: {step: seed}, at whose vote another placement is told, drawn like the first.
+        spoil: the host whose bytes of a move are spoilt on their way.
     """
 
     workers: int
@@ -59,6 +62,8 @@ class Scene:
     every: int = 0
     from_step: int = 0
     inject: tuple[str, int] = ("", 0)
+    moves: tuple[tuple[int, int], ...] = ()
+    spoil: int | None = None
 
     @property
     def size(self) -> int:
@@ -85,6 +90,33 @@ def placement_of(scene: Scene, num_experts: list[int]) -> Placement:
     return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
 
 
+class Script:
+    """Decides as the scene says; implements `Balances`, and keeps what it hears."""
+
+    def __init__(self, scene: Scene, placement: Placement) -> None:
+        self._sizes = [len(layer.copies) for layer in placement.layers]
+        self._scene, self._version = scene, placement.version
+        self.in_force: list[tuple[int, int]] = []
+        self.refused: list[str] = []
+        self.busy: list[list[float]] = []
+
+    def next(self, step: int) -> Placement | None:
+        seed = dict(self._scene.moves).get(step)
+        if seed is None:
+            return None
+        self._version += 1
+        return replace(placement_of(replace(self._scene, seed=seed), self._sizes), version=self._version)
+
+    def committed(self, step: int, agreed: Tally, placement: Placement, *, refused: str) -> None:
+        self.in_force.append((step, placement.version))
+        self.busy.append(agreed.busy_s)
+        if refused:
+            self.refused.append(refused)
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+
 @dataclass(frozen=True)
 class GangConnection:
     """Joins the generation on the gang's own store."""
@@ -93,7 +125,7 @@ class GangConnection:
     rank: int
     group: WorkersGroup | None
 
-    def join(self, shapes: list[LayerShape]) -> tuple[JointGroup, Membership]:
+    def join(self, shapes: list[LayerShape], _rules: PlacementRules) -> tuple[JointGroup, Membership]:
         placement = placement_of(self.scene, [shape.num_experts for shape in shapes])
         colocated = self.scene.hosts == "colocated"
         membership = Membership(
@@ -104,6 +136,7 @@ class GangConnection:
             run_path=self.scene.run_path,
             host=self.rank if colocated else None,
             workers_group=self.group,
+            balancer=Script(self.scene, placement) if self.scene.moves and self.rank == 0 else None,
         )
         return joint_group(self.scene, self.rank), membership
 
@@ -174,6 +207,8 @@ def serve(rank: int, scene: Scene) -> dict[str, Any]:
     )
     if scene.inject[0] == "expert" and rank == scene.workers:
         inject_into_host(server, scene)
+    if scene.spoil == rank - scene.workers:
+        spoil_moves(server)
     server.serve()
     return {"steps": server.steps, "held": server.shard.held() if server.shard else []}
 
@@ -184,10 +219,30 @@ def inject_into_host(server: HostServer, scene: Scene) -> None:
 
     def vote(header: Header, counts: list[list[int]]) -> None:
         if header.step == scene.inject[1] and server.shard is not None:
-            server.shard.gradients.buffers[0][0] = torch.inf
+            server.shard.layers[0].gradients.buffers[0][0] = torch.inf
         inner(header, counts)
 
     server._does[Op.VOTE] = vote
+
+
+def spoil_moves(server: HostServer) -> None:
+    """One bit of the largest uint8 payload that comes to this host is another when it arrives."""
+    inner = server.group.exchange
+
+    def exchange(send: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> Any:
+        pending = inner(send, send_counts, receive_counts)
+        if send.dtype == torch.uint8 and sum(receive_counts) and not receive_counts[0]:
+            wait = pending.wait
+
+            def spoilt() -> torch.Tensor:
+                received = wait()
+                received[len(received) // 2] ^= 1
+                return received
+
+            pending.wait = spoilt  # type: ignore[method-assign]
+        return pending
+
+    server.group.exchange = exchange  # type: ignore[method-assign]
 
 
 def scene_experts(scene: Scene) -> list[int]:
@@ -229,6 +284,11 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
         for name in ("step", "loss", "aux_loss", "grad_norm", "load_imbalance", "loss_scale")
     }
     made["eval"] = reporter.of("eval", "loss")
+    pool = session.trainable.agree.__self__ if session.trainable.agree else None  # type: ignore[union-attr]
+    if getattr(pool, "balancer", None) is not None:
+        made["in force"], made["refused"] = pool.balancer.in_force, pool.balancer.refused
+        made["busy"] = pool.balancer.busy
+    made["windows"] = reporter.windows
     made["counts"] = [part.tolist() for part in _book(session).last]
     whole = session.whole_module()
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}

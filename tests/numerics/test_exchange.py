@@ -115,14 +115,26 @@ VARIANTS: dict[str, tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]] = {
     "activation checkpointing": (("loop", (("activation_checkpointing", True),)),),
     "sgd": (("optim", (("name", "sgd"), ("lr", 0.05))),),
     "eight experts, top 3": (("experts", (("num_experts", 8), ("top_k", 3), ("hidden", 24))),),
+    "relu and biases, gated shared expert": (
+        ("experts", (("activation", "relu"), ("bias", True), ("shared_expert", True), ("shared_gate", True))),
+    ),
+    "experts of four sizes": (
+        ("experts", (("num_experts", 5), ("hidden", [24, 24, 8, 40, 16]), ("activation", "swiglu"), ("bias", True))),
+    ),
 }
+DRAWN = "experts of four sizes"
+"""Also in a drawn placement with replicas, where a host holds other sizes than the next."""
 
 
 @pytest.fixture(scope="module")
 def variants() -> dict[str, list[Any]]:
     hosts = {f"{name}, on hosts": Scene(1, 2, sections=sections, steps=8) for name, sections in VARIANTS.items()}
     shared = {f"{name}, colocated": Scene(2, "colocated", sections=s, steps=8) for name, s in VARIANTS.items()}
-    return played(hosts | shared)
+    drawn = {
+        f"{DRAWN}, drawn, on hosts": Scene(1, 2, seed=4, replicas=2, sections=VARIANTS[DRAWN], steps=8),
+        f"{DRAWN}, drawn, colocated": Scene(2, "colocated", seed=6, replicas=2, sections=VARIANTS[DRAWN], steps=8),
+    }
+    return played(hosts | shared | drawn)
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
@@ -130,6 +142,9 @@ def test_every_kind_of_router_expert_and_optimizer(variants: dict[str, list[Any]
     reference = act(0, Scene(1, 0, sections=VARIANTS[name], steps=8))
     check_equal(variants[f"{name}, on hosts"], reference, workers=1, where=f"{name}, on hosts")
     check_equal(variants[f"{name}, colocated"], reference, workers=2, where=f"{name}, colocated")
+    if name == DRAWN:
+        check_equal(variants[f"{name}, drawn, on hosts"], reference, workers=1, where=f"{name}, drawn, on hosts")
+        check_equal(variants[f"{name}, drawn, colocated"], reference, workers=2, where=f"{name}, drawn, colocated")
 
 
 @pytest.mark.parametrize("where", ["worker", "expert"])
@@ -153,7 +168,8 @@ def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None
     (first,) = run_gang(play, [Scene(1, 3, steps=12, run_path=run, every=5)], world=4)[0]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_00000005").iterdir()) == [
         "COMPLETE", "experts-00000.safetensors", "experts-00001.safetensors", "experts-00002.safetensors",
-        "manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json",
+        "manifest.json", "model.safetensors", "optimizer.safetensors", "part_load.safetensors", "rng.safetensors",
+        "state.json",
     ]  # fmt: skip
     for name, scene in {
         "2 hosts": Scene(1, 2, steps=12, run_path=run, from_step=5),

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from experts import generation
 from experts.generation import Lost, connect, open_group
@@ -17,9 +16,7 @@ from raytrain.errors import RunError, StateLost
 @pytest.fixture
 def address() -> Any:
     """A store, on loopback."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = ("127.0.0.1", listener.getsockname()[1])
-    store = dist.TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store, address = generation.open_store("127.0.0.1")
     yield address
     del store
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
-from experts.expert import GroupedExperts
+from experts.expert import GroupedExperts, UnevenExperts, build_experts
+from experts.kinds import weight_shapes
 from experts.layer import MoELayer, combine, dispatch
 from experts.models import moe_layer
 from experts.router import TopKRouter
@@ -18,7 +19,7 @@ D = 6
 
 def layer(**options: object) -> MoELayer:
     torch.manual_seed(0)
-    made = moe_layer(D, ExpertsConfig(**{"num_experts": 5, **options}), hidden=7, residual_scale=1.0).double()
+    made = moe_layer(D, ExpertsConfig(**{"num_experts": 5, "hidden": 7, **options}), residual_scale=1.0).double()
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.7)
     return made
@@ -35,11 +36,23 @@ def dense(made: MoELayer, x_BSD: Tensor) -> Tensor:
     for x, indices, weights in zip(x_BSD.reshape(-1, D), routing.indices_TK, routing.weights_TK, strict=True):
         y = torch.zeros_like(x)
         for e, weight in zip(indices.tolist(), weights, strict=True):
-            up = experts.w1[e] @ x
-            inner = F.gelu(up) if experts.w3 is None else F.silu(up) * (experts.w3[e] @ x)
-            y = y + weight * (experts.w2[e] @ inner)
+            w, zero = weights_of(experts, e), torch.zeros(())
+            up = w["w1"] @ x + w.get("b1", zero)
+            inner = {"gelu": F.gelu, "relu": torch.relu, "swiglu": F.silu}[experts.activation](up)
+            if experts.activation == "swiglu":
+                inner = inner * (w["w3"] @ x + w.get("b3", zero))
+            y = y + weight * (w["w2"] @ inner + w.get("b2", zero))
         rows.append(y if made.shared is None else y + made.shared(x))
     return torch.stack(rows).view_as(x_BSD)
+
+
+def weights_of(experts: nn.Module, e: int) -> dict[str, Tensor]:
+    """As `weights_of`, with a graph behind it."""
+    for run in getattr(experts, "runs", [experts]):
+        if e < len(run.expert_ids):
+            return {name: getattr(run, name)[e] for name in run.names}
+        e -= len(run.expert_ids)
+    raise AssertionError
 
 
 def gradients(made: MoELayer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -59,6 +72,9 @@ def gradients(made: MoELayer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         {"top_k": 1, "renormalize": False},
         {"score": "sigmoid", "shared_expert": True},
         {"capacity_factor": 0.6, "shared_expert": True, "activation": "swiglu"},
+        {"activation": "relu", "bias": True, "shared_expert": True},
+        {"activation": "swiglu", "bias": True, "hidden": [3, 3, 9, 1, 3]},
+        {"hidden": [4, 8, 8, 8, 2], "capacity_factor": 0.6, "shared_expert": True, "shared_gate": True},
     ],
 )
 def test_layer_equals_the_dense_reference(options: dict[str, object]) -> None:
@@ -114,20 +130,55 @@ def test_no_token_at_all_still_gives_every_weight_its_zeros() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_grouped_product_equals_the_loop(activation: str) -> None:
+def test_uneven_experts_without_a_row_give_every_weight_its_zeros() -> None:
+    experts = UnevenExperts(D, [4, 4, 7, 2], activation="relu", bias=True)
+    for counts in ([0, 0, 0, 0], [0, 0, 5, 0]):
+        experts.zero_grad()
+        x = torch.ones(sum(counts), D, requires_grad=True)
+        experts(x, torch.tensor(counts)).sum().backward()
+        assert all(p.grad is not None for p in experts.parameters())
+        assert [bool(run.b2.grad.any()) for run in experts.runs] == [False, any(counts), False]
+
+
+def test_the_weights_of_one_expert_have_the_names_and_shapes_that_the_plan_counts() -> None:
+    kind = {"activation": "swiglu", "bias": True}
+    experts = build_experts(D, [4, 4, 7, 2], **kind)
+    assert experts.hidden_E == (4, 4, 7, 2) and experts.expert_ids == [0, 1, 2, 3]
+    for e, hidden in enumerate(experts.hidden_E):
+        views = experts.weights_of(e)
+        assert {name: tuple(view.shape) for name, view in views.items()} == weight_shapes(D, hidden, **kind)
+        assert list(views) == ["w1", "w2", "w3", "b1", "b2", "b3"]  # the order in which they travel
+        views["b2"].fill_(e + 1.0)
+    assert experts.runs[0].b2[:, 0].tolist() == [1.0, 2.0] and experts.runs[2].b2[0, 0] == 4.0
+    with pytest.raises(IndexError, match="expert 4 of 4"):
+        experts.weights_of(4)
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias", "dtype", "tolerance"),
+    [
+        ("gelu", False, torch.bfloat16, 0.05),
+        ("swiglu", False, torch.bfloat16, 0.05),
+        ("gelu", True, torch.float32, 1e-5),
+        ("relu", True, torch.float32, 1e-5),
+        ("swiglu", True, torch.float32, 1e-5),
+    ],
+)
+def test_grouped_product_equals_the_loop(activation: str, bias: bool, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
-    experts = GroupedExperts(4, 16, 32, activation=activation).double()
+    experts = GroupedExperts(4, 16, 32, activation=activation, bias=bias).double()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.02)
     counts = torch.tensor([5, 0, 9, 2])
     x = torch.randn(16, 16, dtype=torch.float64)
     looped = experts._looped(x, counts.tolist())
     expected = torch.autograd.grad(looped.square().sum(), list(experts.parameters()))
-    experts32, x32 = experts.bfloat16(), x.bfloat16()
-    grouped = experts32._grouped(x32, counts, torch.bfloat16)
-    found = torch.autograd.grad(grouped.square().sum(), list(experts32.parameters()))
-    assert (grouped.double() - looped).abs().max() < 0.02 * looped.abs().max()
+    rounded = experts.to(dtype)
+    grouped = rounded._grouped(x.to(dtype), counts, dtype)
+    found = torch.autograd.grad(grouped.square().sum(), list(rounded.parameters()))
+    assert (grouped.double() - looped).abs().max() < tolerance * looped.abs().max()
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.double() - theirs).abs().max() < 0.05 * theirs.abs().max()
+        assert (ours.double() - theirs).abs().max() < tolerance * theirs.abs().max()
         assert not ours[1].any()
 
 

@@ -154,12 +154,18 @@ def test_shared_expert_and_hidden_width_are_as_the_section_says() -> None:
     )
     layer = made.module.blocks[0].feed_forward
     assert layer.experts.w1.shape == (3, 20, 16)
-    assert layer.shared.gate.weight.shape == (20, 16)
+    assert layer.shared.w3.shape == (20, 16) and layer.shared.gate is None
     assert moe_gpt(**SIZES, experts=ExpertsConfig()).module.blocks[0].feed_forward.experts.w1.shape == (
         4,
         64,
         16,
     )
+    section = {"hidden": [8, 20, 8], "bias": True, "shared_expert": True, "shared_gate": True}
+    layer = moe_gpt(**SIZES, experts=ExpertsConfig(**section)).module.blocks[0].feed_forward
+    assert layer.router.num_experts == 3 and layer.experts.hidden_E == (8, 20, 8)
+    assert layer.shared.b1.shape == (20,) and layer.shared.gate.weight.shape == (1, 16)
+    made = moe_gpt(**SIZES, experts=ExpertsConfig(shared_expert=True, shared_hidden=5))
+    assert made.module.blocks[0].feed_forward.shared.w1.shape == (5, 16)
 
 
 def test_the_models_build_and_run_under_autocast_and_on_the_meta_device() -> None:
@@ -175,9 +181,11 @@ def test_the_models_build_and_run_under_autocast_and_on_the_meta_device() -> Non
 
 def test_mistakes_name_their_key() -> None:
     with pytest.raises(
-        InputError, match=r"experts\.top_k: seen 5, expected at most the number of experts \(4\)"
+        InputError, match=r"experts\.top_k: seen 5, expected at most experts\.num_experts, 4"
     ):
         moe_gpt(**SIZES, experts=ExpertsConfig(top_k=5))
+    with pytest.raises(InputError, match=r"experts\.capacity_factor: seen 1\.25, expected null"):
+        moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig(capacity_factor=1.25))
     with pytest.raises(ValueError, match="num_features"):
         moe_mlp(experts=ExpertsConfig())
     with pytest.raises(

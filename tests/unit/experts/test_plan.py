@@ -18,6 +18,8 @@ SECTIONS = [
     {},
     {"num_experts": 7, "top_k": 3, "hidden": 10},
     {"activation": "swiglu", "shared_expert": True, "top_k": 1},
+    {"activation": "relu", "bias": True, "shared_expert": True, "shared_hidden": 9, "shared_gate": True},
+    {"activation": "swiglu", "bias": True, "hidden": [8, 24, 24, 40]},
 ]
 
 
@@ -84,6 +86,9 @@ def test_mistakes_are_found_by_the_plan_already() -> None:
 
     with pytest.raises(InputError, match=r"experts\.top_k: seen 5"):
         facts(ExpertsConfig(num_experts=4, top_k=5), **LANGUAGE)
+    rows = {"num_features": 9, "num_classes": 4}
+    with pytest.raises(InputError, match=r"experts\.capacity_factor: seen 1\.0, expected null"):
+        expert_facts("experts.models:moe_mlp", {}, rows, ExpertsConfig(capacity_factor=1.0))
     with pytest.raises(InputError, match=r"model\.widht: .*did you mean model\.width\?"):
         facts(**LANGUAGE, widht=3)
     with pytest.raises(InputError, match=r"model\.width: seen 15, expected a multiple of heads \(2\)"):

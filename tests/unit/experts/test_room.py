@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from cluster.inventory import Device
 from experts.config import ExpertsConfig
-from experts.room import FREE, HOME_BYTES, check_room, placement_for
-from experts.shard import LayerShape
-from experts.starting import first_placement
+from experts.placement import HostSpec
+from experts.planned import check_room
+from experts.shapes import LayerShape
+from experts.starting import HOME_BYTES, MEMORY_SHARE, PlacementRules, first_placement, starting_placement
 from raytrain.errors import InputError
+from raytrain.plan_values import ExpertFacts
 
-SHAPE = LayerShape(num_experts=6, width=8, hidden=32, activation="gelu")
-ONE = HOME_BYTES * SHAPE.numel
-KEYS = {"layers": 2, "heads": 2, "width": 8, "context": 4}
-
-
-def host(experts: float) -> dict[str, Any]:
-    """A host with room for so many experts."""
-    return {"name": "T4", "node": "a", "memory_bytes": int(experts * ONE / FREE) + 1}
+SHAPE = LayerShape(width=8, hidden_E=(32,) * 6, activation="gelu")
+ONE = HOME_BYTES * SHAPE.numel(0)
+RULES = PlacementRules()
 
 
-def test_consecutive_experts_where_they_fit_or_nothing_is_known() -> None:
-    first = first_placement([6, 6], hosts=2, version=3)
-    assert placement_for([SHAPE, SHAPE], [{}, {"memory_bytes": None}], version=3) == first
-    assert placement_for([SHAPE, SHAPE], [host(6), host(6)], version=3) == first
+def hosts(*experts: float) -> list[HostSpec]:
+    """Hosts with room for so many experts each."""
+    return [HostSpec(host, 1.0, int(room * ONE) + 1, device="T4") for host, room in enumerate(experts)]
+
+
+def test_consecutive_experts_where_they_fit() -> None:
+    assert starting_placement(RULES, [SHAPE, SHAPE], hosts(6, 6)) == first_placement([6, 6], hosts=2)
 
 
 def test_a_small_host_takes_fewer() -> None:
-    placed = placement_for([SHAPE, SHAPE], [host(3), host(9)])
+    placed = starting_placement(RULES, [SHAPE, SHAPE], hosts(3, 9))
     homes = [copies[0] for layer in placed.layers for copies in layer.copies]
     assert homes.count(0) == 3 and homes.count(1) == 9
 
 
-def test_survivors_without_room_refuse_by_memory() -> None:
+def test_survivors_without_room_are_refused_by_memory() -> None:
     with pytest.raises(InputError, match=r"room for the .* bytes of all experts"):
-        placement_for([SHAPE, SHAPE], [host(5)])
+        starting_placement(RULES, [SHAPE, SHAPE], hosts(5))
     with pytest.raises(InputError, match=r"layer 0 expert 0 of \d+ bytes.*host 0 \(T4\)"):
-        placement_for([SHAPE, SHAPE], [host(0.5), host(0.5)])
+        starting_placement(RULES, [SHAPE, SHAPE], hosts(0.5, 0.5))
 
 
-def test_a_built_in_model_is_refused_before_the_start() -> None:
-    experts = ExpertsConfig(num_experts=6, hidden=32)
-    small, large = ("T4", int(0.5 * ONE / FREE)), ("A100", int(20 * ONE / FREE))
+def gpu(name: str, experts: float) -> Device:
+    return Device("cuda", name, int(experts * ONE / MEMORY_SHARE) + 1, (8, 0), None, 0)
+
+
+def test_a_model_is_refused_before_the_start() -> None:
+    facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0, 0)
+    small, large, unknown = gpu("T4", 0.5), gpu("A100", 20), Device("cuda", "GPU", 0, None, None, 0)
     with pytest.raises(InputError, match=r"experts\.hosts: seen layer 0 expert 0 of \d+ bytes"):
-        check_room("experts.models:moe_gpt", KEYS, experts, [small, small], hosts=2)
-    check_room("experts.models:moe_gpt", KEYS, experts, [small, large], hosts=1)
-    check_room("experts.models:moe_gpt", KEYS, experts, [("GPU", 0), small], hosts=2)
-    check_room("mine:build", {}, experts, [small, small], hosts=2)
+        check_room(facts, ExpertsConfig(), [small, small], hosts=2)
+    check_room(facts, ExpertsConfig(), [small, large], hosts=1)
+    check_room(facts, ExpertsConfig(), [unknown, small], hosts=2)

@@ -28,6 +28,7 @@ def tokens(B: int = 4, S: int = 7, *, seed: int = 1, skew: float = 0.0) -> torch
     return torch.randn(B, S, D, generator=generator, dtype=torch.float64) + skew
 
 
+@pytest.mark.covers("EXP-03")
 @pytest.mark.parametrize(("score", "top_k"), list(itertools.product(["softmax", "sigmoid"], [1, 2, E])))
 def test_each_token_reaches_exactly_k_experts_with_weights_that_sum_to_one(score: str, top_k: int) -> None:
     routing = router(top_k, score=score)(tokens())
@@ -45,6 +46,7 @@ def test_without_renormalisation_the_weights_are_the_scores_of_the_best() -> Non
     assert torch.allclose(routing.weights_TK, scores.sort(descending=True).values[:, :2], atol=1e-14)
 
 
+@pytest.mark.covers("EXP-04")
 def test_noise_and_temperature_are_seeded_and_off_in_evaluation() -> None:
     noisy, plain, x = router(noise=3.0, temperature=0.5), router(), tokens()
     torch.manual_seed(5)

@@ -8,7 +8,7 @@ import torch
 
 from experts.placement import LayerPlacement, Placement
 from experts.routes import LayerRoutes
-from experts.shard import LayerShape
+from experts.shapes import LayerShape
 from experts.starting import first_placement
 from experts.transport.protocol import MAGIC, WORDS, Header, HeaderMismatch, Op, read_headers
 from experts.vote import VoteLayout, tally
@@ -74,11 +74,11 @@ def test_headers_that_differ_are_named() -> None:
     assert len(header.words()) == WORDS
 
 
-SHAPES = [LayerShape(2, 4, 8, "gelu"), LayerShape(3, 4, 8, "gelu")]
+SHAPES = [LayerShape(4, (8, 8), "gelu"), LayerShape(4, (8, 8, 8), "gelu")]
 
 
 def test_the_vote_adds_each_expert_once_and_undoes_the_loss_scale() -> None:
-    layout = VoteLayout.of(SHAPES)
+    layout = VoteLayout.of(SHAPES, holders=2)
     members = [layout.empty(5) for _ in range(3)]
     members[0][1], members[0][3], members[0][4] = 16.0, 0.5, 1e-3  # trunk, inverse scale, learning rate
     members[0][layout.counts] = torch.arange(7, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_the_vote_adds_each_expert_once_and_undoes_the_loss_scale() -> None:
 
 @pytest.mark.parametrize("bad", ["flag", "square"])
 def test_what_is_not_finite_anywhere_is_skipped_by_all(bad: str) -> None:
-    layout = VoteLayout.of(SHAPES)
+    layout = VoteLayout.of(SHAPES, holders=2)
     vector = layout.empty(1)
     vector[3] = 1.0
     if bad == "flag":
@@ -104,6 +104,6 @@ def test_what_is_not_finite_anywhere_is_skipped_by_all(bad: str) -> None:
 
 
 def test_members_on_different_steps_are_found() -> None:
-    layout = VoteLayout.of(SHAPES)
+    layout = VoteLayout.of(SHAPES, holders=2)
     with pytest.raises(HeaderMismatch, match="voted on step 4"):
         tally(layout, layout.empty(4) + layout.empty(5), step=4, members=2)

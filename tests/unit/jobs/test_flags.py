@@ -30,6 +30,9 @@ from rich.console import Console
 from torch import nn
 
 from cluster.inventory import Device, Inventory, Node
+from experts.placement import HostSpec
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, starting_placement
 from jobs.__main__ import main
 from jobs.driver import train_job
 from jobs.plan import plan_job
@@ -45,7 +48,9 @@ from raytrain.plan import Deferred, Plan, Resolved
 from raytrain.recovery import Fault, decide
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
+from raytrain.train_job import build_trainable, source_facts
 
+HOSTS = [HostSpec(host, 1.0, None) for host in range(3)]
 ROOT = Path(__file__).resolve().parents[3]
 SECTIONS = ("optim", "precision", "loop", "save", "scale", "retry", "experts", "tune", "infer", "telemetry", "cluster")
 
@@ -213,6 +218,23 @@ class Silent:
                 raise ray.exceptions.RayError("no driver")
 
         return SimpleNamespace(remote=remote)
+
+
+class AsksOnly:
+    """A connection to three hosts that nobody serves: what a builder asks of it is kept."""
+
+    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> Any:
+        self.asked = {**rules.to_json(), "placement": starting_placement(rules, shapes, HOSTS)}
+        raise ConnectionAbortedError
+
+
+def placed(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """What a builder asks of the hosts, and where the experts would begin."""
+    source, asked = open_source(loaded.spec.data, context=12, seed=0), AsksOnly()
+    section = loaded.spec.experts.connected(asked)
+    with pytest.raises(ConnectionAbortedError):
+        build_trainable(loaded.spec.model, sections={"experts": section}, facts=source_facts(source))
+    return asked.asked
 
 
 def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
@@ -393,8 +415,14 @@ FLAGS = {
     "experts.noise": experts("losses", "0.0", "1.0"),
     "experts.temperature": experts("losses", "1.0", "0.01"),
     "experts.shared_expert": experts("parameters", "false", "true"),
-    "experts.hidden": experts("parameters", "null", "8"),
+    "experts.shared_hidden": experts("parameters", "null", "8", "experts.shared_expert=true"),
+    "experts.shared_gate": experts("parameters", "false", "true", "experts.shared_expert=true"),
+    "experts.hidden": experts("parameters", "null", "[8, 8, 16, 32]"),
     "experts.activation": experts("parameters", "gelu", "swiglu"),
+    "experts.bias": experts("parameters", "false", "true"),
+    "experts.replicas": Flag(placed, "placement", "0", "2", job=experts_job),
+    "experts.placement": Flag(placed, "placement", "auto", "round_robin", job=experts_job),
+    "experts.rebalance_every": Flag(placed, "every", "null", "10", job=experts_job),
     "telemetry.observers": Flag(worked, "told", "[]", "['flag_observer:see']"),
     "telemetry.tensorboard": Flag(worked, "tensorboard", "true", "false"),
     "cluster.address": Flag(commanded, "address", "null", "10.0.0.1:6379"),
@@ -405,8 +433,7 @@ FLAGS = {
 
 REFUSED = {
     "model.init_from": "runs/latest", "loop.compile": "default",
-    "scale.shares": "auto", "experts.inflight": "2", "experts.replicas": "1", "experts.placement": "lpt",
-    "experts.rebalance_every": "10",
+    "scale.shares": "auto", "experts.inflight": "2",
 }  # fmt: skip
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 
@@ -531,8 +558,9 @@ def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path
         return spec[name] if name else spec
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
-    filed, beside = load_spec(path), load_spec(path, [other])
-    flagged = load_spec(path, [f"{key}={text}"])
+    needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
+    filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
+    flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)
     assert held() != held(filed), f"{text} is the default of {key}: nothing is shown"
     leaves = [leaf for leaf in filed.sources if leaf == key or leaf.startswith(f"{key}.")]

@@ -277,7 +277,6 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
     [
         "scale.strategy=fsdp", "scale.workers=[1, 2]", "scale.shares=auto",
         "experts.inflight=2",
-        "experts.replicas=1", "experts.placement=lpt", "experts.rebalance_every=10",
         "optim.name=muon", "loop.compile=default",
         "loop.global_batch_size=auto", "data.storage=pinned",
     ],

@@ -87,6 +87,21 @@ def test_matrices_decay_vectors_do_not_tied_weights_stand_once_and_frozen_ones_n
     assert len(parameter_groups(nn.Linear(2, 2, bias=False).named_parameters(), weight_decay=0.1)) == 1
 
 
+class Stacked(nn.Module):
+    stacked_vectors = ("rows", "absent")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.stack, self.absent = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4)), None
+
+
+def test_a_stack_of_vectors_does_not_decay_like_a_matrix() -> None:
+    module = nn.ModuleList([Stacked()])
+    (optimizer,) = build_optimizers(module, OptimConfig(weight_decay=0.3), lr=0.1)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decay == {id(module[0].rows): 0.0, id(module[0].stack): 0.3}
+
+
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
 def test_the_optimizers_have_the_keys_of_their_section_and_skip_on_the_device(name: str, kind: type) -> None:
     config = OptimConfig(name=name, betas=(0.8, 0.95), eps=1e-6, momentum=0.7, weight_decay=0.2)

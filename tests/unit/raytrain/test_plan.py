@@ -21,6 +21,7 @@ from raytrain.config import (
 from raytrain.errors import InputError
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
 from raytrain.plan_hosts import separate
+from raytrain.plan_memory import PROCESS_BYTES
 
 GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
@@ -468,7 +469,7 @@ def test_memory_and_checkpoint_by_formula(
 ) -> None:
     inventory = machines(node(), flags={"amx_bf16": True})
     made = plan(inventory, optim=optim, precision={"dtype": dtype}, data={"storage": "stream"})
-    assert value(made, "memory") == memory
+    assert value(made, "memory") == memory + PROCESS_BYTES
     assert value(made, "checkpoint_bytes") == checkpoint
     assert value(made, "parameters") == 1000
 
@@ -476,7 +477,7 @@ def test_memory_and_checkpoint_by_formula(
 def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
     frozen = ModelFacts(1000, 400, 0, None, "a test")
     made = plan(model_facts=frozen, data={"storage": "stream"}, precision={"dtype": "fp32"})
-    assert value(made, "memory") == 4000 + 3 * 400
+    assert value(made, "memory") == 4000 + 3 * 400 + PROCESS_BYTES
     assert "activations unknown" in reason(made, "memory")
 
 
@@ -494,7 +495,7 @@ def test_what_only_the_opened_data_and_model_know_waits() -> None:
     waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
     assert waiting == {
         "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage",
-        "parameters", "memory", "checkpoint_bytes",
+        "parameters", "memory", "step_time", "checkpoint_bytes",
     }  # fmt: skip
     assert "plan --build" in {name: why for name, _, why in made.rows()}["parameters"]
     assert value(plan(data_facts=None, loop={"max_steps": 9}), "max_steps") == 9
@@ -567,13 +568,14 @@ def test_the_record_is_json_and_comes_back_equal(inventory: Inventory) -> None:
 
 def test_every_row_has_a_value_and_a_reason() -> None:
     made = plan()
-    assert [name for name, _, _ in made.rows()] == list(made.choices())
+    shared = {"experts", "host_memory"}
+    assert [name for name, _, _ in made.rows()] == [name for name in made.choices() if name not in shared]
     assert all(shown and why for _, shown, why in made.rows())
     shown = {name: text for name, text, _ in made.rows()}
     assert shown["checkpoint_every"] == "1 to 32"
     assert shown["deterministic"] == "no"
     assert shown["lr"] == "0.001"
-    assert shown["memory"].endswith("KiB")
+    assert shown["memory"].endswith("MiB")
 
 
 def test_the_same_arguments_give_the_same_plan() -> None:

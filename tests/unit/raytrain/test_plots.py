@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from raytrain.plots import figure, png, training_spec
+from raytrain.figures import training_spec
+from raytrain.plots import figure, png
 from raytrain.reading import RunRecords
 from raytrain.report import build_report
 from raytrain.run_folder import RunFolder

@@ -1,0 +1,164 @@
+"""What experts.jsonl says is what the routers did: recounted token by token, over workers, hosts and a resume."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exchange import DATA, Scene, act, placement_of, scene_experts, serve, session_of
+from gang import run_gang
+from lab import MOE, make_session, train
+
+from experts.router import TopKRouter
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+
+STEPS, EVERY = 12, 5
+SECTIONS = (("loop", (("log_every", EVERY),)),)
+
+
+class Recount:
+    """An observer of a model's routers: the experts of every token that counts, step by step."""
+
+    def __init__(self, session: Session) -> None:
+        module = session.trainable.module
+        self.routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
+        self.steps: list[list[list[int]]] = [[[0] * router.num_experts for router in self.routers]]
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(lambda _, given, made, layer=layer: self._note(layer, given, made))
+        commit = session.trainable.commit
+        assert commit is not None
+
+        def committed(agreed: Any) -> None:
+            commit(agreed)
+            self.steps.append([[0] * router.num_experts for router in self.routers])
+
+        session.trainable.commit = committed
+
+    def _note(self, layer: int, given: Any, made: Any) -> None:
+        if not self.routers[layer].training:
+            return
+        valid = torch.ones_like(given[0][..., 0], dtype=torch.bool) if len(given) < 2 or given[1] is None else given[1]
+        for token, counts in zip(made.indices_TK.tolist(), valid.flatten().tolist(), strict=True):
+            for expert in token if counts else ():
+                self.steps[-1][layer][expert] += 1
+
+    def window(self, first: int, last: int) -> list[list[int]]:
+        """Summed over the steps from `first` to `last`, both from 1."""
+        return np.array(self.steps[first - 1 : last]).sum(0).tolist()
+
+    def idle(self, step: int) -> list[list[int | None]]:
+        """Steps since each expert's last row."""
+        used = [np.array(self.steps[:step])[:, layer] for layer in range(len(self.routers))]
+        return [
+            [next((n for n in range(step) if one[step - 1 - n, expert]), None) for expert in range(one.shape[1])]
+            for one in used
+        ]
+
+
+def recounted(rank: int, world: int, scene: Scene) -> Any:
+    """One scene in which every worker also counts for itself."""
+    if rank >= scene.workers:
+        return serve(rank, scene)
+    session = session_of(scene, rank)
+    recount = Recount(session)
+    reporter, _ = train(session)
+    windows = [(row["step"] - row["steps"] + 1, row["step"]) for row in reporter.windows]
+    session.whole_module()
+    return {
+        "windows": reporter.windows,
+        "metrics": reporter.rows,
+        "own": [recount.window(*window) for window in windows],
+        "idle": [recount.idle(last) for _, last in windows],
+    }
+
+
+@pytest.mark.covers("EXP-17")
+def test_counts_and_last_use_equal_a_recount_of_every_token() -> None:
+    sections = {"experts": {"num_experts": 12, "top_k": 1, "balance": "none"}, "optim": {"lr": 0.05}}
+    loop = {"max_steps": STEPS, "log_every": EVERY, "global_batch_size": 4, "micro_batch_size": 2}
+    session = make_session(MOE, DATA, loop=loop, **sections)
+    recount = Recount(session)
+    reporter, _ = train(session)
+    assert [(row["step"], row["steps"]) for row in reporter.windows] == [(5, 5), (10, 5), (12, 2)]
+    for row in reporter.windows:
+        assert row["layers"] == recount.window(row["step"] - row["steps"] + 1, row["step"])
+        assert row["idle"] == recount.idle(row["step"])
+        assert row["dropped"] == [0, 0] and "hosts" not in row
+    idle = [steps for layer in reporter.windows[-1]["idle"] for steps in layer]
+    assert any(steps is None or steps > 0 for steps in idle) and 0 in idle, "a router that is not balanced leaves some"
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        Scene(2, 3, steps=STEPS, seed=2, replicas=3, sections=SECTIONS),
+        Scene(2, "colocated", steps=STEPS, sections=SECTIONS),
+    ],
+    ids=["2 workers, 3 hosts with replicas", "2 workers, colocated"],
+)
+def test_the_rows_of_all_workers_and_hosts_add_up(scene: Scene) -> None:
+    members = run_gang(recounted, scene, world=scene.size)[: scene.workers]
+    windows = members[0]["windows"]
+    placement = placement_of(scene, scene_experts(scene))
+    for index, row in enumerate(windows):
+        total = np.sum([member["own"][index] for member in members], axis=0)
+        assert row["layers"] == total.tolist() == members[1]["windows"][index]["layers"]
+        hosts, tokens = row["hosts"], row["steps"] * 12 * MOE["context"] * 2
+        assert len(hosts["rows"]) == MOE["layers"] and len(row["workers"]["wait_s"]) == scene.workers
+        assert min(row["workers"]["wait_s"]) > 0
+        for layer, rows in enumerate(hosts["rows"]):
+            # padding travels too; what counts is at most what travelled
+            assert sum(row["layers"][layer]) <= sum(rows) <= tokens
+            empty = [host for host in range(placement.num_hosts) if not placement.slots(layer, host)]
+            assert not any(rows[host] for host in empty)
+        assert max(hosts["bytes"]) > 0
+
+
+def test_rows_and_bytes_of_hosts_are_those_that_travelled() -> None:
+    """One worker, two hosts, one micro-batch, the evaluation after the row: everything can be told by hand."""
+    quiet = (("loop", (("log_every", 3), ("eval_every", 100))),)
+    scene = Scene(1, 2, micro=12, steps=3, sections=quiet)
+    made = run_gang(recounted, scene, world=scene.size)[0]
+    (row,) = made["windows"]
+    rows, choices = np.array(row["hosts"]["rows"]), np.array(row["layers"])
+    assert rows.sum(1).tolist() == [3 * 12 * MOE["context"] * 2] * MOE["layers"]  # padding travels too
+    assert (choices.sum(1) < rows.sum(1)).all()
+    there_and_back, both_passes, float64 = 2, 2, 8
+    assert row["hosts"]["bytes"] == (rows.sum(0) * there_and_back * both_passes * MOE["width"] * float64).tolist()
+    (metrics,) = [row for row in made["metrics"] if row["kind"] == "train"]
+    assert metrics["host_imbalance"] == rows.sum(0).max() / rows.sum(0).mean()
+    assert metrics["transport_s"] == pytest.approx(row["workers"]["wait_s"][0] / 3)
+
+
+def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path), "windows")
+    unbroken = Scene(1, 0, steps=STEPS, every=7, run_path=run.path, sections=SECTIONS)
+    whole = act(0, unbroken)["windows"]
+    again = act(0, Scene(1, 0, steps=STEPS, from_step=7, run_path=run.path, sections=SECTIONS))["windows"]
+    assert [row["step"] for row in again] == [10, 12]
+    assert again == whole[1:]
+
+
+def test_a_trace_holds_the_choices_of_the_first_micro_batch() -> None:
+    loop = {"max_steps": 8, "log_every": 5, "micro_batch_size": 8}
+    session = make_session(MOE, DATA, loop=loop, experts={"num_experts": 4, "top_k": 2, "trace_every": 3})
+    module, seen = session.trainable.module, []
+    router = next(part for part in module.modules() if isinstance(part, TopKRouter))
+    router.register_forward_hook(lambda own, _, made: seen.append(made.indices_TK.clone()) if own.training else None)
+    reporter, _ = train(session)
+    assert sorted(reporter.traces) == [3, 6]
+    with np.load(io.BytesIO(reporter.traces[6]), allow_pickle=False) as trace:
+        assert trace["indices"].shape == trace["weights"].shape == (MOE["layers"], 8, MOE["context"], 2)
+        assert trace["valid"].shape == (8, MOE["context"]) and not trace["valid"].all() and trace["step"] == 6
+        np.testing.assert_allclose(trace["weights"].sum(-1), 1.0, atol=1e-6)
+        before = 4 * 2 + 1  # micro-batches: 70 rows are four windows of 16 and one of 6
+        assert trace["indices"][0].reshape(-1, 2).tolist() == seen[before].tolist()
+    plain = make_session(MOE, DATA, loop=loop, experts={"num_experts": 4, "top_k": 2})
+    quiet, _ = train(plain)
+    assert quiet.traces == {} and quiet.losses == reporter.losses
+
