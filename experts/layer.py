@@ -82,7 +82,11 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (order_R,) = ctx.saved_tensors
         T, K, D = ctx.shape
-        return _put_back(grad_RD, order_R, T * K).view(T, K, D).sum(1), None, None
+        first_TD, *rest_TD = _put_back(grad_RD, order_R, T * K).view(T, K, D).unbind(1)
+        grad_TD = first_TD.clone()
+        for other_TD in rest_TD:  # on a CPU several times faster than a sum over K
+            grad_TD += other_TD
+        return grad_TD, None, None
 
 
 def combine(y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
@@ -90,27 +94,35 @@ def combine(y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
 
     Computed in the weights' dtype, float32 at least.
     """
-    T, K = weights_TK.shape
-    y_TKD = _PutBack.apply(y_RD, order_R, T * K).view(T, K, y_RD.shape[1])
-    return (y_TKD * weights_TK.unsqueeze(-1)).sum(1)
+    return _Combine.apply(y_RD, order_R, weights_TK)
 
 
-class _PutBack(torch.autograd.Function):
-    """`_put_back` with a gather for its backward; torch's own index_copy would keep the rows for it."""
+class _Combine(torch.autograd.Function):
+    """Written out so that neither forward nor backward makes a (T, K, D) tensor more than it needs."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(order_R)
-        return _put_back(rows_RD, order_R, size)
+    def forward(ctx: Any, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
+        T, K = weights_TK.shape
+        y_TKD = _put_back(y_RD, order_R, T * K).view(T, K, y_RD.shape[1])
+        ctx.save_for_backward(y_TKD, order_R, weights_TK)
+        out_TD = y_TKD[:, 0] * weights_TK[:, :1]
+        for k in range(1, K):
+            out_TD.addcmul_(y_TKD[:, k].to(out_TD.dtype), weights_TK[:, k : k + 1])
+        return out_TD
 
     @staticmethod
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (order_R,) = ctx.saved_tensors
-        return grad_PD.index_select(0, order_R), None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y_TKD, order_R, weights_TK = ctx.saved_tensors
+        grad_T1D = grad_TD.unsqueeze(1)
+        grad_TKD = (grad_T1D * weights_TK.unsqueeze(-1)).to(y_TKD.dtype)
+        grad_RD = grad_TKD.view(-1, y_TKD.shape[2]).index_select(0, order_R)
+        return grad_RD, None, (grad_T1D * y_TKD).sum(-1)
 
 
 def _put_back(rows_RD: Tensor, order_R: Tensor, size: int) -> Tensor:
     """Row r to place order[r] of `size` places; places are distinct, so nothing is added in any order."""
-    shape = (size, rows_RD.shape[1])
-    places = rows_RD.new_empty(shape) if len(rows_RD) == size else rows_RD.new_zeros(shape)
-    return places.index_copy_(0, order_R, rows_RD)
+    if len(rows_RD) < size:  # some were dropped
+        return rows_RD.new_zeros((size, rows_RD.shape[1])).index_copy_(0, order_R, rows_RD)
+    # a gather by the inverse takes a third of the time of an index_copy, in bf16 a sixth (CPU)
+    inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(size, device=order_R.device))
+    return rows_RD.index_select(0, inverse_R)

@@ -109,7 +109,7 @@ def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
         return
     raise InputError(
         "experts.hosts", seen=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
-        expected="0", remedy="a builder hands them over with experts.distribute.distribute(trainable, experts, ...)",
+        expected="0", remedy="a builder hands them over with experts.distribute.distribute(trainable, experts)",
     )  # fmt: skip
 
 

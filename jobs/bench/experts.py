@@ -76,6 +76,8 @@ def _layouts(options: ExpertsOptions) -> list[Layout]:
         if not (plus and workers.isdigit() and hosts.isdigit() and int(workers)):
             raise InputError("layouts", seen=text, expected="WORKERS+HOSTS such as 1+2; 2+0 is two workers, colocated")
         layouts.append(Layout(int(workers), int(hosts)))
+        if (int(hosts) or int(workers)) > options.experts:
+            raise InputError("layouts", seen=text, expected=f"at most {options.experts} to hold as many experts")
         for tokens in (options.tokens, *options.token_counts):
             if tokens % int(workers):
                 raise InputError("tokens", seen=f"{tokens} for {workers} workers", expected="a multiple of workers")
@@ -194,11 +196,7 @@ class _Rounds:
             name = f"{case}: {ours} and {other} compute the same"
             if not self.found.gate(equal_tensors(name, *made, tolerance=TOLERANCE[case.dtype])):
                 return False
-            orders = {kind: self._lone_order(case, kind, self.threads) for kind in (ours, other)}
-            steps = {kind: self._steps(order) for kind, order in orders.items()}
-            turns = {
-                kind: (lambda kind=kind: orders[kind](steps[kind])["seconds"] / steps[kind]) for kind in (ours, other)
-            }
+            turns = {kind: self._lone_turn(case, kind) for kind in (ours, other)}
             times = alternate(turns, blocks=self.options.blocks, dropped=1)
             for kind, values in times.items():
                 self.found.arms[f"{case}, {kind}"] = values
@@ -209,6 +207,11 @@ class _Rounds:
 
     def _alone(self, threads: int) -> str:
         return f"in process, {threads} thread(s)"
+
+    def _lone_turn(self, case: Case, kind: str) -> Callable[[], float]:
+        order = self._lone_order(case, kind, self.threads)
+        steps = self._steps(order)
+        return lambda: order(steps)["seconds"] / steps
 
     def _lone_order(self, case: Case, kind: str, threads: int) -> Callable[[int], dict[str, Any]]:
         return lambda steps: self.alone.order(case, steps=steps, kind=kind, threads=threads)

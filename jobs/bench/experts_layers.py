@@ -22,7 +22,6 @@ from raytrain.gradients import GradientBuffers
 EVENING_ROUNDS = 200
 #: Of the gradients that the layer gets: experts then change by about their own size at a learning rate of 1.
 GRADIENT_STD = 1e-2
-FFN = 4
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ class Case:
 
 
 def build_layers(widths: list[int], *, num_experts: int, top_k: int, seed: int) -> list[MoELayer]:
-    """One layer for each width, FFN experts of four times that; the same weights in every process."""
+    """One layer for each width, feed-forward experts of four times that; the same weights in every process."""
     section = ExpertsConfig(num_experts=num_experts, top_k=top_k, balance="bias")
     layers = []
     for width in widths:
         torch.manual_seed(seed)
-        layers.append(moe_layer(width, section, hidden=FFN * width, residual_scale=1.0))
+        layers.append(moe_layer(width, section, residual_scale=1.0))
     return layers
 
 
@@ -169,8 +168,10 @@ def can_group(dtype: torch.dtype) -> bool:
     """Whether that device has a grouped product of this dtype, forward and backward."""
     x = torch.ones(16, 16, dtype=dtype, device=product_device(), requires_grad=True)
     weight = torch.ones(2, 16, 16, dtype=dtype, device=x.device, requires_grad=True)
+    ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
     try:
-    
+        y = torch.nn.functional.grouped_mm(x, weight, offs=ends)
+        y.backward(torch.ones_like(y))
     except RuntimeError:  # what torch says of a kernel that it does not have
         return False
     return True

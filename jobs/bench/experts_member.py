@@ -24,6 +24,7 @@ from torch import Tensor
 from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
 from experts.distribute import distribute
+from experts.load import LoadBook
 from experts.pool import ExpertPool, Membership
 from experts.serve import HostServer
 from experts.shapes import LayerShape
@@ -68,7 +69,7 @@ def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
     workers, hosts = settings["workers"], settings["hosts"]
     size = workers + hosts
     return JointGroup(
-        dist.FileStore(settings["store"], size),
+        dist.FileStore(settings["store"], size),  # pyright: ignore[reportPrivateImportUsage]
         name="bench-experts",
         rank=rank,
         size=size,
@@ -112,7 +113,8 @@ class Worker:
         self.first = [dict(layer.experts.named_parameters()) for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
-        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
+        book = LoadBook([layer.router for layer in layers])
+        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)), book=book)
         self.pool = _pool(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.renew()

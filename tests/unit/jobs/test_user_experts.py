@@ -17,11 +17,6 @@ from torch import nn
 from experts.distribute import distribute
 from experts.layer import MoELayer
 from experts.models import moe_mlp
-from experts.load import LoadBook
-from experts.router import TopKRouter
-
-def routers(made):
-    return [part for part in made.module.modules() if isinstance(part, TopKRouter)]
 
 def rows():
     return {"train": {"x": torch.zeros(50, 8), "labels": torch.zeros(50, dtype=torch.int64)}}
@@ -31,14 +26,14 @@ def ignores(experts, num_features, num_classes):
 
 def joins(experts, num_features, num_classes):
     made = ignores(experts, num_features, num_classes)
-    return made if experts.connection is None else distribute(made, experts, book=LoadBook(routers(made)))
+    return made if experts.connection is None else distribute(made, experts)
 
 def odd(experts, num_features, num_classes):
     made = ignores(experts, num_features, num_classes)
     for part in made.module.modules():
         if isinstance(part, MoELayer):
             part.experts = nn.Identity()
-    return made if experts.connection is None else distribute(made, experts, book=LoadBook(routers(made)))
+    return made if experts.connection is None else distribute(made, experts)
 
 def dense(num_features):
     return nn.Linear(num_features, 3)
