@@ -91,7 +91,7 @@ class Joins(RaytrainError):
 class Asked:
     """A connection that leads nowhere."""
 
-    def join(self, _shapes: Any) -> Any:
+    def join(self, *_about: Any) -> Any:
         """Whoever comes here would join in a run."""
         raise Joins("a builder joins")
 

@@ -184,14 +184,13 @@ def make_plan(
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
-    workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    workers = beside_hosts(workers, experts_hosts, scale, machines)
+    alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    workers = beside_hosts(alone, experts_hosts, scale, machines)
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
     choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings)
-    room, share = _room(machines, inventory, workers=workers.value)
-    allowed = int(cluster.memory_fraction * room / share) if room else None
+    allowed = _allowed(cluster.memory_fraction, machines, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=batches["micro_batch_size"].value,
@@ -240,11 +239,12 @@ def _machine_choices(
     }
 
 
-def _room(machines: Machines, inventory: Inventory, *, workers: int) -> tuple[int | None, int]:
-    """(free bytes of the smallest device, or of the tightest CPU node; processes that share them)."""
+def _allowed(fraction: float, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's;
+    None where nobody knows."""
     if machines.on_gpu:
-        gpus = machines.gpus
-        return min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in gpus) or None, 1
+        free = min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus)
+        return int(fraction * free) if free else None
     counts = spread(workers, machines, inventory)
     rooms = [
         (node.memory_bytes if node.free_bytes is None else node.free_bytes, counts[node.host])
@@ -252,7 +252,7 @@ def _room(machines: Machines, inventory: Inventory, *, workers: int) -> tuple[in
         if node.host in counts
     ]
     free, share = min(rooms, key=lambda pair: pair[0] / pair[1])
-    return free or None, share
+    return int(fraction * free / share) if free else None
 
 
 def _is(choice: Choice, value: Any) -> bool:
