@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
 
-from experts.host import open_group
+from experts.generation import join_as_worker
 from experts.membership import Membership
 from experts.placement import Placement
 from experts.shapes import LayerShape
 from experts.starting import PlacementRules
-from experts.transport.process_group import gloo, nccl
-from raytrain.gradients import WorkersGroup
+from raytrain.errors import RaytrainError
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,8 @@ class HostConnection:
         try:
             told: Any = ray.get(self.directory.join.remote(gang=gang_number(), **about))
         except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
-        group = open_group(told, rank=rank)
-        lost = Lost(self.directory, told["generation"], [group])
-        own = None
-        if workers > 1:
-            payload, flags = workers_groups(told, rank=rank, workers=workers, device=group.device)
-            lost.groups += [Abortable(payload), Abortable(flags)]
-            own = WorkersGroup(payload, flags, lost.reason)
-        lost.begin()
+            raise (error.cause if isinstance(error.cause, RaytrainError) else error) from None
+        group, own, lost = join_as_worker(told, rank=rank, wait=lambda: self._end_of(told["generation"]))
         if rank == 0:
             self.directory.keep_spare.remote()
         return group, Membership(
@@ -61,9 +52,16 @@ class HostConnection:
             placement=Placement.from_json(told["placement"]),
             run_path=self.run_path,
             workers_group=own,
-            lost=lost.reason,
+            lost=lost,
+            note=told["note"],
             switched=lambda placement: self.directory.switched.remote(placement.to_json()),
         )
+
+    def _end_of(self, generation: int) -> str:
+        try:
+            return str(ray.get(self.directory.watch.remote(generation)))
+        except RayError as error:
+            return f"the expert directory is gone: {type(error).__name__}"
 
 
 _GANG: list[int] = []
@@ -78,50 +76,3 @@ def gang_number() -> int:
             dist.broadcast(drawn, src=0)
         _GANG.append(int(drawn.item()))
     return _GANG[0]
-
-
-def workers_groups(told: dict[str, Any], *, rank: int, workers: int, device: torch.device) -> tuple[Any, Any]:
-    """(payload, flags) groups over the workers of one generation, which end with it."""
-    host, port = told["address"]
-    store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
-    name = f"generation-{told['generation']}/workers"
-    flags = gloo(store, f"{name}/flags", rank, workers, interface=told["interface"], timeout_s=1800.0)
-    if device.type != "cuda":
-        return flags, flags
-    return nccl(store, f"{name}/payload", rank, workers, timeout_s=1800.0), flags
-
-
-class Abortable:
-    """A process group with the `abort(reason)` of a joint group."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def abort(self, _reason: str) -> None:
-        """End what waits."""
-        self._group.abort()
-
-
-class Lost:
-    """Thread of a worker: waits for the end of the generation, and then ends every group of it here."""
-
-    def __init__(self, directory: Any, generation: int, groups: list[Any]) -> None:
-        self._directory, self._generation, self.groups = directory, generation, groups
-        self._reason: str | None = None
-
-    def begin(self) -> None:
-        """Start to watch."""
-        threading.Thread(target=self._watch, daemon=True, name="generation-watch").start()
-
-    def reason(self) -> str | None:
-        """Why the generation is over; None while it lives."""
-        return self._reason
-
-    def _watch(self) -> None:
-        try:
-            reason = str(ray.get(self._directory.watch.remote(self._generation)))
-        except RayError as error:
-            reason = f"the expert directory is gone: {type(error).__name__}"
-        self._reason = reason
-        for group in {id(group): group for group in self.groups}.values():
-            group.abort(reason)

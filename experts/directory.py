@@ -1,27 +1,31 @@
 """The Ray actor that owns the expert hosts.
 
 It places the hosts, brings workers and hosts together in numbered generations, and ends a generation on every member as
-soon as one of them dies: a dead peer is noticed by those that talk to it, the others would wait (DESIGN 5).
+soon as one of them dies: a dead peer is noticed by those that talk to it, the others would wait (DESIGN 5). A host that
+dies is replaced; where nothing comes in its place in time, the next generation has one host fewer.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from typing import Any
 
 import ray
 import ray.exceptions
-import torch.distributed as dist
 
-from experts.host import ExpertHost
-from experts.placement import HostSpec, Placement
+from experts.generation import open_store
+from experts.host import ExpertHost, Place
+from experts.placement import Placement
 from experts.shapes import LayerShape
 from experts.starting import PlacementRules, starting_placement
-from raytrain.errors import RunError, StateLost
+from raytrain.errors import RaytrainError, RunError, StateLost
 
 JOIN_S = 300.0
+START_S = 240.0
+"""So long may the first hosts take to stand; they are reserved by then."""
+TRIES = 2
+"""Processes in a row that end before they stand: the place is given up."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -34,77 +38,121 @@ class ExpertDirectory:
         gpus: of each host, 0 or 1.
         loopback: the cluster is this machine alone.
         interface: for gloo, or None.
+        group: placement group with one bundle for each host, or None.
+        host_wait_s: so long is a new host waited for; with 0 nothing is started in a dead one's place.
     """
 
     def __init__(
-        self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any
-    ) -> None:
+        self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any,
+        host_wait_s: float,
+    ) -> None:  # fmt: skip
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
         self._loopback, self._interface = loopback, interface
-        self._group = group
+        self._group, self._host_wait_s = group, host_wait_s
         self._lock = threading.Condition()
-        self._hosts: list[Any] = []
+        self._places: list[Place] = []
+        self._members: list[int] = []
+        """Places that take part in the generation, in the order of their ranks."""
         self._spare: Any = None
         self._waiting: dict[int, set[int]] = {}
         self._generation = 0
         self._gangs: list[int] = []
         self._lost: dict[int, str] = {}
         self._joined: dict[int, dict[str, Any]] = {}
+        self._refused: dict[int, RaytrainError] = {}
         self._placement: Placement | None = None
+        """In force; the next generation of as many hosts goes on with it."""
         self._me = ray.get_runtime_context().current_actor
-        self._store, self._address = _open_store(loopback=loopback)
+        self._store, self._address = open_store(LOOPBACK if loopback else ray.util.get_node_ip_address())
 
     # -- hosts --------------------------------------------------------------------------------------------
 
-    def start(self) -> list[dict[str, Any]]:
-        """Start the hosts; what each of them is, once all stand."""
-        self._hosts = [self._new_host(index) for index in range(self._number)]
-        found = ray.get([host.ready.remote() for host in self._hosts])
-        for host in self._hosts:
-            self._watch(host)
-        return found
+    def start(self) -> None:
+        """Start the hosts; returns at once. The first generation begins when all stand."""
+        with self._lock:
+            self._places = [Place(self._new_host(index)) for index in range(self._number)]
+            for index in range(self._number):
+                self._look_after(index)
+
+    def standing(self) -> list[dict[str, Any]]:
+        """What each host is, once all of them stand for the first time.
+
+        Raises:
+            RunError: they do not.
+        """
+        with self._lock:
+            self._await_hosts(START_S, all_of_them=True)
+            return [place.about for place in self._places if place.about is not None]
 
     def _new_host(self, index: int) -> Any:
-        strategy = None
+        options: dict[str, Any] = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
         if self._group is not None:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        options = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
-        if strategy is not None:
-            options["scheduling_strategy"] = strategy
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            )
         return self._made(options)
 
     def _made(self, options: dict[str, Any]) -> Any:
         host: Any = ray.remote(ExpertHost)
         return host.options(**options).remote(threads=self._threads, device=self._device, directory=self._me)
 
-    def _watch(self, host: Any) -> None:
-        threading.Thread(target=self._await_death, args=(host,), daemon=True, name="death-watch").start()
+    def _look_after(self, index: int) -> None:
+        arguments = (index, self._places[index].host)
+        threading.Thread(target=self._await_death, args=arguments, daemon=True, name="death-watch").start()
 
-    def _await_death(self, host: Any) -> None:
+    def _await_death(self, index: int, host: Any) -> None:
+        place = self._places[index]
         try:
+            about: Any = ray.get(host.ready.remote())
+            with self._lock:
+                place.about, place.tries = about, 0
+                self._lock.notify_all()
             ray.get(host.stay.remote())
         except ray.exceptions.RayError as error:
             with self._lock:
-                if host not in self._hosts:
-                    return
-                index = self._hosts.index(host)
-                self._hosts[index] = self._replacement(index)
-            self._end_generation(f"expert host {index} died ({str(error).splitlines()[0]})")
+                self._replace(index, why=str(error).splitlines()[0])
 
-    def _replacement(self, index: int) -> Any:
-        spare, self._spare = self._spare, None
-        host = spare if spare is not None else self._new_host(index)
-        self._watch(host)
-        return host
+    def _replace(self, index: int, *, why: str) -> None:
+        """A host is gone: another process in its place, where one may come; the generation that it was in is over."""
+        place = self._places[index]
+        place.tries += place.about is None
+        place.about, place.host, place.why = None, None, why
+        if self._host_wait_s and place.tries < TRIES:
+            spare, self._spare = self._spare, None
+            place.host = spare if spare is not None else self._new_host(index)
+            self._look_after(index)
+        if index in self._members and self._generation in self._joined:
+            self._end_locked(f"expert host {self._members.index(index)} died ({why})")
+        self._lock.notify_all()
 
     def keep_spare(self) -> None:
         """Start a process that stands by for a host that dies; on CPUs only, a GPU has no second owner."""
         with self._lock:
-            if self._spare is None and not self._gpus:
+            if self._spare is None and not self._gpus and self._host_wait_s:
                 self._spare = self._made({"num_cpus": 0, "max_concurrency": 8})
+
+    def _await_hosts(self, limit: float, *, all_of_them: bool, generation: int | None = None) -> None:
+        """Until every place has a host that stands or is given up.
+
+        Raises:
+            RunError: none stands, or not `all_of_them`. StateLost: the generation is over meanwhile.
+        """
+        ends = time.monotonic() + limit
+        while any(place.about is None and place.host is not None for place in self._places) or not self._places:
+            if generation in self._lost:
+                raise StateLost(self._lost[generation])
+            if not self._lock.wait(timeout=max(0.0, ends - time.monotonic())) and time.monotonic() >= ends:
+                break
+        missing = {index: place.why for index, place in enumerate(self._places) if place.about is None}
+        if missing and (all_of_them or len(missing) == len(self._places)):
+            said = "; ".join(f"expert host {index}: {why}" for index, why in missing.items())
+            waited = "" if all_of_them else f" (retry.host_wait_s {self._host_wait_s:g})"
+            raise RunError(
+                f"{len(missing)} of {len(self._places)} expert hosts do not stand after {limit:g} s{waited}: {said}"
+            )
 
     # -- generations --------------------------------------------------------------------------------------
 
@@ -118,21 +166,30 @@ class ExpertDirectory:
                 their way here; they do not count.
 
         Raises:
-            RunError: they do not come in time, or others have come in their place.
+            RunError: they do not come in time, others have come in their place, or no host stands.
+            InputError: the hosts have no room for the experts.
         """
         ends = time.monotonic() + JOIN_S
         with self._lock:
             generation = self._open(gang)
-            self._waiting[generation].add(rank)
-            if len(self._waiting[generation]) == workers:
-                layers = [LayerShape.from_json(shape) for shape in shapes]
-                self._begin(generation, workers, layers, PlacementRules.from_json(rules))
+            came = self._waiting[generation]
+            came.add(rank)
+            if len(came) == workers:
+                try:
+                    layers = [LayerShape.from_json(shape) for shape in shapes]
+                    self._begin(generation, workers, layers, PlacementRules.from_json(rules))
+                except RaytrainError as error:
+                    self._refused[generation] = error
+                    self._end_locked(str(error))
                 self._lock.notify_all()
             while generation not in self._joined:
+                if generation in self._refused:
+                    raise self._refused[generation]
                 if generation in self._lost:
                     raise StateLost(self._lost[generation])
-                if not self._lock.wait(timeout=max(0.0, ends - time.monotonic())) and time.monotonic() >= ends:
-                    raise RunError(f"only {len(self._waiting[generation])} of {workers} workers came within {JOIN_S} s")
+                if len(came) < workers and time.monotonic() > ends:
+                    raise RunError(f"only {len(came)} of {workers} workers came within {JOIN_S} s")
+                self._lock.wait(timeout=1.0)
             return self._joined[generation]
 
     def _open(self, gang: int) -> int:
@@ -145,28 +202,48 @@ class ExpertDirectory:
         if newcomers or self._generation in self._joined or self._generation in self._lost:
             if self._generation and self._generation not in self._lost:
                 self._end_locked("the workers begin anew")
-                self._lock.notify_all()
             self._generation += 1
             self._waiting[self._generation] = set()
         return self._generation
 
     def _begin(self, generation: int, workers: int, shapes: list[LayerShape], rules: PlacementRules) -> None:
-        if self._placement is None:
-            hosts = [HostSpec(host, 1.0, None) for host in range(self._number)]
+        """All workers are here: tell the hosts that stand, and the workers, what the generation is."""
+        first = not self._joined
+        limit = START_S if first else self._host_wait_s
+        self._await_hosts(limit, all_of_them=first, generation=generation)
+        members = [index for index, place in enumerate(self._places) if place.about is not None]
+        before = self._placement
+        if before is None or before.num_hosts != len(members):
+            hosts = [self._places[index].spec(rank) for rank, index in enumerate(members)]
             self._placement = starting_placement(rules, shapes, hosts)
-        placement = self._placement
+        assert self._placement is not None
+        self._members = members
         told = {
             "generation": generation,
             "workers": workers,
-            "hosts": self._number,
+            "hosts": len(members),
             "address": self._address,
             "interface": "lo" if self._loopback else self._interface,
             "device": self._device,
-            "placement": placement.to_json(),
+            "placement": self._placement.to_json(),
+            "note": self._note(before),
         }
-        for index, host in enumerate(self._hosts):
-            host.join.remote({**told, "host": index})
+        for rank, index in enumerate(members):
+            self._places[index].host.join.remote({**told, "host": rank})
         self._joined[generation] = told
+
+    def _note(self, before: Placement | None) -> str:
+        """What differs from the generation before; nothing where a newcomer took the dead one's place."""
+        now = len(self._members)
+        if before is None or before.num_hosts == now:
+            return ""
+        if now > before.num_hosts:
+            return f"{now} hosts again hold the experts; equal within rounding only"
+        gone = "; ".join(place.why for place in self._places if place.about is None)
+        return (
+            f"no new host came within {self._host_wait_s:g} s (retry.host_wait_s; {gone}): {now} of "
+            f"{self._number} hosts hold all experts; equal within rounding only"
+        )
 
     def switched(self, placement: dict[str, Any]) -> None:
         """Experts have moved: the next generation begins with this placement."""
@@ -183,14 +260,15 @@ class ExpertDirectory:
             if only is not None and only != self._generation:
                 return
             self._end_locked(reason)
-            self._lock.notify_all()
 
     def _end_locked(self, reason: str) -> None:
         if self._generation in self._lost:
             return
         self._lost[self._generation] = reason
-        for host in self._hosts:
-            host.abort.remote(reason)
+        for index in self._members:
+            if self._places[index].about is not None:
+                self._places[index].host.abort.remote(self._generation, reason)
+        self._lock.notify_all()
 
     def watch(self, generation: int) -> str:
         """Returns when the generation is over, with the reason: workers poll it in a thread."""
@@ -198,16 +276,3 @@ class ExpertDirectory:
             while generation not in self._lost:
                 self._lock.wait(timeout=5.0)
             return self._lost[generation]
-
-
-def _open_store(*, loopback: bool) -> tuple[Any, tuple[str, int]]:
-    """The store of all generations; on loopback alone where the cluster is this machine."""
-    address = LOOPBACK if loopback else ray.util.get_node_ip_address()
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(1024)
-    port = int(listener.getsockname()[1])
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, (address, port)

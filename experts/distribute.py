@@ -24,6 +24,7 @@ from experts.starting import PlacementRules, costs_of
 from experts.window import LoadWindow
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
+from raytrain.errors import InputError
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
@@ -34,8 +35,15 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     Args:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
         config: with a connection, see `experts.membership.Connection`.
+
+    Raises:
+        InputError: experts of another kind, or none at all.
     """
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
+    if not layers:
+        raise InputError(
+            "experts.hosts", seen="a model without a MoELayer", expected="0", remedy="nothing of it can live elsewhere"
+        )
     shapes = [_shape(layer.experts) for layer in layers]
     rules = PlacementRules(config.placement, config.replicas, config.rebalance_every)
     group, membership = config.connection.join(shapes, rules)
@@ -61,7 +69,12 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
 
 
 def _shape(experts: nn.Module) -> LayerShape:
-    assert isinstance(experts, GroupedExperts | UnevenExperts)
+    if not isinstance(experts, GroupedExperts | UnevenExperts):
+        raise InputError(
+            "model.builder", seen=f"{type(experts).__name__} as the experts of a MoELayer",
+            expected="experts of experts.expert, whose weights can live elsewhere",
+            remedy="experts.hosts 0 keeps any module inside the workers",
+        )  # fmt: skip
     return LayerShape(experts.width, experts.hidden_E, experts.activation, experts.bias)
 
 
@@ -80,6 +93,7 @@ class DistributedExperts:
 
     def __init__(self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module) -> None:
         self.pool, self.layers, self.module = pool, layers, module
+        self.note = pool.member.note
         self._width = pool.shapes[0].width
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:

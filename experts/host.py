@@ -6,18 +6,38 @@ It runs in a process of its own, with its own GPU where there is one. The data t
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from experts.placement import Placement
+from experts.generation import open_group
+from experts.placement import HostSpec, Placement
 from experts.serve import HostServer
+from experts.starting import MEMORY_SHARE
 from experts.transport.process_group import JointGroup
-from experts.transport.protocol import Aborted
 from raytrain.allocator import keep_freed_memory
+from raytrain.errors import StateLost
+
+
+@dataclass
+class Place:
+    """Where one host is: its actor (None where the place is given up), and what it is, once it stands."""
+
+    host: Any
+    about: dict[str, Any] | None = None
+    tries: int = 0
+    why: str = "it has not started yet"
+
+    def spec(self, rank: int) -> HostSpec:
+        """What is known of the host before any of its work was measured."""
+        about = self.about or {}
+        memory = about.get("memory_bytes")
+        room = None if memory is None else int(MEMORY_SHARE * memory)
+        return HostSpec(rank, 1.0, room, node=str(about.get("node", "")), device=str(about.get("name", "")))
 
 
 class ExpertHost:
@@ -36,13 +56,16 @@ class ExpertHost:
         self._group: JointGroup | None = None
         self._server: HostServer | None = None
         self._thread: threading.Thread | None = None
+        self._control = threading.Lock()
+        self._generation, self._over = 0, ""
 
     def ready(self) -> dict[str, Any]:
-        """Its process and device, once it stands."""
+        """Its machine, process and device, once it stands."""
         device = self._device
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
-        return {"device": device, "name": name, "memory_bytes": memory}
+        about = {"node": os.uname().nodename, "pid": os.getpid()}
+        return {"device": device, "name": name, "memory_bytes": memory, **about}
 
     def stay(self) -> None:
         """Never returns while the process lives: its end is how the directory hears of a death."""
@@ -55,24 +78,35 @@ class ExpertHost:
             told: {"generation", "host", "workers", "hosts", "address": (host, port), "interface", "device",
                 "placement"}.
         """
-        self.abort("the next generation begins")
-        self._thread = threading.Thread(target=self._serve, args=(told,), daemon=True, name="expert-data")
-        self._thread.start()
+        with self._control:
+            self._leave("the next generation begins")
+            self._generation, self._over = told["generation"], ""
+            self._thread = threading.Thread(target=self._serve, args=(told,), daemon=True, name="expert-data")
+            self._thread.start()
 
-    def abort(self, reason: str) -> None:
-        """End the generation on this member, whatever its data thread waits for."""
-        thread, group = self._thread, self._group
+    def abort(self, generation: int, reason: str) -> None:
+        """End this generation on this member, whatever its data thread waits for; another one is left alone."""
+        with self._control:
+            if generation == self._generation:
+                self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        thread, self._over = self._thread, reason
         if thread is None:
             return
-        if group is not None:
-            group.abort(reason)
-        thread.join(timeout=30.0)
+        if self._group is not None:
+            self._group.abort(reason)
+        thread.join()
+        if self._server is not None and self._server.files is not None:
+            self._server.files.wait()  # the next generation may write a checkpoint of the same step
         self._thread = self._group = self._server = None
 
     def _serve(self, told: dict[str, Any]) -> None:
         torch.set_num_threads(self._threads)
         try:
-            self._group = group = open_group(told, rank=told["workers"] + told["host"])
+            self._group = group = open_group(told, rank=told["workers"] + told["host"], lost=lambda: self._over or None)
+            if self._over:  # `abort` came before there was a group to end
+                group.abort(self._over)
             self._server = HostServer(
                 group,
                 host=told["host"],
@@ -81,7 +115,7 @@ class ExpertHost:
                 device=group.device,
             )
             self._server.serve()
-        except Aborted as error:
+        except StateLost as error:
             self._tell(told, str(error), "")
         except Exception as error:  # the workers wait for this member: they must hear of it
             self._tell(told, f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -89,21 +123,3 @@ class ExpertHost:
     def _tell(self, told: dict[str, Any], reason: str, trace: str) -> None:
         where = f"expert host {told['host']}"
         self._directory.failed.remote(told["generation"], f"{where}: {reason}", trace)
-
-
-def open_group(told: dict[str, Any], *, rank: int) -> JointGroup:
-    """A member's end of the generation's joint group; blocks until all members are there."""
-    host, port = told["address"]
-    store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
-    workers, hosts = told["workers"], told["hosts"]
-    return JointGroup(
-        store,
-        name=f"generation-{told['generation']}",
-        rank=rank,
-        size=workers + hosts,
-        workers=workers,
-        holders=list(range(workers, workers + hosts)),
-        device=torch.device(told["device"]),
-        interface=told["interface"],
-        watched=True,
-    )

@@ -31,6 +31,7 @@ class Membership:
         lost: why the generation is over, None while it lives.
         switched: told on rank 0 of each placement that came into force.
         hosts: what is known of them; empty for nothing.
+        note: what is different from the generation before; for the record.
         balancer: somebody else to decide where experts live than the `experts` section names.
     """
 
@@ -44,6 +45,7 @@ class Membership:
     lost: Callable[[], str | None] = lambda: None
     switched: Callable[[Placement], Any] = lambda _placement: None
     hosts: list[HostSpec] = field(default_factory=list)
+    note: str = ""
     balancer: Balances | None = None
 
 

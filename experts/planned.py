@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from cluster.inventory import Device
 from experts.config import ExpertsConfig
 from experts.placement import Costs, ExpertCost, HostSpec
 from experts.shapes import LayerShape
-from experts.starting import HOME_BYTES, REPLICA_BYTES, PlacementRules, place_first
+from experts.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, PlacementRules, place_first
 from raytrain.config import OptimConfig
 from raytrain.plan_memory import trained_bytes
 from raytrain.plan_values import ExpertFacts, Held
@@ -16,7 +17,7 @@ from raytrain.plan_values import ExpertFacts, Held
 def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[Held]]:
     """Number of equal holders -> what each of them begins with."""
     rules = PlacementRules(experts.placement, experts.replicas, experts.rebalance_every)
-    costs = [[ExpertCost(HOME_BYTES * one, REPLICA_BYTES * one, 6.0 * one) for one in row] for row in facts.parameters]
+    costs = _costs(facts)
 
     def over(holders: int) -> list[Held]:
         placement = place_first(rules, costs, [HostSpec(host, 1.0, None) for host in range(holders)])
@@ -31,6 +32,26 @@ def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], li
         return [Held(*row) for row in zip(number, homes, replicas, strict=True)]
 
     return over
+
+
+def check_room(facts: ExpertFacts, experts: ExpertsConfig, devices: Iterable[Device], *, hosts: int) -> None:
+    """Before anything starts: whether the experts fit the GPUs that hosts may get, the largest ones at best.
+
+    Raises:
+        InputError: they do not; the message names an expert too large for any.
+    """
+    largest = sorted(devices, key=lambda gpu: -gpu.memory_bytes)[:hosts]
+    if len(largest) < hosts or not all(gpu.memory_bytes for gpu in largest):  # Ray does not know every GPU's memory
+        return
+    rules = PlacementRules(experts.placement, experts.replicas, experts.rebalance_every)
+    specs = [
+        HostSpec(host, 1.0, int(MEMORY_SHARE * gpu.memory_bytes), device=gpu.name) for host, gpu in enumerate(largest)
+    ]
+    place_first(rules, _costs(facts), specs)
+
+
+def _costs(facts: ExpertFacts) -> Costs:
+    return [[ExpertCost(HOME_BYTES * one, REPLICA_BYTES * one, 6.0 * one) for one in row] for row in facts.parameters]
 
 
 def expert_costs(shapes: Sequence[LayerShape], optim: OptimConfig, *, dtype: str) -> Costs:

@@ -14,6 +14,8 @@ HOME_BYTES = 16
 """Of one parameter at home: weight, gradient and two moments in fp32."""
 REPLICA_BYTES = 8
 """Of one parameter of a replica: weight and gradient."""
+MEMORY_SHARE = 0.9
+"""Of a device's memory may go to experts at home; the rest is the runtime's."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,22 @@ def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) 
         InputError: hosts that cannot hold the experts.
     """
     alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(layer)) == 1 for layer in costs)
-    roomy = all(spec.memory_bytes is None for spec in hosts)
-    if alike and roomy and not rules.replicas and rules.policy in ("auto", "lpt"):
-        return first_placement([len(layer) for layer in costs], hosts=len(hosts))
+    if alike and not rules.replicas and rules.policy in ("auto", "lpt"):
+        first = first_placement([len(layer) for layer in costs], hosts=len(hosts))
+        if all(_home_bytes(first, spec.host, costs) <= (spec.memory_bytes or float("inf")) for spec in hosts):
+            return first
     even = [[1.0] * len(layer) for layer in costs]
     return place(rules.policy, even, hosts, costs, rules.replicas, version=1)
+
+
+def _home_bytes(placement: Placement, host: int, costs: Costs) -> int:
+    rows = zip(placement.layers, costs, strict=True)
+    return sum(
+        cost.home_bytes
+        for layer, row in rows
+        for copies, cost in zip(layer.copies, row, strict=True)
+        if copies[0] == host
+    )
 
 
 def costs_of(shapes: Sequence[LayerShape]) -> Costs:

@@ -84,6 +84,35 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
             return _on_cpu(call, spec.model.builder), "the CPU"
 
 
+class Joins(RaytrainError):
+    """The builder asks for the experts' hosts, as it should."""
+
+
+class Asked:
+    """A connection that leads nowhere."""
+
+    def join(self, *_about: Any) -> Any:
+        """Whoever comes here would join in a run."""
+        raise Joins("a builder joins")
+
+
+def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
+    """That a user's builder, given a connection, hands its experts over; it would train them in the workers silently.
+
+    Raises:
+        InputError: it does not, or its experts cannot be.
+    """
+    asking = spec.model_copy(update={"experts": spec.experts.connected(Asked())})
+    try:
+        build(asking, shapes)
+    except Joins:
+        return
+    raise InputError(
+        "experts.hosts", seen=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
+        expected="0", remedy="a builder hands them over with experts.distribute.distribute(trainable, experts)",
+    )  # fmt: skip
+
+
 class NothingDrawn(TorchFunctionMode):
     """Inside, filling a tensor on the meta device with random numbers does nothing, as there is nothing to fill.
 

@@ -198,7 +198,8 @@ class TrainCommand:
         from raytrain.trainer import fit, make_link
 
         interface = "lo" if cluster.local else self.spec.cluster.interface
-        connection = connect(plan, run, local=cluster.local, interface=interface, say=self.console.print)
+        say, wait_s = self.console.print, self.spec.retry.host_wait_s
+        connection = connect(plan, run, local=cluster.local, interface=interface, host_wait_s=wait_s, say=say)
         job = train_job(self.spec, plan, run, attempt=self.attempt, connection=connection)
         link = make_link()
         outcome: dict[str, Any] = {}

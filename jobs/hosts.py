@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experts.membership import ColocatedConnection, Connection
 from raytrain.plan import Plan, Resolved
+from raytrain.plan_hosts import kinds_of_hosts
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 
 SAY_EVERY_S = 10.0
+TYPE_SHARE = 0.001
+"""Of a node's accelerator type resource, as Ray itself takes it."""
 
 
 def connect(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, say: Callable[[str], Any]
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
 ) -> Connection | None:
     """Start whoever owns the experts, before the workers take the machines; None where every worker holds them all.
 
     Args:
         local: the cluster is this machine alone, and everything stays on loopback.
+        host_wait_s: `retry.host_wait_s`.
         say: told what is missing while the cluster has no room.
     """
     hosts = _value(plan.hosts)
@@ -28,29 +34,40 @@ def connect(
         return None
     if hosts == "colocated":
         return ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device))
-    return _start(plan, run, local=local, interface=interface, say=say)
+    return _start(plan, run, local=local, interface=interface, host_wait_s=host_wait_s, say=say)
 
 
 def _start(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, say: Callable[[str], Any]
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
 ) -> Connection:
-    """Reserve the hosts' places, start the directory, and through it the hosts."""
+    """Reserve the hosts' places, and have the directory start them; they come up while the workers do."""
     import ray
+    import ray.exceptions
 
     from experts.connection import HostConnection
     from experts.directory import ExpertDirectory
 
-    number, on_gpu = int(_value(plan.hosts)), _value(plan.device) == "cuda"
+    kinds, on_gpu = kinds_of_hosts(_value(plan.hosts)), _value(plan.device) == "cuda"
+    number = len(kinds)
     threads = int(_value(plan.threads) or 1)
-    group = None if local else _reserve(number, gpu=on_gpu, threads=threads, say=say)
+    group = None if local else _reserve(kinds, gpu=on_gpu, threads=threads, say=say)
     options = {"num_cpus": 0, "max_concurrency": 2 * int(_value(plan.workers)) + 4 * number + 8}
     actor: Any = ray.remote(ExpertDirectory)
     directory = actor.options(**options).remote(
-        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface, group=group
-    )
+        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface, group=group,
+        host_wait_s=host_wait_s,
+    )  # fmt: skip
+    directory.start.remote()
     began = time.perf_counter()
-    found = ray.get(directory.start.remote())
-    run.append_event(event("expert_hosts", hosts=found, seconds=time.perf_counter() - began, threads=threads))
+
+    def record() -> None:
+        try:
+            found = ray.get(directory.standing.remote())
+        except ray.exceptions.RayError:  # the workers, who wait for the hosts, end with the reason
+            return
+        run.append_event(event("expert_hosts", hosts=found, seconds=time.perf_counter() - began, threads=threads))
+
+    threading.Thread(target=record, daemon=True, name="expert-hosts").start()
     return HostConnection(directory=directory, run_path=run.path)
 
 
@@ -59,16 +76,31 @@ def _value(choice: Any) -> Any:
     return choice.value
 
 
-def _reserve(number: int, *, gpu: bool, threads: int, say: Callable[[str], Any]) -> Any:
-    """A placement group of one bundle for each host, over as many nodes as there are."""
+def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, say: Callable[[str], Any]) -> Any:
+    """A placement group of one bundle for each host, over as many nodes as there are.
+
+    Args:
+        kinds: accelerator type of each host; None takes any.
+    """
     import ray
     from ray.util.placement_group import placement_group
 
-    bundle = {"GPU": 1} if gpu else {"CPU": threads}
-    group = placement_group([dict(bundle) for _ in range(number)], strategy="SPREAD")
+    bundles = [_bundle(kind, gpu=gpu, threads=threads) for kind in kinds]
+    group = placement_group(bundles, strategy="SPREAD")
+    want: Counter[str] = Counter()
+    for bundle in bundles:
+        want.update(bundle)
     while not group.wait(SAY_EVERY_S):
         free = ray.available_resources()
-        have = ", ".join(f"{free.get(name, 0):g} {name}" for name in bundle)
-        want = ", ".join(f"{number * amount:g} {name}" for name, amount in bundle.items())
-        say(f"waiting for {want} for {number} expert hosts; {have} are free")
+        amounts = ", ".join(f"{amount:g} {name}" for name, amount in want.items() if amount >= 1)
+        kinds_said = f" of type {', '.join(sorted({kind for kind in kinds if kind}))}" if any(kinds) else ""
+        have = ", ".join(f"{free.get(name, 0):g} {name}" for name, amount in want.items() if amount >= 1)
+        say(f"waiting for {amounts}{kinds_said} for {len(kinds)} expert hosts; {have} are free")
     return group
+
+
+def _bundle(kind: str | None, *, gpu: bool, threads: int) -> dict[str, float]:
+    """What one host reserves; a node has one unit of the resource that names its accelerator type."""
+    if not gpu:
+        return {"CPU": threads}
+    return {"GPU": 1} if kind is None else {"GPU": 1, f"accelerator_type:{kind}": TYPE_SHARE}

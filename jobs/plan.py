@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
-from experts.planned import shared_out
+from experts.planned import check_room, shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
 from raytrain.decode import encode
 from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan_hosts import separate
 from raytrain.plan_machines import pick_devices
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def plan_job(
         built, read = facts_from(spec, opened(spec))
         model_facts, data_facts = model_facts or built, data_facts or read
     data_facts = data_facts or facts_of_data(spec)
+    machines = inventory or local_inventory()
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
     plan = make_plan(
         model=spec.model,
@@ -107,12 +109,15 @@ def plan_job(
         experts_inflight=spec.experts.inflight,
         cluster=spec.cluster,
         seed=spec.seed,
-        inventory=inventory or local_inventory(),
+        inventory=machines,
         model_facts=sized,
         data_facts=data_facts,
         name=spec.name,
         share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
     )
+    on_gpu = isinstance(plan.device, Resolved) and plan.device.value == "cuda"
+    if on_gpu and separate(plan.hosts) and sized is not None and sized.experts is not None:
+        check_room(sized.experts, spec.experts, machines.devices(), hosts=separate(plan.hosts))
     return replace(plan, config=encode(spec), sources=dict(loaded.sources))
 
 
@@ -122,6 +127,12 @@ def _asked_hosts(spec: JobSpec) -> Any:
         return None
     ours = (spec.model.builder or "").startswith("experts.")
     return spec.experts.hosts if ours or spec.experts.hosts != "auto" else 0
+
+
+def uses_hosts(spec: JobSpec) -> bool:
+    """Whether a user's own builder is to hand its experts over; ours always do."""
+    ours = (spec.model.builder or "").startswith("experts.")
+    return not ours and _asked_hosts(spec) not in (None, 0)
 
 
 def has_experts(spec: JobSpec) -> bool:

@@ -244,13 +244,11 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
 
 def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     """Key -> whether its value can be had now, what can be, and what is missing."""
-    loop, scale, experts = spec.loop, spec.scale, spec.experts
+    loop, scale = spec.loop, spec.scale
     return {
         "scale.strategy": (scale.strategy != "fsdp", "data_parallel, expert_parallel or auto", "sharded training is"),
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
         "scale.shares": (scale.shares == "equal", "equal", "unequal shares are"),
-        "experts.hosts": (not isinstance(experts.hosts, dict), "a number, colocated or auto",
-                          "hosts by accelerator are"),
         "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "optim.name": (spec.optim.name != "muon", "adamw or sgd", "Muon is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 
-from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError
+from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
 from raytrain.recovery import Fault
 from raytrain.run_folder import RunFolder
 
@@ -21,7 +21,7 @@ def fault_of(error: Exception, *, attempt: int, rank: int, step: int, precision:
         traceback=traceback.format_exc(),
         precision=precision,
         reduced=precision in ("bf16", "fp16", "tf32"),
-        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed),
+        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
         from_step=from_step,
         time=time.time(),
     )

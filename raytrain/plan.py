@@ -20,7 +20,7 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan_hosts import choose_hosts, choose_inflight, choose_strategy, separate
+from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
 from raytrain.plan_memory import ShareOut, estimate_bytes
 from raytrain.plan_steps import (
@@ -187,13 +187,14 @@ def make_plan(
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
-    workers = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    workers = beside_hosts(alone, experts_hosts, scale, machines)
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
     choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    allowed = _allowed(cluster, machines, inventory, workers=workers.value)
+    allowed = _allowed(cluster.memory_fraction, machines, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
@@ -246,17 +247,12 @@ def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
     return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
 
 
-def _allowed(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
-    """Bytes that one worker may take; None where the memory is unknown."""
-    room, share = _room(machines, inventory, workers=workers)
-    return int(cluster.memory_fraction * room / share) if room else None
-
-
-def _room(machines: Machines, inventory: Inventory, *, workers: int) -> tuple[int | None, int]:
-    """(free bytes of the smallest device, or of the tightest CPU node; processes that share them)."""
+def _allowed(fraction: float, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's;
+    None where nobody knows."""
     if machines.on_gpu:
-        gpus = machines.gpus
-        return min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in gpus) or None, 1
+        free = min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus)
+        return int(fraction * free) if free else None
     counts = spread(workers, machines, inventory)
     rooms = [
         (node.memory_bytes if node.free_bytes is None else node.free_bytes, counts[node.host])
@@ -264,7 +260,7 @@ def _room(machines: Machines, inventory: Inventory, *, workers: int) -> tuple[in
         if node.host in counts
     ]
     free, share = min(rooms, key=lambda pair: pair[0] / pair[1])
-    return free or None, share
+    return int(fraction * free / share) if free else None
 
 
 def _is(choice: Choice, value: Any) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.inventory import Inventory
+from cluster.inventory import Device, Inventory
 from raytrain.config import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
-from raytrain.plan_machines import Machines
+from raytrain.plan_machines import Machines, is_named
 from raytrain.plan_values import Choice, Deferred, Resolved
 from raytrain.plan_workers import CPU_OVERLOAD
 
@@ -44,9 +44,22 @@ def choose_hosts(
         )  # fmt: skip
     if asked == "auto":
         return _auto(machines, inventory)
-    if isinstance(asked, int):
+    if isinstance(asked, dict):
+        _check_kinds(asked, machines, inventory, workers=workers)
+    elif isinstance(asked, int):
         _check_room(asked, machines, inventory, workers=workers)
     return Resolved(asked, "experts.hosts")
+
+
+def beside_hosts(workers: Resolved, asked: Any, scale: ScaleConfig, machines: Machines) -> Resolved:
+    """`scale.workers: auto` on GPUs leaves one to each host that was asked for."""
+    number = number_of_hosts(asked)
+    if not machines.on_gpu or scale.workers != "auto" or not number or scale.strategy == "data_parallel":
+        return workers
+    left = len(machines.gpus) - sum(len(found) for found in _taken(asked, machines).values())
+    if not 0 < left < workers.value:
+        return workers
+    return Resolved(left, f"one per GPU, of which {number} go to the expert hosts")
 
 
 def choose_strategy(scale: ScaleConfig, hosts: Resolved) -> Resolved:
@@ -60,7 +73,19 @@ def choose_strategy(scale: ScaleConfig, hosts: Resolved) -> Resolved:
 
 def separate(hosts: Choice) -> int:
     """Processes beside the workers."""
-    return hosts.value if isinstance(hosts, Resolved) and isinstance(hosts.value, int) else 0
+    return number_of_hosts(hosts.value) if isinstance(hosts, Resolved) else 0
+
+
+def number_of_hosts(asked: Any) -> int:
+    """Of a value of `experts.hosts`; 0 where they are no processes of their own."""
+    return len(kinds_of_hosts(asked)) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
+
+
+def kinds_of_hosts(asked: Any) -> list[str | None]:
+    """The accelerator type of each host, in the order of the mapping; None where it is all the same."""
+    if isinstance(asked, dict):
+        return [kind for kind, number in asked.items() for _ in range(number)]
+    return [None] * asked
 
 
 def choose_inflight(
@@ -116,6 +141,41 @@ def _check_room(asked: int, machines: Machines, inventory: Inventory, *, workers
     if not machines.on_gpu and asked > CPU_OVERLOAD * max(1, inventory.cpus):
         expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
         raise InputError("experts.hosts", seen=str(asked), expected=expected, remedy=there)
+
+
+def _taken(asked: Any, machines: Machines) -> dict[str, list[Device]]:
+    """Of the GPUs that workers may have, those that go to hosts."""
+    if not isinstance(asked, dict):
+        return {"": machines.gpus[:asked]}
+    return {kind: [gpu for gpu in machines.gpus if is_named(gpu, kind)][:number] for kind, number in asked.items()}
+
+
+def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory, *, workers: int) -> None:
+    there = f"there are: {inventory.describe()}"
+    title = ", ".join(f"{number} {kind}" for kind, number in asked.items())
+    if not machines.on_gpu:
+        raise InputError(
+            "experts.hosts", seen=title, expected="a number, as this run is on CPUs", remedy=f"{there}"
+        )  # fmt: skip
+    for kind, number in asked.items():
+        mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
+        have = sum(is_named(device, kind) for node in mine for device in node.devices)
+        if have < number:
+            expected = f"at most {have}" if have else "an accelerator type that is there"
+            raise InputError("experts.hosts", seen=f"{number} {kind}", expected=expected, remedy=there)
+        mixed = [node.host for node in mine if len({device.name for device in node.devices}) > 1]
+        if mixed:
+            raise InputError(
+                "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
+                expected="a number", remedy="Ray knows one accelerator type of a machine",
+            )  # fmt: skip
+    left = len(machines.gpus) - sum(map(len, _taken(asked, machines).values()))
+    if workers > left:
+        raise InputError(
+            "experts.hosts", seen=f"{title} beside {workers} workers",
+            expected=f"GPUs for the workers as well: {left} of {len(machines.gpus)} are left",
+            remedy=f"lower experts.hosts or scale.workers; {there}",
+        )  # fmt: skip
 
 
 def _refuse_strategy(scale: ScaleConfig, what: str) -> None:

@@ -79,7 +79,7 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
             return False
         if numbered:
             return device.index == int(numbered.group(1))
-        return text in ("auto", "cuda") or _is_named(device, text)
+        return text in ("auto", "cuda") or is_named(device, text)
 
     pairs = ((node, tuple(device for device in node.devices if wanted(device))) for node in inventory.nodes)
     pool = tuple((node, devices) for node, devices in pairs if devices)
@@ -100,7 +100,7 @@ def pick_devices(text: str, inventory: Inventory) -> list[Device]:
     return [device for _, devices in _pool(text, inventory) for device in devices]
 
 
-def _is_named(device: Device, text: str) -> bool:
+def is_named(device: Device, text: str) -> bool:
     """Whether `text` is the device's whole name or one word of it: H100 fits 'NVIDIA H100 80GB HBM3'."""
     wanted = text.casefold()
     words = re.split(r"[^0-9a-z]+", device.name.casefold())

@@ -98,7 +98,13 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
         run.truncate_metrics(fresh.state.step)
         discard_after(run, fresh.state.step)
     lost = session.state.step - fresh.state.step
-    return fresh, {"what": "rewind", "value": fresh.state.step, "lost_steps": lost, "reason": reason}
+    note = fresh.trainable.elsewhere.note if fresh.trainable.elsewhere is not None else ""
+    return fresh, {
+        "what": "rewind",
+        "value": fresh.state.step,
+        "lost_steps": lost,
+        "reason": f"{reason}; {note}" if note else reason,
+    }
 
 
 def _same_checkpoint(run: RunFolder, workers: Workers) -> LoadedCheckpoint | None:

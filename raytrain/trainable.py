@@ -68,6 +68,9 @@ class StateElsewhere(Protocol):
     """State that lives in other processes, which save and load it themselves. Every call is one of all workers, but
     for `finish_save`, which rank 0's writer makes."""
 
+    note: str
+    """What is different about where it lives since the time before, for the record; mostly nothing."""
+
     def begin_save(self, step: int) -> None:
         """Have it snapshotted as it is after `step`; its owners write it in the background."""
         ...

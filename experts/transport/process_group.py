@@ -7,9 +7,8 @@ torchft's and vLLM's stateless groups.
 
 from __future__ import annotations
 
+import contextlib
 import time
-import traceback
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,8 +20,10 @@ from torch import Tensor
 from experts.transport.protocol import Aborted
 from raytrain.gradients import WORD_S
 
-HEADERS, ROWS = 0, 1
+HEADERS, ROWS, END = 0, 1, 2
 """Tags: what is between two members stays in order for each of them."""
+MEET_S = 60.0
+"""So long may it take all members to connect with each other."""
 
 
 class JointGroup:
@@ -59,12 +60,10 @@ class JointGroup:
         self.seconds = 0.0
         self.timeout = timedelta(seconds=timeout_s)
         self._aborted, self._watched = "", watched
-        self._under_way: weakref.WeakSet[Exchange] = weakref.WeakSet()
-        control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
-        payload = None
+        self._control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
+        self._payload = None
         if device.type == "cuda":
-            payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
-        self._groups: tuple[Any, Any] | None = (control, payload)
+            self._payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
 
     def headers(self, rows: Tensor | None, words: int) -> list[list[int]]:
         """One int64 row from each worker to each holder; `rows` (holders, words) on the CPU, None on a mere host."""
@@ -83,10 +82,9 @@ class JointGroup:
         if send.device.type == "cpu":
             works = self._between_pairs(send, received, send_counts, receive_counts, ROWS)
             return Exchange(self, works, send, received)
+        payload: Any = self._payload
         work = self._timed(
-            lambda _, payload: payload.alltoall_base(
-                received, send, receive_counts, send_counts, dist.AllToAllOptions()
-            )
+            lambda: payload.alltoall_base(received, send, receive_counts, send_counts, dist.AllToAllOptions())
         )
         return Exchange(self, [work], send, received)
 
@@ -103,7 +101,8 @@ class JointGroup:
         coming[self.rank].copy_(going[self.rank])
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not everybody to the same one first
 
-        def start(control: Any, _payload: Any) -> list[Any]:
+        def start() -> list[Any]:
+            control = self._control
             waits = [control.recv([coming[rank]], rank, tag) for rank in others if coming[rank].numel()]
             return waits + [control.send([going[rank]], rank, tag) for rank in others if going[rank].numel()]
 
@@ -111,7 +110,7 @@ class JointGroup:
 
     def sum_(self, vector: Tensor) -> None:
         """Sum a CPU vector over all members, in place."""
-        self._timed(lambda control, _: control.allreduce([vector]).wait())
+        self._timed(lambda: self._control.allreduce([vector]).wait())
 
     def abort(self, reason: str = "the group was aborted") -> None:
         """From another thread: every call of this member that waits, or comes later, raises `Aborted`."""
@@ -121,28 +120,19 @@ class JointGroup:
         self._leave()
 
     def _leave(self) -> None:
-        """Let go of the groups and of all that is under way.
+        """End all that waits here; the connections close, so that those hear of it who wait for this member."""
+        for group in (self._control, self._payload):
+            if group is not None:
+                give_up(group)
 
-        gloo's own `abort` wakes nobody (torch 2.13). What does is that the connections close, here and at the other
-        ends: whoever waits for this member hears of it, leaves in turn, and so everybody does.
-        """
-        groups, self._groups = self._groups, None
-        if groups is not None and groups[1] is not None:
-            groups[1].abort()
-        for exchange in list(self._under_way):
-            exchange.forget()
-
-    def _timed(self, call: Callable[[Any, Any], Any]) -> Any:
-        """`call(control, payload)`; torch raises a plain RuntimeError for a member that is gone, as for anything."""
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        """Torch raises a plain RuntimeError for a member that is gone, as for anything."""
         began = time.perf_counter()
-        groups = self._groups
         try:
-            if groups is None:
-                raise Aborted(self._aborted or "a member is gone")
-            return call(*groups)
+            if self._aborted:
+                raise Aborted(self._aborted)
+            return call()
         except RuntimeError as error:
-            groups = None
-            traceback.clear_frames(error.__traceback__)  # which hold the connections as well
             self._leave()
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Aborted(self._word() or f"a member is gone: {first}") from error
@@ -160,41 +150,32 @@ class Exchange:
     """Rows under way; keeps what is sent alive until they have arrived."""
 
     def __init__(self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor) -> None:
-        self._group, self._sent, self._received = group, sent, received
-        self._works: list[Any] | None = works
-        self._done = False
-        group._under_way.add(self)
-
-    def forget(self) -> None:
-        """It will not arrive any more."""
-        self._works = None
+        self._group, self._works, self._sent, self._received = group, works, sent, received
 
     def wait(self) -> Tensor:
         """The rows received, in the order of the ranks."""
-        if not self._done:
-            self._group._timed(self._finish)
-            self._done = True
+        works, self._works = self._works, []
+        if works:
+            self._group._timed(lambda: self._finish(works))
         return self._received
 
-    def _finish(self, *_groups: Any) -> None:
-        while self._works:
-            work = self._works.pop()
+    def _finish(self, works: list[Any]) -> None:
+        for work in works:
             # gloo's messages do not know the group's time limit; with one, NCCL would wait for the device
             work.wait(self._group.timeout) if self._received.device.type == "cpu" else work.wait()
-            del work
-        if self._works is None:
-            raise RuntimeError("the group was left meanwhile")
 
 
 def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, timeout_s: float) -> Any:
     """A gloo group of its own under `name` in the store; blocks until all members are there."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=min(MEET_S, timeout_s))
     if interface is not None:
         options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]  # pyright: ignore
     else:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]  # pyright: ignore
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+    group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+    group._set_default_timeout(timedelta(seconds=timeout_s))  # of the calls; above, of coming together
+    return group
 
 
 def nccl(store: Any, name: str, rank: int, size: int, *, timeout_s: float) -> Any:
@@ -202,3 +183,17 @@ def nccl(store: Any, name: str, rank: int, size: int, *, timeout_s: float) -> An
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+
+
+def give_up(group: Any) -> None:
+    """End every call of this member that waits in a process group, from any thread, and every later one.
+
+    gloo's own abort wakes nobody (torch 2.13): a call waits on for a peer that lives. But a receive that runs out of
+    time ends all that the member has under way in the group, and closes its connections.
+    """
+    kind: type = dist.ProcessGroupGloo
+    if not isinstance(group, kind):
+        group.abort()
+    elif group.size() > 1:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))

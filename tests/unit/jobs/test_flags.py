@@ -301,6 +301,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(command, "connected", connected)
     place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(trainer, "make_link", lambda: link)
+    place.patch.setattr("jobs.hosts.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s))
     for name in ("TorchTrainer", "LocalTrainer"):
         place.patch.setattr(trainer, name, Trains)
     place.patch.setattr("ray.put", lambda value: value)
@@ -403,6 +404,7 @@ FLAGS = {
     "retry.nonfinite_steps": Flag(trained, "steps", "1", "3", job=nan_job),
     "retry.rollbacks": Flag(worked, "rollbacks", "0", "2", ("retry.nonfinite_steps=1",), nan_job),
     "retry.stop_grace_s": Flag(commanded, "ending", "60.0", "0.0"),
+    "retry.host_wait_s": Flag(commanded, "host_wait_s", "30.0", "5.0"),
     "experts.num_experts": experts("parameters", "4", "2"),
     "experts.top_k": experts("losses", "2", "1"),
     "experts.hosts": Flag(planned, "hosts", "auto", "0", job=experts_job),
@@ -444,7 +446,6 @@ LATER = {
     "tune.max_trials": ("3", "the verb tune"), "tune.fresh": ("true", "the verb tune"),
     "infer.input": ("in.jsonl", "the verb infer"), "infer.output": ("out", "the verb infer"),
     "infer.batch_size": ("8", "the verb infer"), "infer.max_samples": ("9", "the verb infer"),
-    "retry.host_wait_s": ("5.0", "expert hosts (DESIGN 5)"),
     "telemetry.every": ("1.0", "telemetry/<node>.jsonl (DESIGN 3)"),
 }  # fmt: skip
 """Keys that the design promises and nobody reads yet: a value, and what will read it."""

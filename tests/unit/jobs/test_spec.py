@@ -276,7 +276,6 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
     "override",
     [
         "scale.strategy=fsdp", "scale.workers=[1, 2]", "scale.shares=auto",
-        "experts.hosts={A100: 4}",
         "optim.name=muon", "loop.compile=default",
         "loop.global_batch_size=auto", "data.storage=pinned",
     ],

@@ -23,6 +23,7 @@ from raytrain.config import (
 )
 from raytrain.errors import InputError
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan_hosts import separate
 from raytrain.plan_memory import HOST_PROCESS_BYTES, PROCESS_BYTES
 from raytrain.plan_values import ExpertFacts
 
@@ -601,6 +602,42 @@ def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:
         plan(experts_hosts=2, scale={"strategy": "data_parallel"})
     with pytest.raises(InputError, match=r"scale\.strategy: seen expert_parallel with a model without experts"):
         plan(scale={"strategy": "expert_parallel"})
+
+
+TWO_KINDS = machines(
+    node(gpus=[gpu(index, "A100") for index in range(4)]), node("b", gpus=[gpu(index, "T4") for index in range(8)])
+)
+
+
+def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
+    made = plan(TWO_KINDS, experts_hosts={"T4": 8})
+    assert value(made, "hosts") == {"T4": 8} and value(made, "strategy") == "expert_parallel"
+    assert value(made, "workers") == 4 and "8 go to the expert hosts" in reason(made, "workers")
+    assert separate(made.hosts) == 8
+    assert value(plan(TWO_KINDS, experts_hosts={"A100": 1, "T4": 2}), "workers") == 9
+    named = plan(TWO_KINDS, experts_hosts={"T4": 8}, scale={"accelerator": "A100"})
+    assert value(named, "workers") == 4, "the hosts may be of another kind than the workers"
+    assert value(plan(FOUR_GPUS, experts_hosts=1), "workers") == 3
+
+
+@pytest.mark.parametrize(
+    ("inventory", "asked", "scale", "says"),
+    [
+        (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type that is there", "T4")),
+        (TWO_KINDS, {"T4": 9}, {}, ("seen 9 T4", "at most 8")),
+        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("beside 12 workers", "0 of 12 are left", "scale.workers")),
+        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 beside 7 workers", "6 of 12 are left", "scale.workers")),
+        (machines(node(gpus=[gpu(0, "A100"), gpu(1, "T4")])), {"T4": 1}, {}, ("GPUs of several kinds", "a number")),
+        (CPU, {"A100": 2}, {}, ("seen 2 A100", "on CPUs")),
+    ],
+)
+def test_hosts_by_accelerator_that_cannot_be_had_are_refused(
+    inventory: Any, asked: Any, scale: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(inventory, experts_hosts=asked, scale=scale)
+    assert caught.value.key == "experts.hosts"
+    assert [words for words in says if words not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("inventory", [CPU, FOUR_GPUS, with_capability(None)])

@@ -1,0 +1,337 @@
+"""Expert hosts that die, and workers that err, in plain processes. No Ray: the test's own process stands for the
+directory, which brings the members together, hears of deaths and tells every member of the end.
+
+Hosts are the product's `ExpertHost`, workers its sessions and its `Rewinds`; only what carries the calls is other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exchange import DATA, MOE, record
+from gang import LIMIT_S, PRELOAD
+from lab import Rows, make_job
+from torch import Tensor
+
+import experts.host
+from experts.generation import connect, join_as_worker, open_store
+from experts.host import ExpertHost
+from experts.membership import Membership
+from experts.placement import Placement
+from experts.pool import ExpertPool
+from experts.serve import HostServer
+from experts.shapes import LayerShape
+from experts.starting import PlacementRules, first_placement
+from experts.transport.protocol import Header, Op
+from raytrain.errors import StateLost
+from raytrain.gradients import Workers
+from raytrain.loop_state import Clock
+from raytrain.rollback import Rewinds
+from raytrain.run_folder import RunFolder
+from raytrain.saver import CheckpointSaver
+from raytrain.session import Session
+
+BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE = (
+    "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",
+)  # fmt: skip
+Fate = tuple[str, int, int]
+"""What happens, in which step, to which host or worker."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a gang lives through.
+
+    Attributes:
+        every: steps between checkpoints.
+        deaths: of hosts, each by its own SIGKILL, at a point above.
+        mistakes: of workers: a call too many ("order"), another "version" or "generation" in their headers.
+    """
+
+    run_path: str
+    workers: int = 2
+    hosts: int = 2
+    steps: int = 24
+    every: int = 4
+    deaths: tuple[Fate, ...] = ()
+    mistakes: tuple[Fate, ...] = ()
+
+
+@dataclass
+class Told:
+    """What the members made of it: each worker's record, by rank; (member, generation, error, message, seconds since
+    the cause) of every end of a generation on every member; what happened, in order."""
+
+    records: dict[int, Any]
+    ends: list[tuple[str, int, str, str, float]]
+    happened: list[Fate]
+
+
+# ---------------------------------------------------------------- the stand-in for the directory
+
+
+class Lead:
+    """Starts the members, brings them together, and ends a generation on all of them when one dies or tells."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.store, self.address = open_store("127.0.0.1")
+        self.ends: dict[str, Connection] = {}
+        self.processes: dict[str, Any] = {}
+        self.waiting: set[str] = set()
+        self.generation, self.over = 0, True
+        self.cause = 0.0
+        self.told = Told({}, [], [])
+
+    def run(self) -> Told:
+        """Until every worker has returned; the test fails where a member fails or the limit is reached."""
+        for host in range(self.story.hosts):
+            self._start(f"host {host}")
+        for rank in range(self.story.workers):
+            self._start(f"worker {rank}")
+        limit = time.monotonic() + LIMIT_S
+        try:
+            while len(self.told.records) < self.story.workers:
+                ready = wait(list(self.ends.values()), timeout=max(0.0, limit - time.monotonic()))
+                if not ready:
+                    pytest.fail(f"not done after {LIMIT_S} s, in generation {self.generation}: {self.told}")
+                for name in [name for name, end in self.ends.items() if end in ready]:
+                    try:
+                        kind, *about = self.ends[name].recv()
+                    except (EOFError, ConnectionResetError):
+                        self._died(name)
+                        continue
+                    getattr(self, f"_{kind}")(name, *about)
+            return self.told
+        finally:
+            for process in self.processes.values():
+                process.kill()
+                process.join()
+
+    def _start(self, name: str) -> None:
+        mine, theirs = self.context.Pipe()
+        fates = self.story.deaths if name.startswith("host") else self.story.mistakes
+        left = [fate for fate in fates if fate not in self.told.happened]
+        environment = {key: os.environ.get(key) for key in ("OMP_NUM_THREADS",)}
+        os.environ["OMP_NUM_THREADS"] = "1"
+        process = self.context.Process(target=live, args=(name, self.story, left, self.address, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        for key, value in environment.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+        self.ends[name], self.processes[name] = mine, process
+
+    def _join(self, name: str) -> None:
+        """A worker asks; with the last one the next generation begins."""
+        self.waiting.add(name)
+        if len(self.waiting) < self.story.workers:
+            return
+        self.waiting, self.over = set(), False
+        self.generation += 1
+        told = {
+            "generation": self.generation, "workers": self.story.workers, "hosts": self.story.hosts,
+            "address": self.address, "interface": "lo", "device": "cpu",
+            "placement": first_placement([4] * MOE["layers"], hosts=self.story.hosts).to_json(),
+        }  # fmt: skip
+        for member, end in self.ends.items():
+            number = int(member.split()[1])
+            end.send(("join", {**told, "host": number} if member.startswith("host") else told))
+
+    def _died(self, name: str) -> None:
+        self.processes[name].join()
+        if self.processes[name].exitcode != -signal.SIGKILL or not name.startswith("host"):
+            pytest.fail(f"{name} ended with exit code {self.processes[name].exitcode}")
+        del self.ends[name]
+        self._end(f"{name} died")
+        self._start(name)
+
+    def _failed(self, name: str, generation: int, reason: str, _trace: str) -> None:
+        if generation == self.generation:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self.over:
+            return
+        self.over = True
+        self.store.set(f"over/{self.generation}", reason)
+        for member, end in self.ends.items():
+            if member.startswith("host"):
+                end.send(("abort", self.generation, reason))
+
+    def _fate(self, _name: str, fate: Fate, moment: float) -> None:
+        self.told.happened.append(fate)
+        self.cause = moment
+
+    def _ended(self, name: str, generation: int, error: str, message: str, moment: float) -> None:
+        self.told.ends.append((name, generation, error, message, moment - self.cause))
+
+    def _returned(self, name: str, value: Any) -> None:
+        self.told.records[int(name.split()[1])] = value
+
+
+# ---------------------------------------------------------------- the members
+
+
+def live(name: str, story: Story, fates: list[Fate], address: tuple[str, int], pipe: Connection) -> None:
+    """A member's process."""
+    torch.set_num_threads(1)
+    kind, number = name.split()
+    if kind == "worker":
+        work(int(number), story, fates, address, pipe)
+        signal.pause()
+    own = [fate for fate in fates if fate[2] == int(number)]
+    experts.host.HostServer = lambda *args, **keys: Doomed(story, own, pipe, *args, **keys)  # type: ignore[assignment,misc]
+    failed = SimpleNamespace(remote=lambda *about: pipe.send(("failed", *about)))
+    host = ExpertHost(threads=1, device="cpu", directory=SimpleNamespace(failed=failed))
+    while True:
+        order, *arguments = pipe.recv()
+        getattr(host, order)(*arguments)
+
+
+class Doomed(HostServer):
+    """A host that kills its own process where it is told to."""
+
+    def __init__(self, story: Story, fates: list[Fate], pipe: Connection, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.story, self.fates, self.pipe = story, fates, pipe
+        self.header: Header | None = None
+
+    def serve(self) -> None:
+        try:
+            super().serve()
+        except Exception as error:
+            end = (self.generation, type(error).__name__, str(error), time.monotonic())
+            self.pipe.send(("ended", *end))
+            raise
+
+    def meets(self, point: str, step: int) -> None:
+        for fate in self.fates:
+            if fate[:2] == (point, step):
+                self.pipe.send(("fate", fate, time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _forward(self, header: Header, counts: list[list[int]]) -> None:
+        if header.op is Op.FORWARD and header.layer == 1:
+            self.meets(BEFORE, header.step)
+        super()._forward(header, counts)
+
+    def _receive(self, header: Header, sources: list[list[int]]) -> Tensor:
+        rows = super()._receive(header, sources)
+        if header.op in (Op.FORWARD, Op.BACKWARD):
+            self.meets(BACKWARD if header.op is Op.BACKWARD else BETWEEN, header.step)
+        return rows
+
+    def _vote(self, header: Header, counts: list[list[int]]) -> None:
+        inner = self._set().commit
+
+        def commit(agreed: Any) -> None:
+            self.meets(COMMIT, header.step)
+            inner(agreed)
+
+        self._set().commit = commit  # type: ignore[method-assign]
+        super()._vote(header, counts)
+        self._set().commit = inner  # type: ignore[method-assign]
+
+    def _save(self, header: Header, counts: list[list[int]]) -> None:
+        if any(fate[:2] == (SAVE, header.step) for fate in self.fates):
+            folder = Path(RunFolder(self.story.run_path).checkpoint_dir(header.step))
+            (folder / f"experts-{self.host:05d}.safetensors").write_bytes(b"half of it")
+        self.meets(SAVE, header.step)
+        super()._save(header, counts)
+
+
+@dataclass
+class Asks:
+    """A worker's connection: asks the lead for the next generation."""
+
+    rank: int
+    story: Story
+    address: tuple[str, int]
+    pipe: Connection
+    generation: int = 0
+
+    def join(self, _shapes: list[LayerShape], _rules: PlacementRules) -> tuple[Any, Membership]:
+        self.pipe.send(("join",))
+        _, told = self.pipe.recv()
+        self.generation = told["generation"]
+        store = connect(self.address, who="a watch", limit=LIMIT_S)
+        key = f"over/{self.generation}"
+        group, own, lost = join_as_worker(told, rank=self.rank, wait=lambda: store.get(key).decode())
+        return group, Membership(
+            generation=self.generation, rank=self.rank, workers=self.story.workers,
+            placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
+            lost=lost,
+        )  # fmt: skip
+
+
+def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], pipe: Connection) -> None:
+    """Train to the end, back to the newest checkpoint whenever a generation is over, as `raytrain.worker` does."""
+    connection = Asks(rank, story, address, pipe)
+    session, run, rows = session_of(rank, story, connection), RunFolder(story.run_path), Rows()
+    rewinds = Rewinds(run, limit=3)
+    fates = [fate for fate in fates if fate[2] == rank]
+    while True:
+        plant(session.trainable.elsewhere.pool, fates, pipe)  # type: ignore[union-attr]
+        saver = CheckpointSaver(
+            session, run, every=story.every, keep="all", asynchronous=True, reporter=rows, clock=Clock(), fence=None
+        )
+        try:
+            session.loop(reporter=rows, saver=saver, should_stop=lambda: False).run(session.state)
+        except StateLost as error:
+            end = (connection.generation, type(error).__name__, str(error), time.monotonic())
+            pipe.send(("ended", *end))
+            saver.abandon()
+            session, _ = rewinds.back(session, error)
+            rows.rows = [row for row in rows.rows if row["step"] <= session.state.step]
+            continue
+        saver.close()
+        pipe.send(("returned", record(session, rows)))
+        return
+
+
+def session_of(rank: int, story: Story, connection: Asks) -> Session:
+    """A worker's session, as a run's."""
+    workers = Workers()
+    workers.world, workers.rank = story.workers, rank
+    loop = {"max_steps": story.steps, "global_batch_size": 12, "micro_batch_size": 3, "eval_every": 7}
+    job, source = make_job(
+        {**MOE, "dropout": 0.1}, DATA, world=story.workers, run=RunFolder(story.run_path), loop=loop,
+        optim={"max_grad_norm": 0.3}, precision={"dtype": "fp32"},
+    )  # fmt: skip
+    section = job.builder_sections["experts"].connected(connection)
+    job = replace(job, builder_sections={**job.builder_sections, "experts": section})
+    session = Session(job, workers=workers, source=source)
+    session.prepare("fp32")
+    return session
+
+
+def plant(pool: ExpertPool, fates: list[Fate], pipe: Connection) -> None:
+    """This worker's mistakes, each once, before the first rows of its step."""
+    inner = pool.begin_forward
+
+    def begin_forward(*args: Any, **keys: Any) -> Any:
+        due = [fate for fate in fates if fate[1] == pool.steps + 1]
+        if due and keys["op"] is Op.FORWARD:
+            fates.remove(due[0])
+            pipe.send(("fate", due[0], time.monotonic()))
+            if due[0][0] == "order":
+                pool.say(Op.DISCARD)
+            elif due[0][0] == "version":
+                pool.placement = replace(pool.placement, version=pool.placement.version + 1)
+            else:
+                pool.member = replace(pool.member, generation=pool.member.generation - 1)
+        return inner(*args, **keys)
+
+    pool.begin_forward = begin_forward  # type: ignore[method-assign]

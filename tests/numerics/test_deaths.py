@@ -1,0 +1,75 @@
+"""A host dies at any point of a step, a worker calls in another order: every member hears of it at once, by a typed
+error, and the run goes on from the newest checkpoint with the losses of an unbroken one, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from deaths import BACKWARD, BEFORE, BETWEEN, COMMIT, SAVE, Lead, Story, Told
+
+DEATHS = ((BEFORE, 6, 0), (BETWEEN, 10, 1), (BACKWARD, 14, 0), (COMMIT, 19, 1), (SAVE, 24, 0))
+MISTAKES = (("order", 6, 1), ("version", 11, 0), ("generation", 15, 1))
+STEPS = 26
+SECONDS = 5.0
+"""The issue's limit; the calls themselves would wait for half an hour."""
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return Lead(Story(str(tmp_path_factory.mktemp("unbroken") / "run"), steps=STEPS)).run()
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return Lead(Story(str(tmp_path_factory.mktemp("deaths") / "run"), steps=STEPS, deaths=DEATHS)).run()
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return Lead(Story(str(tmp_path_factory.mktemp("mistakes") / "run"), steps=STEPS, mistakes=MISTAKES)).run()
+
+
+def check_same(made: Told, unbroken: Told) -> None:
+    """Losses, norms, evaluations and weights, to the last bit, on every worker."""
+    for rank, reference in unbroken.records.items():
+        for column in ("step", "loss", "aux_loss", "grad_norm", "eval", "counts"):
+            assert made.records[rank][column] == reference[column], f"rank {rank}: {column}"
+    weights: dict[str, Any] = unbroken.records[0]["weights"]
+    assert len(weights) > 10 and made.records[0]["weights"].keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(made.records[0]["weights"][name], value, err_msg=name)
+
+
+def test_a_host_killed_at_any_point_of_a_step_leaves_the_series_as_it_was(deaths: Told, unbroken: Told) -> None:
+    assert tuple(deaths.happened) == DEATHS
+    assert unbroken.records[0]["step"] == list(range(1, STEPS + 1)) and not unbroken.ends
+    check_same(deaths, unbroken)
+
+
+@pytest.mark.parametrize("number", range(len(DEATHS)), ids=[death[0] for death in DEATHS])
+def test_every_survivor_of_a_death_ends_with_a_typed_error_at_once(deaths: Told, number: int) -> None:
+    dead = f"host {DEATHS[number][2]}"
+    ends = {name: (error, message, after) for name, g, error, message, after in deaths.ends if g == number + 1}
+    assert ends.keys() == {"worker 0", "worker 1", "host 0", "host 1"} - {dead}
+    for name, (error, message, after) in ends.items():
+        assert error in ("Aborted", "StateLost") and f"{dead} died" in message, (name, error, message)
+        assert after < SECONDS, (name, after)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[mistake[0] for mistake in MISTAKES])
+def test_a_header_mismatch_ends_with_a_typed_error_on_every_process(mistakes: Told, number: int) -> None:
+    told = {"order": "op 3 and 9", "version": "version", "generation": "generation"}[MISTAKES[number][0]]
+    ends = {name: (error, message, after) for name, g, error, message, after in mistakes.ends if g == number + 1}
+    assert ends.keys() == {"worker 0", "worker 1", "host 0", "host 1"}
+    assert "HeaderMismatch" in {error for error, _, _ in ends.values()}
+    for name, (error, message, after) in ends.items():
+        assert error in ("HeaderMismatch", "Aborted", "StateLost"), (name, error)
+        assert "different operations" in message and told in message, (name, message)
+        assert after < SECONDS, (name, after)
+
+
+def test_a_run_goes_on_after_a_header_mismatch(mistakes: Told, unbroken: Told) -> None:
+    assert tuple(mistakes.happened) == MISTAKES
+    check_same(mistakes, unbroken)
