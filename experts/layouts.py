@@ -152,12 +152,14 @@ def _expressible(layer: MoELayer, layout: Layout, *, whole: bool = True) -> Grou
         seen = type(experts).__name__
         raise InputError("experts", seen=seen, expected="experts of one size (experts.hidden), held by the module")
     gated = isinstance(shared, SharedExpert) and shared.gate is not None
+    alike = isinstance(shared, SharedExpert) and shared.activation == "swiglu" and not shared.bias
     checks: list[tuple[str, bool, object, str]] = [
         ("activation", experts.activation == "swiglu", experts.activation, "swiglu"),
         ("bias", not experts.bias, experts.bias, "false"),
         ("score", router.score == "softmax", router.score, "softmax"),
         ("shared_expert", (shared is not None) == _names(layout).shared, shared is not None,
          str(_names(layout).shared).lower()),
+        ("shared_expert", shared is None or alike, "one of another kind", "a SwiGLU without biases"),
         ("shared_gate", shared is None or gated, False, "true"),
         ("renormalize", layout != "mixtral" or router.renormalize, router.renormalize, "true"),
         ("balance", not whole or not bool(router.bias_E.any()), "a bias that decides who is chosen",

@@ -46,7 +46,7 @@ def test_the_balance_loss_keeps_the_busiest_expert_within_half_as_much_again(rec
 @pytest.mark.covers("EXP-06")
 @pytest.mark.parametrize("capacity", [1.25, None])
 def test_dropped_tokens_are_counted_and_without_a_capacity_there_are_none(capacity: float | None) -> None:
-    """The logged share of every step against the routers' own answers, choice by choice."""
+    """The logged count and share of every step against the routers' own answers, choice by choice."""
     data = {"train": token_rows(70, ragged=True), "eval": token_rows(20, seed=5)}
     session = make_session(MOE, data, loop={"max_steps": 8}, experts={"hosts": 0, "capacity_factor": capacity})
     counted: list[list[int]] = []  # [routed, dropped] of each training forward of a layer
@@ -63,5 +63,6 @@ def test_dropped_tokens_are_counted_and_without_a_capacity_there_are_none(capaci
     rows, _ = train(session)
     logged = rows.of("train", "dropped_fraction")
     each = torch.tensor(counted).view(8, -1, 2).sum(1)  # every step has as many forwards as any other
+    assert [sum(window["dropped"]) for window in rows.windows] == each[:, 1].tolist()
     assert logged == pytest.approx((each[:, 1] / each[:, 0].double()).tolist(), abs=1e-15)
     assert all(logged) if capacity else not any(logged)

@@ -163,18 +163,21 @@ def test_an_overflow_anywhere_is_skipped_by_everybody_and_halves_the_scale_once(
 
 
 def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None:
-    """DESIGN 4.8: the same weights, moments and series, on 2 and on 5 hosts, and shared out over two workers."""
-    run = str(tmp_path / "run")
-    (first,) = run_gang(play, [Scene(1, 3, steps=12, run_path=run, every=5)], world=4)[0]
+    """DESIGN 4.8: the same weights, moments and series, on 2 and on 5 hosts, and shared out over two workers.
+
+    With experts of four sizes and with biases, so that nothing may be taken for one stack of matrices.
+    """
+    run, sections = str(tmp_path / "run"), VARIANTS[DRAWN]
+    (first,) = run_gang(play, [Scene(1, 3, steps=12, sections=sections, run_path=run, every=5)], world=4)[0]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_00000005").iterdir()) == [
         "COMPLETE", "experts-00000.safetensors", "experts-00001.safetensors", "experts-00002.safetensors",
         "manifest.json", "model.safetensors", "optimizer.safetensors", "part_load.safetensors", "rng.safetensors",
         "state.json",
     ]  # fmt: skip
     for name, scene in {
-        "2 hosts": Scene(1, 2, steps=12, run_path=run, from_step=5),
-        "5 hosts": Scene(1, 5, steps=12, run_path=run, from_step=10),
-        "colocated": Scene(2, "colocated", steps=12, run_path=run, from_step=5, micro=2),
+        "2 hosts": Scene(1, 2, steps=12, sections=sections, run_path=run, from_step=5),
+        "5 hosts": Scene(1, 5, steps=12, sections=sections, run_path=run, from_step=10),
+        "colocated": Scene(2, "colocated", steps=12, sections=sections, run_path=run, from_step=5, micro=2),
     }.items():
         made = run_gang(play, [scene], world=scene.size)[0][0]
         rows = first["loss"][scene.from_step :]

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
+from experts.expert import SharedExpert
 from experts.layer import MoELayer
 from experts.layouts import export_layers, from_layout, load_layers, to_layout
 from experts.models import moe_layer
@@ -181,6 +182,13 @@ def test_what_a_layout_cannot_say_is_refused_by_its_key(layout: str, section: di
         to_layout(made, layout)
     with pytest.raises(InputError, match=says):
         load_layers(made, export_layers(model(layout, 1), layout), layout)
+
+
+def test_a_shared_expert_of_another_kind_is_refused() -> None:
+    made = layer("qwen2_moe")
+    made.shared = SharedExpert(D, 6, activation="relu", gate=True)
+    with pytest.raises(InputError, match=r"experts\.shared_expert: .*a SwiGLU without biases in the layout qwen2_moe"):
+        to_layout(made, "qwen2_moe")
 
 
 def test_a_bias_that_decides_who_is_chosen_does_not_get_lost_unseen() -> None:

@@ -168,6 +168,9 @@ class Rows:
     def event(self, kind: str, **fields: Any) -> None:
         """Events are of no interest here."""
 
+    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+        """Nor are the rows of experts.jsonl."""
+
     def of(self, kind: str, name: str) -> list[Any]:
         """One column of the rows of a kind; NaN as text, so that it equals itself."""
         values = [row[name] for row in self.rows if row["kind"] == kind]

@@ -138,6 +138,26 @@ def test_experts_are_told_apart_from_dense_models(tmp_path: Path) -> None:
     assert many.value - few.value == 4 * (2 * 8 * 32 + 8)
 
 
+@pytest.mark.covers("EXP-18")
+def test_bytes_scale_with_the_hidden_width_of_the_experts(tmp_path: Path) -> None:
+    """As planned with the flag, and as built with it: each unit of width is a row and a column of 8 in fp32."""
+    from experts.models import moe_gpt
+
+    mixture = job(tmp_path)
+    mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt"}
+    planned_bytes, built_bytes = [], []
+    for flag in ("experts.hidden=8", "experts.hidden=16", "experts.hidden=[8, 8, 8, 40]"):
+        facts = planned(mixture, flag).model_facts
+        assert facts is not None
+        planned_bytes.append(facts.trainable_bytes)
+        experts = load_spec(mapping=mixture, overrides=[flag]).spec.experts
+        sizes = {name: value for name, value in mixture["model"].items() if name != "builder"}
+        module = moe_gpt(**sizes, vocab_size=256, experts=experts).module
+        built_bytes.append(sum(p.numel() * p.element_size() for p in module.parameters()))
+    assert planned_bytes == built_bytes
+    assert [bytes_ - built_bytes[0] for bytes_ in built_bytes] == [0, 32 * 2 * 8 * 4, 32 * 2 * 8 * 4]
+
+
 @pytest.mark.covers("MON-18")
 def test_the_record_holds_the_whole_configuration_with_its_sources(tmp_path: Path) -> None:
     path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path, loop={"max_steps": 5})))
