@@ -56,6 +56,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig, *, book: LoadBook) -
     trainable.window = LoadWindow(book, pool)
     trainable.notices = pool.notices
     trainable.idle = experts.idle
+    trainable.turns = pool.turns
     trainable.whole = experts.whole
     return trainable
 

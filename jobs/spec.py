@@ -251,7 +251,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
         "scale.shares": (scale.shares == "equal", "equal", "unequal shares are"),
         "experts.hosts": (not isinstance(experts.hosts, dict), "a number, colocated or auto",
                           "hosts by accelerator are"),
-        "experts.inflight": (experts.inflight in ("auto", 1), "auto or 1", "two micro-batches in flight are"),
         "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "optim.name": (spec.optim.name != "muon", "adamw or sgd", "Muon is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
