@@ -15,7 +15,6 @@ from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
 from experts.expert import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer
-from experts.load import LoadBook
 from experts.membership import Membership
 from experts.placement import HostSpec
 from experts.pool import ExpertPool
@@ -29,13 +28,12 @@ from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
 
-def distribute(trainable: Trainable, config: ExpertsConfig, *, book: LoadBook) -> Trainable:
+def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     """Join a generation, hand the experts over, and hook the pool into the training. Collective over the workers.
 
     Args:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
         config: with a connection, see `experts.membership.Connection`.
-        book: of its routers.
     """
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     shapes = [_shape(layer.experts) for layer in layers]
@@ -53,7 +51,8 @@ def distribute(trainable: Trainable, config: ExpertsConfig, *, book: LoadBook) -
     trainable.discard = pool.discard
     trainable.elsewhere = experts
     trainable.workers_group = membership.workers_group
-    trainable.window = LoadWindow(book, pool)
+    if isinstance(trainable.window, LoadWindow):
+        trainable.window = LoadWindow(trainable.window.book, pool)
     trainable.notices = pool.notices
     trainable.idle = experts.idle
     trainable.turns = pool.turns

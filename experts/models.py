@@ -204,4 +204,4 @@ def _trainable(
         window=LoadWindow(book),
         state_parts=lambda: {"load": book},
     )
-    return trainable if experts.connection is None else distribute(trainable, experts, book=book)
+    return trainable if experts.connection is None else distribute(trainable, experts)

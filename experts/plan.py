@@ -172,8 +172,8 @@ def parts_elsewhere(layers: int, width: int, experts: ExpertsConfig, *, tokens: 
 
 
 def gate_bytes(width: int, number: int) -> int:
-    """Of one router: a row of weights for each expert, its bias and its share."""
-    return FLOAT_BYTES * number * (width + 2)
+    """Of one router: for each expert a row of weights, its bias and its share, and int64 counts."""
+    return FLOAT_BYTES * number * (width + 2) + 8 * (number + 1)
 
 
 def moe_gpt_flops(*, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig) -> float:

@@ -44,7 +44,7 @@ def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
     are others in the next layer."""
     layers = []
     for layer, number in enumerate(num_experts):
-        copies = tuple(((expert * hosts + layer % hosts) // number,) for expert in range(number))
+        copies = tuple(((expert * hosts + layer * number % hosts) // number,) for expert in range(number))
         layers.append(LayerPlacement(copies, tuple((1.0,) for _ in range(number))))
     return Placement(version=1, num_hosts=hosts, layers=tuple(layers))
 

@@ -53,8 +53,8 @@ class RoutingTrace:
 
 def _archive(step: int, indices: Tensor, weights: Tensor, valid: Tensor) -> bytes:
     buffer = io.BytesIO()
-    arrays = {"indices": indices.cpu().numpy(), "weights": weights.cpu().numpy(), "valid": valid.cpu().numpy()}
-    np.savez_compressed(buffer, **arrays, step=np.int64(step))
+    tensors = (indices.cpu().numpy(), weights.cpu().numpy(), valid.cpu().numpy())
+    np.savez_compressed(buffer, indices=tensors[0], weights=tensors[1], valid=tensors[2], step=np.int64(step))
     return buffer.getvalue()
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")
 """Last words of keys that a user's own source takes for paths."""
 
+PIPED_COLUMNS = 10_000
+"""Wider than any line of a plan."""
+
 
 def plan_verb(
     path: str | Path | None,
@@ -168,8 +171,18 @@ def _absolute(value: Any, *, must_exist: bool) -> Any:
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     """The machines, the decisions with their reasons, the warnings, and the configuration with its sources.
 
-    `full` lists defaults too; plan.json always holds them.
+    `full` lists defaults too; plan.json always holds them. Where no terminal is, nothing wraps.
     """
+    width = console.width
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    try:
+        _print_plan(plan, console, full=full)
+    finally:
+        console.width = width
+
+
+def _print_plan(plan: Plan, console: Console, *, full: bool) -> None:
     from rich.table import Table
 
     machines = plan.inventory

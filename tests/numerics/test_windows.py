@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from gang import run_gang
 from lab import MOE, make_session, train
 
 from experts.router import TopKRouter
+from jobs.bench.command import bench_verb
+from jobs.bench.traces import read_trace
+from raytrain.attempts import this_process
+from raytrain.reporter import RankZeroReporter
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 
@@ -142,6 +147,24 @@ def test_a_resumed_run_counts_every_step_once(tmp_path: Path) -> None:
     again = act(0, Scene(1, 0, steps=STEPS, from_step=7, run_path=run.path, sections=SECTIONS))["windows"]
     assert [row["step"] for row in again] == [10, 12]
     assert again == whole[1:]
+
+
+def test_the_file_of_a_run_is_a_trace_for_bench_placement(tmp_path: Path) -> None:
+    run = RunFolder.create(str(tmp_path), "traced")
+    loop = {"max_steps": 8, "log_every": 2, "micro_batch_size": 8}
+    session = make_session(MOE, DATA, loop=loop, experts={"num_experts": 4, "top_k": 2})
+    reporter = RankZeroReporter(run, attempt=run.next_attempt(this_process()), observers=[], push=None)
+    session.loop(reporter=reporter, should_stop=lambda: False).run(session.state)
+    rows = run.read_rows(run.experts)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert read_trace(run.experts) == [row["layers"] for row in rows]
+    out = tmp_path / "placement.json"
+    keys = [f"trace={run.experts}", "hosts=2", "replicas=1", "blocks=2", "history=1", "plan_layers=2", "plan_experts=8"]
+    assert bench_verb("placement", keys, out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    assert document["gate"]["passed"] and document["settings"]["trace"] == run.experts
+    run.truncate_metrics(4)
+    assert [row["step"] for row in run.read_rows(run.experts)] == [2, 4]
 
 
 def test_a_trace_holds_the_choices_of_the_first_micro_batch() -> None:

@@ -280,6 +280,16 @@ def test_the_verb_plans_for_machines_one_does_not_have(
     )
 
 
+def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(tmp_path: Path) -> None:
+    plan = planned(job(tmp_path))
+    piped, seen = io.StringIO(), io.StringIO()
+    print_plan(plan, Console(file=piped, width=80))
+    print_plan(plan, Console(file=seen, width=80, force_terminal=True, color_system=None))
+    lines = [" ".join(line.split()) for line in piped.getvalue().splitlines()]
+    assert all(any(line.endswith(" ".join(why.split())) for line in lines) for _, _, why in plan.rows())
+    assert max(map(len, seen.getvalue().splitlines())) <= 80
+
+
 @pytest.mark.covers("DEV-03")
 def test_a_device_that_is_not_there_ends_the_command_with_what_is(tmp_path: Path) -> None:
     write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))

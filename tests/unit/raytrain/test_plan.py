@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cluster.config import ClusterConfig
 from cluster.inventory import Device, Inventory, Node
+from experts.config import ExpertsConfig
+from experts.planned import shared_out
 from raytrain.config import (
     DataConfig,
     LoopConfig,
@@ -20,7 +23,8 @@ from raytrain.config import (
 )
 from raytrain.errors import InputError
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
-from raytrain.plan_memory import PROCESS_BYTES
+from raytrain.plan_memory import HOST_PROCESS_BYTES, PROCESS_BYTES
+from raytrain.plan_values import ExpertFacts
 
 GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
@@ -85,6 +89,7 @@ def plan(
         inventory=inventory,
         model_facts=model_facts,
         data_facts=data_facts,
+        share_out=shared_out(model_facts.experts, ExpertsConfig()) if model_facts and model_facts.experts else None,
     )
 
 
@@ -486,6 +491,81 @@ def test_more_than_the_memory_is_a_warning() -> None:
     large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
     made = plan(machines(node(memory=10 * GIB)), model_facts=large)
     assert any("loop.micro_batch_size" in warning for warning in made.warnings)
+
+
+# ---------------------------------------------------------------- experts: where, how much, how fast
+
+EXPERTS = ExpertFacts(
+    parameters=((1000, 1000, 1000, 1000),) * 2, gate_bytes=64, rows_per_sample=4, row_bytes=40, kept_bytes_per_row=100
+)
+MIXTURE = ModelFacts(
+    parameters=10_000, trainable_bytes=40_000, activation_bytes_per_sample=1000, flops_per_sample=1e9, reason="a test",
+    experts=EXPERTS,
+)  # fmt: skip
+
+
+def mixture(hosts: Any, inventory: Inventory = CPU, **arguments: Any) -> Plan:
+    loop = {"global_batch_size": 8, **arguments.pop("loop", {})}
+    fixed = {"precision": {"dtype": "fp32"}, "data": {"storage": "stream"}, "model_facts": MIXTURE}
+    return plan(inventory, experts_hosts=hosts, loop=loop, **{**fixed, **arguments})
+
+
+def test_a_worker_does_not_hold_what_hosts_do() -> None:
+    everywhere, hosts = mixture(0), mixture(2)
+    assert value(everywhere, "memory") == 16 * 10_000 + 8 * 1000 + PROCESS_BYTES
+    assert value(everywhere, "host_memory") is None and value(everywhere, "experts") == "8 in every worker"
+    kept = 4 * 2 * 100 * 8  # rows of a sample x layers x bytes of a row x samples
+    assert value(hosts, "memory") == 16 * 2000 + 8 * 1000 - kept + PROCESS_BYTES
+    assert value(hosts, "host_memory") == 16 * 4000 + kept // 2 + HOST_PROCESS_BYTES
+    assert value(hosts, "experts") == "8 on 2 hosts"
+    assert "host 0: 4, 62.5 KiB; host 1: 4, 62.5 KiB; each 15.6 KiB (weights 3.91 KiB" in reason(hosts, "experts")
+    shared = mixture("colocated", scale={"workers": 2})
+    assert value(shared, "memory") == 16 * 2000 + 16 * 4000 + 4 * 1000 + PROCESS_BYTES
+    assert value(shared, "experts") == "8 on 2 workers" and value(shared, "host_memory") is None
+    assert value(hosts, "checkpoint_bytes") == value(everywhere, "checkpoint_bytes") == 12 * 10_000
+    assert "64 hosts" in value(mixture(64, machines(node(cpus=64))), "experts")
+    assert "0 to 1 on each" in reason(mixture(64, machines(node(cpus=64))), "experts")
+
+
+def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() -> None:
+    made = mixture(2)
+    told = reason(made, "step_time")
+    assert value(made, "step_time").startswith("about ") and "an estimate, not measured" in told
+    assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s a core in fp32" in told
+    on_gpu = mixture("colocated", FOUR_GPUS)
+    assert "colocated" in reason(on_gpu, "step_time") and "A100" in reason(on_gpu, "step_time")
+    unheard = machines(node(gpus=[gpu(0, "Imaginary 1")]))
+    choice = mixture(0, unheard).step_time
+    assert isinstance(choice, Deferred) and "Imaginary 1" in choice.reason
+    assert isinstance(plan(model_facts=None).step_time, Deferred)
+
+
+def seconds(made: Plan) -> dict[str, float]:
+    """Of each strategy, in ms, as the reason tells them."""
+    told = reason(made, "step_time").removeprefix("an estimate, not measured: ").partition(";")[0]
+    pieces = [part.rsplit(" ", 2) for part in told.split(", ")]
+    return {name: float(number) * {"s": 1e3, "ms": 1.0}[unit] for name, number, unit in pieces}
+
+
+def test_many_experts_lead_to_expert_parallel_and_few_to_data_parallel() -> None:
+    def facts(number: int, size: int) -> ModelFacts:
+        one = replace(EXPERTS, parameters=((size,) * number,) * 2, rows_per_sample=256, row_bytes=2048)
+        trunk, flops = 1_000_000, 6.0 * 256 * (1_000_000 + 2 * size)
+        return ModelFacts(trunk + one.total, 4 * (trunk + one.total), 1000, flops, "a test", one)
+
+    two = machines(node(cpus=2))
+    few = seconds(mixture("colocated", two, scale={"workers": 2}, model_facts=facts(2, 10_000)))
+    many = seconds(mixture("colocated", two, scale={"workers": 2}, model_facts=facts(64, 2_000_000)))
+    assert few["data_parallel"] < few["colocated"], "an exchange costs more than it saves"
+    assert many["colocated"] < many["data_parallel"], "every worker would update and add up every expert"
+
+
+@pytest.mark.covers("PAR-15")
+def test_mixed_gpus_are_warned_of_and_one_kind_is_not() -> None:
+    mixed = machines(node(gpus=[gpu(0), gpu(1, "Tesla T4", (7, 5))]))
+    (warning,) = [text for text in plan(mixed).warnings if "kinds" in text]
+    assert "2 kinds (NVIDIA A100-SXM4-80GB, Tesla T4)" in warning and "scale.accelerator picks one kind" in warning
+    assert plan(FOUR_GPUS).warnings == [] and plan(mixed, scale={"accelerator": "T4"}).warnings == []
 
 
 # ---------------------------------------------------------------- what is not known yet, and the record

@@ -150,6 +150,16 @@ def test_truncated_metrics_hold_each_step_once_and_an_old_writer_is_cut_off(tmp_
     assert run.read_rows(run.metrics)[2]["loss"] == 1 / 3
 
 
+def test_rows_and_traces_of_experts_are_truncated_with_the_metrics(tmp_path):
+    run = RunFolder.create(str(tmp_path), "a")
+    for step in (10, 20, 30):
+        run.writer(run.experts).write({"kind": "load", "step": step})
+        run.write_bytes(run.routing_trace(step - 5), b"x")
+    assert run.truncate_metrics(20) == 0
+    assert [row["step"] for row in run.read_rows(run.experts)] == [10, 20]
+    assert [entry.name for entry in run.store.entries("routing")] == ["step_00000005.npz", "step_00000015.npz"]
+
+
 def test_truncation_on_an_object_store(tmp_path):
     run = RunFolder.create(f"file://{tmp_path}", "a")
     for step in range(1, 4):
