@@ -42,7 +42,8 @@ from raytrain.trainable import LocalStep, Trainable
 
 #: Plain gradient descent, unclipped: one step at a learning rate of 1 shows every expert's gradient.
 OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
-TIMEOUT_S = 170.0
+#: A gang waits this long at most while others have their turns, the longest of which are on a busy machine.
+TIMEOUT_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
