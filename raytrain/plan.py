@@ -84,6 +84,7 @@ class Plan:
     hosts: Choice
     inflight: Choice | None = field(default=None, kw_only=True)
     experts: Choice
+    inflight: Choice | None = field(default=None, kw_only=True)
     deterministic: Choice
     parameters: Choice
     memory: Choice

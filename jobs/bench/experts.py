@@ -20,6 +20,7 @@ from torch import Tensor
 from cluster.inventory import local_inventory
 from jobs.bench.experts_gang import Gang, Layout
 from jobs.bench.experts_layers import Case, can_group, product_device
+from jobs.bench.experts_train import measure_inflight
 from jobs.bench.lines import ADDRESS, Arms
 from jobs.bench.loop_arms import borrowed_environment
 from jobs.bench.measuring import Check, Claim, Goal, Measurement, Ratio, Say, alternate, compare
@@ -62,6 +63,8 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> Measurement:
             for gang in gangs:
                 gang.await_ready()
             _Rounds(found, options, gangs[0], gangs[1:], say).measure()
+            if found.passed:
+                measure_inflight(found, options, arms, Path(folder), say)
             done = True
         finally:
             for gang in gangs:

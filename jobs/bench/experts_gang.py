@@ -46,11 +46,12 @@ class Gang:
     Args:
         sizes: widths, num_experts, top_k and seed of the layers.
         folder: for settings, meters, results and logs.
+        name: where there are several of one layout.
     """
 
-    def __init__(self, arms: Arms, layout: Layout, sizes: dict[str, Any], folder: Path) -> None:
+    def __init__(self, arms: Arms, layout: Layout, sizes: dict[str, Any], folder: Path, *, name: str = "") -> None:
         self.arms, self.layout, self.folder = arms, layout, folder
-        self.name = str(layout).replace(" ", "")
+        self.name = name or str(layout).replace(" ", "")
         self.case: Case | None = None
         settings = {
             **sizes, "arm": self.name, "workers": layout.workers, "hosts": layout.hosts,
@@ -83,16 +84,20 @@ class Gang:
         return all(process.poll() is None for process in self.processes)
 
     def order(self, case: Case, *, steps: int, **more: Any) -> dict[str, Any]:
-        """A block of so many passes of a case: seconds, and of all members together CPU seconds; where there is an
-        exchange also the seconds of the slowest worker and host (`transport_s`, `computing_s`).
-
-        Raises:
-            RunError: a process died.
-        """
+        """A block of so many passes of a case; see `obey`."""
         message: dict[str, Any] = {"steps": steps, **more}
         if case != self.case:
             message["prepare"] = asdict(case)
             self.case = case
+        return self.obey(message)
+
+    def obey(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A block: the seconds of the slowest worker, and the CPU seconds of all members; where there is an exchange
+        also the seconds in it (`transport_s`), and those of the slowest holder of experts (`computing_s`).
+
+        Raises:
+            RunError: a process died.
+        """
         before = self._meters()
         try:
             answers = self.arms.ask(self.name, message)

@@ -33,6 +33,7 @@ from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup
 from experts.window import LoadWindow
 from jobs.bench.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
+from jobs.bench.experts_train import Trainer
 from jobs.bench.lines import dial
 from raytrain.allocator import keep_freed_memory
 from raytrain.config import OptimConfig
@@ -41,7 +42,8 @@ from raytrain.trainable import LocalStep, Trainable
 
 #: Plain gradient descent, unclipped: one step at a learning rate of 1 shows every expert's gradient.
 OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
-TIMEOUT_S = 170.0
+#: A gang waits this long at most while others have their turns, the longest of which are on a busy machine.
+TIMEOUT_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,15 @@ def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
     raise AssertionError("the bench calls the layers")
 
 
+def train(settings: dict[str, Any], rank: int) -> None:
+    """A worker that takes real steps."""
+    trainer = Trainer(settings["job"], GangConnection(settings, rank), inflight=settings["inflight"])
+    line = dial(arm=settings["arm"], rank=rank)
+    while (order := line.receive())["steps"]:
+        line.send(trainer.block(order["steps"]))
+    trainer.end()
+
+
 def work(settings: dict[str, Any], rank: int) -> None:
     """A worker: obey the bench until it says goodbye, then let the hosts go."""
     worker = Worker(settings, rank)
@@ -231,7 +242,7 @@ def main(settings: dict[str, Any], rank: int) -> None:
         return
     Meter(f"{settings['meters']}-{rank}").watch()
     if rank < settings["workers"]:
-        work(settings, rank)
+        train(settings, rank) if "job" in settings else work(settings, rank)
     else:
         serve(settings, rank)
 

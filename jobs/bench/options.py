@@ -131,7 +131,8 @@ class ExpertsOptions(BenchOptions):
 
     QUICK: ClassVar[dict[str, Any]] = {
         "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "token_counts": [32], "widths": [8],
-        "blocks": 3, "table_blocks": 2, "block_s": 0.0,
+        "blocks": 3, "table_blocks": 2, "block_s": 0.0, "train_layers": 1, "train_width": 16, "train_context": 16,
+        "train_rows": 2,
     }  # fmt: skip
 
     threads: Count | Literal["auto"] = Field(2, description="threads of the lone process; workers and hosts have one")
@@ -146,6 +147,11 @@ class ExpertsOptions(BenchOptions):
     widths: list[Count] = Field([256, 512, 1024], description="of that table")
     table_blocks: Count = Field(5, description="repetitions that are kept, for each size of that table")
     block_s: float = Field(0.5, ge=0, description="seconds that one block should take")
+    train_layers: Count = Field(2, description="of the GPT that trains with one and with two micro-batches in flight")
+    train_width: Count = Field(256, description="of that GPT")
+    train_context: Count = Field(128, description="tokens of its window")
+    train_rows: Count = Field(4, description="of one of its micro-batches")
+    micro_batches: Count = Field(4, description="of one of its steps")
 
 
 BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
@@ -159,6 +165,6 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
               "round-robin"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
-                "rows against masks, the grouped product against the loop"),
+                "rows against masks, grouped product against loop; two micro-batches in flight"),
 }  # fmt: skip
 """Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""

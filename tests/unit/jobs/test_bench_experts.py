@@ -22,7 +22,7 @@ def test_every_layout_and_way_is_gated_and_timed_in_turn(tmp_path: Path) -> None
     assert bench_verb("experts", [], out=str(out), quick=True, as_json=False) == 0
     document = json.loads(out.read_text())
     checks = {check["name"]: check["passed"] for check in document["gate"]["checks"]}
-    assert len(checks) == 10 and all(checks.values())
+    assert len(checks) == 11 and all(checks.values())
     for dtype in ("fp32", "bf16"):
         large, small = (document["values"]["exchange"][f"{dtype} {size}"] for size in ("64 x 16", "32 x 8"))
         assert set(large["layouts"]) == ALONE | {"1 + 2", "2 colocated"} and set(small["layouts"]) == ALONE | {"1 + 2"}
@@ -37,6 +37,8 @@ def test_every_layout_and_way_is_gated_and_timed_in_turn(tmp_path: Path) -> None
         assert len(calm["values"]) == len(large["calm_rounds"]) >= 1
         for name in ("sorted", "masks", "loop", "grouped"):
             assert len(document["arms"][f"{dtype} 64 x 16, {name}"]["values"]) == 3
+    assert document["values"]["inflight"].keys() == {"one in flight", "two in flight"}
+    assert len(document["arms"]["a training step, two in flight"]["values"]) == 3
     assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
 
 
