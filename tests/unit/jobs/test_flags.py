@@ -161,6 +161,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.traced: list[int] = []
 
     def metrics(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -169,7 +170,8 @@ class Rows:
         """Events are of no interest here."""
 
     def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        """Nor are the rows of experts.jsonl."""
+        """Of experts.jsonl only which steps left a trace."""
+        self.traced += traces
 
     def of(self, kind: str, name: str) -> list[Any]:
         """One column of the rows of a kind; NaN as text, so that it equals itself."""
@@ -199,6 +201,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
         "scales": rows.of("train", "loss_scale"),
         "evals": list(zip(rows.of("eval", "step"), rows.of("eval", "loss"), strict=True)),
         "eval_steps": rows.of("eval", "step"),
+        "traced": rows.traced,
         "outcome": outcome.kind,
         "batches": batches,
         "dtypes": dtypes,
@@ -426,6 +429,7 @@ FLAGS = {
     "experts.bias": experts("parameters", "false", "true"),
     "experts.replicas": Flag(placed, "placement", "0", "2", job=experts_job),
     "experts.placement": Flag(placed, "placement", "auto", "round_robin", job=experts_job),
+    "experts.trace_every": experts("traced", "null", "2"),
     "experts.rebalance_every": Flag(placed, "every", "null", "10", job=experts_job),
     "telemetry.observers": Flag(worked, "told", "[]", "['flag_observer:see']"),
     "telemetry.tensorboard": Flag(worked, "tensorboard", "true", "false"),
