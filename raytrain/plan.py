@@ -82,7 +82,6 @@ class Plan:
     checkpoint_every: Choice
     storage: Choice
     hosts: Choice
-    inflight: Choice | None = field(default=None, kw_only=True)
     experts: Choice
     inflight: Choice | None = field(default=None, kw_only=True)
     deterministic: Choice
