@@ -36,7 +36,7 @@ class Call:
             self._receive_from_hosts(rows)
             return
         keep = op in (Op.FORWARD, Op.RECOMPUTE)
-        done = pool.shard.forward(self.layer, self.micro_batch, came.wait(), self._sources, keep=keep)
+        done = pool.shard.forward(self.layer, self.micro_batch, self._arrived(came), self._sources, keep=keep)
         self._return(done)
 
     def begin_backward(self, grads: Tensor) -> None:
@@ -52,13 +52,18 @@ class Call:
         if self.pool.shard is None:
             self._receive_from_hosts(grads)
             return
-        done = self.pool.shard.backward(self.layer, self.micro_batch, came.wait(), self._sources)
+        done = self.pool.shard.backward(self.layer, self.micro_batch, self._arrived(came), self._sources)
         self._return(done)
 
     def finish(self) -> Tensor:
         """The rows that came back, in the order in which they were sent."""
         back, self._back = self._back, None
-        return back.wait()
+        return self._arrived(back)
+
+    def _arrived(self, exchange: Any) -> Tensor:
+        """What comes to this worker; meanwhile the other micro-batch in flight has the turn."""
+        self.pool.turns.give()
+        return exchange.wait()
 
     def _note(self, rows: Tensor, *, counted: bool) -> None:
         row_bytes = self.width * rows.element_size()

@@ -63,6 +63,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
         trainable.window = LoadWindow(trainable.window.book, pool)
     trainable.notices = pool.notices
     trainable.idle = experts.idle
+    trainable.turns = pool.turns
     trainable.whole = experts.whole
     return trainable
 

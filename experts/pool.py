@@ -30,6 +30,7 @@ from experts.whole import gather_layer, scatter_layer, to_holders
 from experts.window import Traffic
 from raytrain.config import OptimConfig
 from raytrain.trainable import GlobalStep, LocalStep
+from raytrain.turns import Turns
 
 Weights = list[list[dict[str, Tensor]]]
 """[layer][expert]: weights by name."""
@@ -71,6 +72,7 @@ class ExpertPool:
         self._end = StepEnd(group, membership.placement, self.layout)
         self._take_placement(membership.placement)
         self.optim, self.dtype, self.device = OptimConfig(), torch.float32, torch.device("cpu")
+        self.turns = Turns()
         self.steps = 0
         self.balancer = balancer
         self.busy_s = [0.0] * len(group.holders)

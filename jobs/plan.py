@@ -106,6 +106,7 @@ def plan_job(
         save=spec.save,
         scale=spec.scale,
         experts_hosts=_asked_hosts(spec),
+        experts_inflight=spec.experts.inflight,
         cluster=spec.cluster,
         seed=spec.seed,
         inventory=machines,

@@ -20,7 +20,7 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_strategy, separate
+from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
 from raytrain.plan_memory import ShareOut, estimate_bytes
 from raytrain.plan_steps import (
@@ -54,7 +54,8 @@ IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`. `warnings` lists each fall-back and each doubtful setting;
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere.
+    `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
     """
@@ -81,6 +82,7 @@ class Plan:
     checkpoint_every: Choice
     storage: Choice
     hosts: Choice
+    inflight: Choice | None = field(default=None, kw_only=True)
     experts: Choice
     deterministic: Choice
     parameters: Choice
@@ -168,6 +170,7 @@ def make_plan(
     save: SaveConfig,
     scale: ScaleConfig,
     experts_hosts: Any,
+    experts_inflight: Any,
     cluster: ClusterConfig,
     seed: int,
     inventory: Inventory,
@@ -190,10 +193,11 @@ def make_plan(
     choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings)
+    inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     allowed = _allowed(cluster.memory_fraction, machines, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
-        model_facts, optim, precision=choices["precision"], micro=batches["micro_batch_size"].value,
+        model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out,
     )  # fmt: skip
@@ -210,13 +214,11 @@ def make_plan(
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         storage=storage,
         hosts=hosts,
+        inflight=inflight,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
-        warnings=warnings,
-        model_facts=model_facts,
-        data_facts=data_facts,
-        inventory=inventory.to_json(),
-        config={}, sources={},
+        warnings=warnings, model_facts=model_facts, data_facts=data_facts,
+        inventory=inventory.to_json(), config={}, sources={},
     )  # fmt: skip
 
 
@@ -237,6 +239,12 @@ def _machine_choices(
         "threads": choose_threads(scale, counts, machines, inventory, warnings, hosts=separate(hosts)),
         "precision": choose_precision(precision, machines, inventory, warnings),
     }
+
+
+def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
+    """Rows whose activations a worker keeps at a time: those of each micro-batch in flight."""
+    most = 1 if inflight is None or _is(inflight, 1) else 2
+    return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
 
 
 def _allowed(fraction: float, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:

@@ -5,13 +5,14 @@ Pure: the asked number, the `scale` section, the chosen machines and the invento
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cluster.inventory import Device, Inventory
-from raytrain.config import ScaleConfig
+from raytrain.config import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan_machines import Machines, is_named
-from raytrain.plan_values import Choice, Resolved
+from raytrain.plan_values import Choice, Deferred, Resolved
 from raytrain.plan_workers import CPU_OVERLOAD
 
 CPU_HOSTS = 2
@@ -85,6 +86,38 @@ def kinds_of_hosts(asked: Any) -> list[str | None]:
     if isinstance(asked, dict):
         return [kind for kind, number in asked.items() for _ in range(number)]
     return [None] * asked
+
+
+def choose_inflight(
+    asked: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
+) -> Choice | None:
+    """Micro-batches that each worker has under way to experts elsewhere; None where there are none elsewhere.
+
+    Args:
+        asked: `experts.inflight`.
+        batches: as `choose_batches` says.
+
+    Raises:
+        InputError: two, where blocks are computed again in backward, naming both keys.
+    """
+    if hosts.value in ("none", 0):
+        if asked == 2 and hosts.value == 0:
+            warnings.append("experts.inflight 2 changes nothing: every worker holds all experts, and nothing travels")
+        return None
+    if asked == 2 and loop.activation_checkpointing:
+        raise InputError(
+            "experts.inflight", seen="2 with loop.activation_checkpointing true", expected="1 or auto with it",
+            remedy="a block that is computed again in backward would draw out of order;"
+            " loop.activation_checkpointing false keeps the activations of two micro-batches",
+        )  # fmt: skip
+    if asked != "auto":
+        kept = "; the activations of two micro-batches are kept" if asked == 2 else ""
+        return Resolved(asked, f"experts.inflight{kept}")
+    if batches["accumulation"].value == 1:
+        return Resolved(1, "one micro-batch a step: there is no other to compute while its rows travel")
+    if loop.activation_checkpointing:
+        return Resolved(1, "loop.activation_checkpointing computes blocks again in backward")
+    return Deferred("measured with 1 and 2 at the start", (1, 2), "2 keeps the activations of two micro-batches")
 
 
 def _auto(machines: Machines, inventory: Inventory) -> Resolved:

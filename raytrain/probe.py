@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from raytrain.device import rng_state, set_rng_state
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.precision import PrecisionPolicy, policy_for
 from raytrain.search import PrecisionTrial
-from raytrain.step import MicroBatch
+from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import Trainable
 
 #: Rounds are taken in turn over the candidates until the time is up, at least `MIN_ROUNDS` of them.
@@ -105,6 +105,46 @@ def compare_precisions(
         )
         for index, policy in enumerate(policies)
     ]
+
+
+def compare_inflight(
+    step: TrainingStep,
+    micro_batches: Callable[[], Iterable[MicroBatch]],
+    *,
+    passes: int,
+    workers: Workers,
+    device: torch.device,
+    budget_s: float = BUDGET_S,
+) -> dict[int, float]:
+    """Time the passes of a step with one and with two micro-batches in flight, in alternating rounds on all workers.
+
+    Args:
+        micro_batches: this worker's, gathered anew for each round, as in a step.
+        passes: of the busiest worker.
+    Returns:
+        The slowest worker's median seconds by micro-batches in flight, the same on every worker.
+    """
+    times: dict[int, list[float]] = {1: [], 2: []}
+    before = step.inflight
+    with untouched(step.trainable, device):
+        generators = rng_state(device)
+        begin = time.perf_counter()
+        for round_number in range(MAX_ROUNDS + 1):
+            for number, measured in times.items():
+                step.inflight = number
+                set_rng_state(generators, device)  # the same dropout for both
+                _synchronize(device)
+                began = time.perf_counter()
+                step.backward(micro_batches(), global_weight=1, passes=passes)
+                _synchronize(device)
+                if round_number:
+                    measured.append(time.perf_counter() - began)
+            enough = round_number >= MIN_ROUNDS and time.perf_counter() - begin > budget_s
+            if workers.sum_flags([int(enough)])[0]:
+                break
+        step.inflight = before
+    rows = workers.gather_floats([statistics.median(measured) for measured in times.values()])
+    return {number: max(row[index] for row in rows) for index, number in enumerate(times)}
 
 
 def _measure(

@@ -62,6 +62,17 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
     return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
 
 
+def choose_inflight(seconds: dict[int, float]) -> Resolved:
+    """Two micro-batches in flight where they are faster than one by more than noise.
+
+    Args:
+        seconds: by micro-batches in flight, of the same passes.
+    """
+    ratio = seconds[1] / seconds[2]
+    chosen = 2 if ratio >= 1 + WORTHWHILE_GAIN else 1
+    return Resolved(chosen, f"2 micro-batches in flight measured {ratio:.2f} times as fast as 1")
+
+
 def _gate(trial: PrecisionTrial, base: PrecisionTrial) -> str:
     if trial.error is not None:
         return trial.error

@@ -7,6 +7,7 @@ way to set up a run and not three.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Report
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
-from raytrain.probe import compare_precisions
+from raytrain.probe import compare_inflight, compare_precisions
 from raytrain.recompute import recompute
-from raytrain.search import choose_precision
+from raytrain.search import choose_inflight, choose_precision
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
+
+#: So many micro-batches of each worker, at most, show what a second one in flight is worth.
+MEASURED_PASSES = 4
 
 
 class Session:
@@ -90,6 +94,7 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
+            inflight=job.plan.inflight.value if isinstance(job.plan.inflight, Resolved) else 1,
         )
         self.feed = self._feed()
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
@@ -129,6 +134,25 @@ class Session:
         self.policy = self.step.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
+
+    def measure_inflight(self) -> tuple[Resolved, dict[int, float]]:
+        """`experts.inflight: auto` on the real model and its first micro-batches; changes nothing it measures."""
+        handles, _ = self.feed.window(self.state.cursor)
+        batches = self.feed.batches
+        rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
+        seconds = compare_inflight(
+            self.step,
+            lambda: self.feed.micro_batches(rows),
+            passes=self.feed.passes(len(rows)),
+            workers=self.workers,
+            device=self.device,
+        )
+        return choose_inflight(seconds), seconds
+
+    def use_inflight(self, chosen: Resolved) -> None:
+        """From now on, and in whatever session follows this one after a rewind."""
+        self.job = replace(self.job, plan=replace(self.job.plan, inflight=chosen))
+        self.step.inflight = chosen.value
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches, one reduction, one agreement, one commit.
 
-    zero -> for each micro-batch: forward, scaled backward (no communication)
+    zero -> for each micro-batch: forward, scaled backward (no communication between the workers)
          -> sum gradients over the workers, buffer by buffer
          -> unscale, float64 sum of squares, agree (norm and skip are one value for everybody)
          -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
@@ -8,13 +8,18 @@
 The loss is normalised by the *global* weight of the step (samples or tokens), so that one worker with four
 micro-batches, two with two and four with one take the same step. Nothing here reads a device value, except for an
 optimizer that cannot skip on the device.
+
+Where a model waits for other processes in its passes, two micro-batches can be in flight: the backward of one and the
+forward of the next take turns at each such wait. Backward passes still follow each other in the order of the
+micro-batches, and so do forwards, so that gradients and what is drawn are the same to the last bit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,6 +82,7 @@ class TrainingStep:
         workers: the group to reduce over.
         schedule: learning rate by step.
         max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
+        inflight: micro-batches in flight, 2 only where the trainable has `turns`.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class TrainingStep:
         schedule: Schedule,
         max_grad_norm: float | None,
         device: torch.device,
+        inflight: int = 1,
     ) -> None:
         self.trainable = trainable
         self.optimizers = optimizers
@@ -99,6 +106,7 @@ class TrainingStep:
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm or None
         self.device = device
+        self.inflight = inflight
         self.gradients = GradientBuffers(p for p in trainable.module.parameters() if p.requires_grad)
         self.placement = Placement(trainable.module, device)
         self._skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
@@ -120,6 +128,19 @@ class TrainingStep:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.gradients.zero_()
+        totals = self._forwards(micro_batches, loss_sum, aux_sum, global_weight=global_weight, passes=passes)
+        if self.inflight == 2:
+            self._in_turns(totals)
+        else:
+            for total in totals:
+                total.backward()
+        self.gradients.check()
+        return loss_sum, aux_sum
+
+    def _forwards(
+        self, micro_batches: Iterable[MicroBatch], loss_sum: Tensor, aux_sum: Tensor, *, global_weight: int, passes: int
+    ) -> Iterator[Tensor]:
+        """What to take backward for each pass, whose forward runs when it is asked for; adds to the sums in place."""
         for micro in micro_batches:
             if micro.weight == 0:  # nothing to average over: a mean of nothing is NaN, and NaN times 0 too
                 continue
@@ -133,11 +154,22 @@ class TrainingStep:
             loss_sum += loss.detach().double() * share
             if aux is not None:
                 aux_sum += aux.detach().double() * share
-            self.scale.scale(total).backward()
+            yield self.scale.scale(total)
         for _ in range(passes if self.trainable.idle is not None else 0):
-            self.idle().backward()
-        self.gradients.check()
-        return loss_sum, aux_sum
+            yield self.idle()
+
+    def _in_turns(self, totals: Iterator[Tensor]) -> None:
+        """The backward of each pass beside the forward of the next."""
+        turns = self.trainable.turns
+        assert turns is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
+        total = next(totals, None)
+        while total is not None:
+            total = turns.beside(partial(self._take_back, total), partial(next, totals, None))
+
+    def _take_back(self, total: Tensor) -> None:
+        if self.device.type == "cuda":  # in a thread that may never have been told
+            torch.cuda.set_device(self.device)
+        total.backward()
 
     def idle(self) -> Tensor:
         """This worker's part in a micro-batch of the others."""

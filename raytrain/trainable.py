@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from raytrain.errors import InputError
+from raytrain.turns import Turns
 from raytrain.window_log import WindowLog
 
 Batch = dict[str, Any]
@@ -111,6 +112,8 @@ class Trainable:
             something else; None = torch's default group.
         idle: `idle()` takes part in a micro-batch of the other workers, without rows; a scalar zero to call
             backward on. None where a forward needs nobody else.
+        turns: given away in every pass before it waits for other processes, so that two passes can take turns; None
+            where a pass waits for nobody.
         discard: forget what passes without a step have left behind (gradients and counts elsewhere).
         whole: the module with everything that lives elsewhere, on rank 0 (None on the others), collective; None where
             `module` is whole.
@@ -134,6 +137,7 @@ class Trainable:
     elsewhere: StateElsewhere | None = None
     workers_group: Any = None
     idle: Callable[[], Tensor] | None = None
+    turns: Turns | None = None
     discard: Callable[[], None] | None = None
     whole: Callable[[], nn.Module | None] | None = None
     notices: Callable[[], list[tuple[str, dict[str, Any]]]] | None = None

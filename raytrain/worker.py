@@ -24,9 +24,10 @@ from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_go
 from raytrain.data.sources import Source, handed_over
 from raytrain.errors import StateLost
 from raytrain.export import export
-from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
+from raytrain.faults import fault_of, read_faults, write_fault
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
+from raytrain.measured import settle_inflight, settle_precision
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred
 from raytrain.rank_log import rank_log
@@ -138,7 +139,10 @@ class Worker:
         source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
         self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=source)
         reporter = self._reporter(decision)
-        precision = self._precision(decision, loaded, reporter)
+        precision = settle_precision(
+            session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
+        )
+        settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
         if loaded is not None:
             session.restore(loaded)
         if self.workers.rank == 0:
@@ -185,29 +189,6 @@ class Worker:
             )
             print(f"attempt {self.attempt}: {decision.reason}")
         return reporter
-
-    def _precision(self, decision: Decision, loaded: LoadedCheckpoint | None, reporter: Any) -> str:
-        """The precision in force: a fall-back, else the checkpoint's, else what was measured, else measured now."""
-        session = self.session
-        assert session is not None
-        planned = self.job.plan.precision
-        fallen = fallen_precision(self.run_folder) if self.workers.rank == 0 else None
-        fallen = self.workers.gather_bytes((decision.precision or fallen or "").encode())[0].decode()
-        known = fallen or (loaded.state["precision"] if loaded else None)
-        if known is None and isinstance(planned, Deferred) and self.run_folder.exists(self.run_folder.memory_probe):
-            known = self.run_folder.read_json(self.run_folder.memory_probe)["precision"]["value"]
-        if known is None and isinstance(planned, Deferred):
-            session.prepare("fp32")
-            self._push({"phase": "measuring precisions"})
-            chosen, trials = session.measure_precision(list(planned.bounds))
-            session.use_precision(chosen.value)
-            if self.workers.rank == 0:
-                record = {"precision": {"value": chosen.value, "reason": chosen.reason, "trials": trials}}
-                self.run_folder.write_json(self.run_folder.memory_probe, record)
-                reporter.event("decision", what="precision", value=chosen.value, reason=chosen.reason)
-            return str(chosen.value)
-        session.prepare(known or self.job.planned("precision"))
-        return session.precision or ""
 
     # -- training ---------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from experts.shapes import LayerShape
 from experts.shard import ExpertShard
 from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup
+from experts.window import LoadWindow
 from jobs.bench.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
 from jobs.bench.lines import dial
 from raytrain.allocator import keep_freed_memory
@@ -113,8 +114,8 @@ class Worker:
         self.first = [dict(layer.experts.named_parameters()) for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
-        book = LoadBook([layer.router for layer in layers])
-        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)), book=book)
+        trainable.window = LoadWindow(LoadBook([layer.router for layer in layers]))
+        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
         self.pool = _pool(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.renew()

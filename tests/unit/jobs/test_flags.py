@@ -408,6 +408,7 @@ FLAGS = {
     "experts.num_experts": experts("parameters", "4", "2"),
     "experts.top_k": experts("losses", "2", "1"),
     "experts.hosts": Flag(planned, "hosts", "auto", "0", job=experts_job),
+    "experts.inflight": Flag(planned, "inflight", "1", "2", ("experts.hosts=1",), experts_job),
     "experts.capacity_factor": experts("losses", "null", "0.5"),
     "experts.score": experts("losses", "softmax", "sigmoid"),
     "experts.renormalize": experts("losses", "true", "false"),
@@ -436,7 +437,7 @@ FLAGS = {
 
 REFUSED = {
     "model.init_from": "runs/latest", "loop.compile": "default",
-    "scale.shares": "auto", "experts.inflight": "2",
+    "scale.shares": "auto",
 }  # fmt: skip
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 

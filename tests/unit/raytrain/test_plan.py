@@ -72,6 +72,7 @@ def plan(
     data_facts: DataFacts | None = DATA,
     model_facts: ModelFacts | None = MODEL,
     experts_hosts: Any = None,
+    experts_inflight: Any = "auto",
     save: dict[str, Any] | None = None,
 ) -> Plan:
     return make_plan(
@@ -83,6 +84,7 @@ def plan(
         save=SaveConfig(**(save or {})),
         scale=ScaleConfig(**(scale or {})),
         experts_hosts=experts_hosts,
+        experts_inflight=experts_inflight,
         cluster=ClusterConfig(),
         seed=42,
         inventory=inventory,
@@ -660,3 +662,37 @@ def test_every_row_has_a_value_and_a_reason() -> None:
 
 def test_the_same_arguments_give_the_same_plan() -> None:
     assert plan(FOUR_GPUS, scale={"workers": 3}) == plan(FOUR_GPUS, scale={"workers": 3})
+
+
+SPLIT = {"micro_batch_size": 4}
+RECOMPUTED = {"activation_checkpointing": True}
+
+
+def test_micro_batches_in_flight_are_planned_where_experts_live_elsewhere() -> None:
+    for dense in (plan(experts_inflight=2), plan(experts_hosts=0)):
+        assert "inflight" not in dense.choices() and dense.warnings == []
+    asked = plan(experts_hosts=1, experts_inflight=2, loop=SPLIT)
+    assert value(asked, "inflight") == 2 and "two micro-batches are kept" in reason(asked, "inflight")
+    single = plan(experts_hosts=1, experts_inflight=1, loop=SPLIT)
+    assert value(asked, "memory") == value(single, "memory") + 4 * 10
+    assert [name for name, _, _ in asked.rows()].index("inflight") == list(asked.choices()).index("hosts") + 1
+    assert Plan.from_json(asked.to_json()) == asked
+    (warning,) = plan(experts_hosts=0, experts_inflight=2).warnings
+    assert "experts.inflight 2 changes nothing" in warning
+
+
+def test_auto_measures_micro_batches_in_flight_or_says_why_not() -> None:
+    for measured in (plan(experts_hosts=1, loop=SPLIT), plan(FOUR_GPUS, experts_hosts="colocated", loop=SPLIT)):
+        choice = measured.choices()["inflight"]
+        assert isinstance(choice, Deferred) and choice.bounds == (1, 2)
+    for made, why in (
+        (plan(FOUR_GPUS, experts_hosts="colocated"), "one micro-batch a step"),
+        (plan(FOUR_GPUS, experts_hosts="colocated", loop={**SPLIT, **RECOMPUTED}), "again in backward"),
+    ):
+        assert value(made, "inflight") == 1 and why in reason(made, "inflight")
+
+
+def test_two_in_flight_are_refused_with_activation_checkpointing_naming_both_keys() -> None:
+    arguments = {"experts_hosts": 1, "experts_inflight": 2, "loop": RECOMPUTED}
+    assert "loop.activation_checkpointing" in refused("experts.inflight", **arguments)
+    assert value(plan(**arguments | {"experts_inflight": 1}), "inflight") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.search import PrecisionTrial, choose_precision
+from raytrain.search import PrecisionTrial, choose_inflight, choose_precision
 
 NAN = float("nan")
 
@@ -40,3 +40,14 @@ def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, wo
 
 def test_a_gradient_of_zero_has_no_ratio() -> None:
     assert choose_precision([trial("fp32", 1.0, norm=0.0), trial("bf16", 0.5, norm=0.0)]).value == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "words"),
+    [({1: 1.0, 2: 0.8}, 2, "1.25 times"), ({1: 1.0, 2: 0.98}, 1, "1.02 times"), ({1: 1.0, 2: 2.0}, 1, "0.50 times")],
+)
+def test_two_micro_batches_in_flight_must_be_faster_by_more_than_noise(
+    seconds: dict[int, float], chosen: int, words: str
+) -> None:
+    made = choose_inflight(seconds)
+    assert made.value == chosen and words in made.reason

@@ -1,0 +1,261 @@
+"""`experts.inflight: 2` changes when things are done and nothing else: every number is the same to the last bit."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import exchange
+import numpy as np
+import pytest
+import torch
+from exchange import Scene, act, play, record, session_of
+from gang import run_gang
+from lab import DeviceReads, Rows, train
+from test_probe_is_neutral import state_of
+
+from experts.call import Call
+from experts.serve import HostServer
+from experts.transport.protocol import Aborted, Header, Op
+from raytrain.measured import settle_inflight
+from raytrain.plan import Deferred
+from raytrain.run_folder import RunFolder
+
+Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
+
+
+def scene(workers: int, hosts: int | str, *, sections: Sections = (), steps: int = 8, **more: Any) -> Scene:
+    """With two in flight; 4 rows of a window of 12 unless said: accumulation 3 on one worker, 2 and 1 on two."""
+    given = dict(sections)
+    given["experts"] = (*given.get("experts", ()), ("inflight", 2))
+    return Scene(workers, hosts, sections=tuple(given.items()), steps=steps, **more)
+
+
+def one_at_a_time(given: Scene) -> Scene:
+    """The same without."""
+    sections = dict(given.sections)
+    sections["experts"] = (*sections["experts"], ("inflight", 1))
+    return replace(given, sections=tuple(sections.items()))
+
+
+NOISY: Sections = (("experts", (("noise", 0.5), ("shared_expert", True), ("capacity_factor", 0.75))),)
+MOVES = ((2, 11), (5, 12))
+PLAIN = {
+    "1 worker, 2 hosts": scene(1, 2, micro=1),
+    "2 workers, 3 hosts": scene(2, 3),
+    "1 worker, colocated": scene(1, "colocated", micro=2),
+    "3 workers, colocated": scene(3, "colocated"),
+    "2 workers, 2 hosts, one row each, some without a label": scene(2, 2, micro=1),
+    "2 workers, colocated, one row each, some without a label": scene(2, "colocated", micro=1),
+    "2 workers, 3 hosts, replicas and moves": scene(2, 3, seed=2, replicas=3, moves=MOVES),
+    "2 workers, colocated, replicas and moves": scene(2, "colocated", seed=5, replicas=2, moves=MOVES),
+    "1 worker, 2 hosts, noise, drops, a shared expert": scene(1, 2, sections=NOISY),
+    "2 workers, colocated, noise, drops, a shared expert": scene(2, "colocated", sections=NOISY),
+    "2 workers, 1 host, bf16": scene(2, 1, precision="bf16"),
+    "2 workers, colocated, fp16": scene(2, "colocated", precision="fp16"),
+    "1 worker, 2 hosts, two threads": scene(1, 2, sections=(("scale", (("threads", 2),)),)),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, list[Any]]:
+    """Name -> for each member what it made with one and with two in flight; scenes of a size share processes."""
+    made: dict[str, list[Any]] = {}
+    for size in sorted({given.size for given in PLAIN.values()}):
+        group = {name: given for name, given in PLAIN.items() if given.size == size}
+        played = [part for given in group.values() for part in (one_at_a_time(given), given)]
+        members = run_gang(play, played, world=size)
+        made |= {name: [m[2 * n : 2 * n + 2] for m in members] for n, name in enumerate(group)}
+    return made
+
+
+@pytest.mark.parametrize("name", list(PLAIN))
+def test_two_in_flight_are_one_at_a_time_to_the_last_bit(pairs: dict[str, list[Any]], name: str) -> None:
+    for rank in range(PLAIN[name].workers):
+        one, two = pairs[name][rank]
+        for column in COLUMNS:
+            assert one[column] == two[column], (rank, column)
+        assert len(one["loss"]) == 8 and one["loss"][-1] < one["loss"][0]
+    one, two = (made["weights"] for made in pairs[name][0])
+    assert one.keys() == two.keys() and len(one) > 10
+    assert [key for key, value in one.items() if not np.array_equal(value, two[key])] == []
+
+
+def ordered(rank: int, _world: int, given: Scene) -> list[tuple[str, int, int]]:
+    """A worker's operations in its second step: name, micro-batch, layer."""
+    if rank >= given.workers:
+        exchange.serve(rank, given)
+        return []
+    session, said = session_of(given, rank), []
+    pool = session.trainable.elsewhere.pool  # type: ignore[union-attr]
+    say = pool.say
+
+    def heard(op: Op, **words: Any) -> Any:
+        if pool.steps == 1:
+            said.append((op.name, words.get("micro_batch", 0), words.get("layer", 0)))
+        return say(op, **words)
+
+    pool.say = heard  # type: ignore[method-assign]
+    train(session)
+    pool.end()
+    return said
+
+
+@pytest.mark.parametrize("hosts", [1, "colocated"])
+def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_every_worker(hosts: int | str) -> None:
+    """Two micro-batches for the first worker, one for the second, which takes part in both."""
+    given = scene(2, hosts, steps=2)
+    first, second = run_gang(ordered, given, world=given.size)[:2]
+    assert first == second
+    assert first == [
+        ("FORWARD", 0, 0), ("FORWARD", 0, 1),
+        ("BACKWARD", 0, 1), ("FORWARD", 1, 0), ("BACKWARD", 0, 0), ("FORWARD", 1, 1),
+        ("BACKWARD", 1, 1), ("BACKWARD", 1, 0),
+        ("VOTE", 0, 0),
+    ]  # fmt: skip
+
+
+def lose_a_host(rank: int, _world: int, given: Scene, op: str) -> Any:
+    """The first host leaves in that operation of the second micro-batch of step 3, with its connections; then a scene
+    that goes well, in the same processes."""
+    lasted = until_it_goes(rank, given, op)
+    gc.collect()  # what is left of a group is closed with it, which is how those hear of it who wait for this member
+    return lasted, act(rank, replace(given, number=1))
+
+
+def until_it_goes(rank: int, given: Scene, op: str) -> int:
+    """How many steps were taken."""
+    if rank < given.workers:
+        session = session_of(given, rank)
+        with pytest.raises(Aborted, match="gone"):
+            train(session)
+        return session.state.step
+    placement = exchange.placement_of(given, exchange.scene_experts(given))
+    group = exchange.joint_group(given, rank)
+    server = HostServer(group, host=rank - given.workers, generation=1, placement=placement, device=torch.device("cpu"))
+    inner = server._does[Op[op]]
+
+    def leave(header: Header, counts: list[list[int]]) -> None:
+        if rank == given.workers and (header.step, header.micro_batch) == (3, 1):
+            raise Aborted("this host is gone")
+        inner(header, counts)
+
+    server._does[Op[op]] = leave
+    with pytest.raises(Aborted, match="gone"):
+        server.serve()
+    return server.steps
+
+
+@pytest.mark.parametrize("op", ["FORWARD", "BACKWARD"])
+def test_a_host_that_goes_in_mid_flight_is_an_error_on_every_worker_and_the_next_generation_works(op: str) -> None:
+    given = scene(2, 2, micro=2)
+    made = run_gang(lose_a_host, given, op, world=given.size, timeout=40.0)
+    reference = run_gang(play, [one_at_a_time(given)], world=given.size)[0][0]
+    for lasted, after in made[: given.workers]:
+        assert lasted == 2, "it did not end in the step in which the host went"
+        assert after["loss"] == reference["loss"] and after["grad_norm"] == reference["grad_norm"]
+
+
+def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_taken_again() -> None:
+    given = scene(1, "colocated")
+    reference = act(0, given)
+    session, calls = session_of(given, 0), []
+    loss = session.trainable.loss
+
+    def fails_once(module: Any, batch: Any) -> Any:
+        made = loss(module, batch)  # its exchanges are over: the backward beside it has done one of its own
+        calls.append(len(calls))
+        if module.training and len(calls) == 2:
+            raise ValueError("no room")
+        return made
+
+    session.trainable.loss = fails_once
+    with pytest.raises(ValueError, match="no room"):
+        train(session)
+    assert session.state.step == 0 and len(calls) == 2
+    pool = session.trainable.elsewhere.pool  # type: ignore[union-attr]
+    assert pool.shard._kept, "the backward beside it had not ended"
+    for router in session.trainable.commit.__self__.routers:  # type: ignore[union-attr]
+        router.pending_counts.zero_()
+    session.trainable.discard()  # type: ignore[misc]
+    rows, _ = train(session)
+    assert record(session, rows)["loss"] == reference["loss"]
+
+
+def test_a_backward_that_fails_is_raised_and_ends_the_forward_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, begun = session_of(scene(1, "colocated"), 0), Counter[str]()
+    begin, begin_backward = Call.begin, Call.begin_backward
+
+    def counted(call: Call, op: Op, rows: Any) -> None:
+        begun["forward"] += 1
+        begin(call, op, rows)
+
+    def failing(call: Call, grads: Any) -> None:
+        begun["backward"] += 1
+        if begun["backward"] == 2:
+            raise ValueError("no kernel")
+        begin_backward(call, grads)
+
+    monkeypatch.setattr(Call, "begin", counted)
+    monkeypatch.setattr(Call, "begin_backward", failing)
+    with pytest.raises(ValueError, match="no kernel"):
+        train(session)
+    assert begun == {"forward": 3, "backward": 2}, "two layers of the first forward, one of the second"
+
+
+def measured(rank: int, _world: int, given: Scene) -> Any:
+    """Worker: measure in the middle of nothing, look at the state, train."""
+    if rank >= given.workers:
+        return act(rank, given)
+    session = session_of(given, rank)
+    before = state_of(session)
+    chosen, seconds = session.measure_inflight()
+    assert state_of(session) == before and session.step.inflight == 1
+    rows, _ = train(session)
+    return chosen, seconds, record(session, rows)
+
+
+@pytest.mark.parametrize("hosts", [1, "colocated"])
+def test_measuring_changes_nothing_and_is_decided_alike(hosts: int | str) -> None:
+    given = one_at_a_time(scene(2, hosts, sections=NOISY, steps=4))
+    first, second = run_gang(measured, given, world=given.size)[:2]
+    assert first[:2] == second[:2] and first[0].value in (1, 2) and "times as fast as 1" in first[0].reason
+    assert set(first[1]) == {1, 2} and all(0 < seconds < 60 for seconds in first[1].values())
+    plain = run_gang(play, [given], world=given.size)[0][0]
+    assert first[2]["loss"] == plain["loss"] and len(plain["loss"]) == 4
+    for name, value in plain["weights"].items():
+        assert np.array_equal(value, first[2]["weights"][name]), name
+
+
+def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, reporter, said = RunFolder(str(tmp_path)), Rows(), []
+    session = session_of(scene(1, "colocated", steps=2), 0)
+    plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
+    session.job = job = replace(session.job, plan=plan)
+    settle_inflight(session, run, reporter=reporter, push=said.append)
+    (event,) = reporter.events
+    written = run.read_json(run.memory_probe)["inflight"]
+    assert (event["kind"], event["what"], event["value"]) == ("decision", "inflight", session.step.inflight)
+    assert written["value"] == session.step.inflight == session.job.planned("inflight") and len(said) == 1
+    run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
+    session.job = job
+    monkeypatch.setattr(session, "measure_inflight", None)
+    settle_inflight(session, run, reporter=reporter, push=said.append)
+    assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
+    session.prepare("fp32")
+    assert session.step.inflight == 2, "a session prepared anew, as after a rewind, keeps it"
+
+
+def test_two_in_flight_read_the_device_no_oftener_than_one() -> None:
+    """DESIGN 4.11, in one process that holds the experts too."""
+    counted = []
+    for given in (one_at_a_time(scene(1, "colocated", steps=3)), scene(1, "colocated", steps=3)):
+        session = session_of(given, 0)
+        with DeviceReads() as reads:
+            train(session)
+        counted.append(Counter(reads.spots))
+    assert counted[0] == counted[1] and sum(counted[0].values()) > 0
