@@ -244,7 +244,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
 
 def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     """Key -> whether its value can be had now, what can be, and what is missing."""
-    loop, scale, experts = spec.loop, spec.scale, spec.experts
+    loop, scale = spec.loop, spec.scale
     return {
         "scale.strategy": (scale.strategy != "fsdp", "data_parallel, expert_parallel or auto", "sharded training is"),
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
