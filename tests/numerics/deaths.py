@@ -41,8 +41,9 @@ from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
 
-BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE = (
+BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",
+    "while experts move",
 )  # fmt: skip
 Fate = tuple[str, int, int]
 """What happens, in which step, to which host or worker."""
@@ -56,6 +57,7 @@ class Story:
         every: steps between checkpoints.
         deaths: of hosts, each by its own SIGKILL, at a point above.
         mistakes: of workers: a call too many ("order"), another "version" or "generation" in their headers.
+        moves: steps at whose vote every layer's first expert is told to change its host.
     """
 
     run_path: str
@@ -65,6 +67,7 @@ class Story:
     every: int = 4
     deaths: tuple[Fate, ...] = ()
     mistakes: tuple[Fate, ...] = ()
+    moves: tuple[int, ...] = ()
 
 
 @dataclass
@@ -229,6 +232,8 @@ class Doomed(HostServer):
 
     def _receive(self, header: Header, sources: list[list[int]]) -> Tensor:
         rows = super()._receive(header, sources)
+        if self._end is not None and self._end.migration.next is not None:
+            self.meets(MOVE, header.step)
         if header.op in (Op.FORWARD, Op.BACKWARD):
             self.meets(BACKWARD if header.op is Op.BACKWARD else BETWEEN, header.step)
         return rows
@@ -252,6 +257,35 @@ class Doomed(HostServer):
         super()._save(header, counts)
 
 
+class Moves:
+    """Decides as the story says; implements `Balances`."""
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.placement: Placement | None = None
+        self.in_force: list[tuple[int, int]] = []
+        self.refused: list[str] = []
+        self.busy: list[list[float]] = []
+
+    def next(self, step: int) -> Placement | None:
+        if step not in self.story.moves or self.placement is None:
+            return None
+        layers = []
+        for layer in self.placement.layers:
+            (home,), *others = layer.copies
+            layers.append(replace(layer, copies=(((home + 1) % self.story.hosts,), *others)))
+        return replace(self.placement, version=self.placement.version + 1, layers=tuple(layers))
+
+    def committed(self, step: int, agreed: Any, placement: Placement, *, refused: str) -> None:
+        self.placement = placement
+        self.refused += [refused] if refused else []
+        self.busy.append(agreed.busy_s)
+        self.in_force.append((step, placement.version))
+
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+
 @dataclass
 class Asks:
     """A worker's connection: asks the lead for the next generation."""
@@ -272,7 +306,7 @@ class Asks:
         return group, Membership(
             generation=self.generation, rank=self.rank, workers=self.story.workers,
             placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
-            lost=lost,
+            lost=lost, balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
         )  # fmt: skip
 
 

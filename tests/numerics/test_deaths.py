@@ -3,11 +3,12 @@ error, and the run goes on from the newest checkpoint with the losses of an unbr
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from deaths import BACKWARD, BEFORE, BETWEEN, COMMIT, SAVE, Lead, Story, Told
+from deaths import BACKWARD, BEFORE, BETWEEN, COMMIT, MOVE, SAVE, Lead, Story, Told
 
 DEATHS = ((BEFORE, 6, 0), (BETWEEN, 10, 1), (BACKWARD, 14, 0), (COMMIT, 19, 1), (SAVE, 24, 0))
 MISTAKES = (("order", 6, 1), ("version", 11, 0), ("generation", 15, 1))
@@ -73,3 +74,14 @@ def test_a_header_mismatch_ends_with_a_typed_error_on_every_process(mistakes: To
 def test_a_run_goes_on_after_a_header_mismatch(mistakes: Told, unbroken: Told) -> None:
     assert tuple(mistakes.happened) == MISTAKES
     check_same(mistakes, unbroken)
+
+
+def test_a_death_while_experts_move_leaves_the_old_placement_in_force(tmp_path: Path, unbroken: Told) -> None:
+    """The generation after it begins with the placement before the move, goes back, and moves again."""
+    story = Story(str(tmp_path / "run"), steps=STEPS, moves=(6, 14), deaths=((MOVE, 15, 1),))
+    made = Lead(story).run()
+    assert made.happened == [(MOVE, 15, 1)]
+    check_same(made, unbroken)
+    versions = made.records[0]["in force"]
+    assert versions[0] == (13, 1), "the checkpoint before it, on the placement that a generation begins with"
+    assert dict(versions)[14] == 1 and dict(versions)[15] == 2, "the second move, in the generation that lived"
