@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from experts.placement import Costs, HostSpec, Placement
 from experts.rebalance import Decision, decide, instalments, predict
 from experts.starting import PlacementRules
 from experts.vote import Tally
+from raytrain.elsewhere import Notice
 
 #: Windows that the forecast looks back on.
 WINDOWS = 4
@@ -28,7 +29,6 @@ SHARE_OF_STEP = 0.3
 #: ... which moves so much anyway.
 LEAST_BYTES = 1 << 20
 
-Notice = tuple[str, dict[str, Any]]
 
 
 class Balances(Protocol):

@@ -24,6 +24,7 @@ from experts.starting import PlacementRules, costs_of
 from experts.window import LoadWindow
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
+from raytrain.elsewhere import Notice
 from raytrain.errors import InputError
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
@@ -56,15 +57,9 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     experts = DistributedExperts(pool, layers, trainable.module)
     trainable.optimizers = experts.optimizers
     trainable.agree = pool.agree
-    trainable.discard = pool.discard
     trainable.elsewhere = experts
-    trainable.workers_group = membership.workers_group
     if isinstance(trainable.window, LoadWindow):
         trainable.window = LoadWindow(trainable.window.book, pool)
-    trainable.notices = pool.notices
-    trainable.idle = experts.idle
-    trainable.turns = pool.turns
-    trainable.whole = experts.whole
     return trainable
 
 
@@ -93,7 +88,7 @@ class DistributedExperts:
 
     def __init__(self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module) -> None:
         self.pool, self.layers, self.module = pool, layers, module
-        self.note = pool.member.note
+        self.note, self.workers_group, self.turns = pool.member.note, pool.member.workers_group, pool.turns
         self._width = pool.shapes[0].width
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -111,6 +106,18 @@ class DistributedExperts:
             if isinstance(layer.experts, PooledExperts)
         ]
         return torch.stack([row.double() for row in rows]).sum()
+
+    def waited_s(self) -> float:
+        """See `StateElsewhere`; the hosts' computing included."""
+        return self.pool.group.seconds
+
+    def notices(self) -> list[Notice]:
+        """See `StateElsewhere`."""
+        return self.pool.notices()
+
+    def discard(self) -> None:
+        """See `StateElsewhere`."""
+        self.pool.discard()
 
     def begin_save(self, step: int) -> None:
         """See `StateElsewhere`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.balancer import Balances, Notice
+from experts.balancer import Balances
 from experts.boundary import StepEnd
 from experts.call import Call
 from experts.membership import Membership
@@ -29,6 +29,7 @@ from experts.vote import VoteLayout
 from experts.whole import gather_layer, scatter_layer, to_holders
 from experts.window import Traffic
 from raytrain.config import OptimConfig
+from raytrain.elsewhere import Notice
 from raytrain.trainable import GlobalStep, LocalStep
 from raytrain.turns import Turns
 

@@ -42,7 +42,7 @@ def evaluate(
                         value.detach().double() * share
                     )
                 weight += micro.weight
-            for _ in range(passes if step.trainable.idle is not None else 0):
+            for _ in range(passes if step.trainable.elsewhere is not None else 0):
                 step.idle()
     finally:
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode

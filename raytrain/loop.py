@@ -117,7 +117,8 @@ class TrainingLoop:
         output = self.step.run(micros, global_weight=weight, step=state.step + 1, passes=passes)
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
-        for kind, fields in self.step.trainable.notices() if self.step.trainable.notices else ():
+        elsewhere = self.step.trainable.elsewhere
+        for kind, fields in [] if elsewhere is None else elsewhere.notices():
             self.reporter.event(kind, **fields)
         scale = self.step.scale
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)

@@ -46,8 +46,8 @@ def untouched(trainable: Trainable, device: torch.device) -> Iterator[None]:
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
         set_rng_state(generators, device)
-        if trainable.discard is not None:
-            trainable.discard()
+        if trainable.elsewhere is not None:
+            trainable.elsewhere.discard()
 
 
 def compare_precisions(

@@ -46,14 +46,15 @@ def recompute(trainable: Trainable) -> None:
         )
     for block in trainable.module.get_submodule(trainable.blocks).children():
         block.forward = _Recomputed(block)  # type: ignore[method-assign]
-    idle = trainable.idle
-    if idle is not None:
+    elsewhere = trainable.elsewhere
+    if elsewhere is not None:
+        idle = elsewhere.idle
 
         def reserved_idle() -> Tensor:
             with _reserved():
                 return idle()
 
-        trainable.idle = reserved_idle
+        elsewhere.idle = reserved_idle  # type: ignore[method-assign]
 
 
 class _Recomputed:

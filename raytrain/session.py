@@ -60,8 +60,9 @@ class Session:
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
         self.trainable = build_trainable(job.model, sections=job.builder_sections, facts=self.facts)
-        if self.trainable.workers_group is not None:
-            workers.use(self.trainable.workers_group)
+        elsewhere = self.trainable.elsewhere
+        if elsewhere is not None and elsewhere.workers_group is not None:
+            workers.use(elsewhere.workers_group)
         if job.loop.activation_checkpointing:
             recompute(self.trainable)
         self.state = LoopState()
@@ -239,7 +240,8 @@ class Session:
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
-        return self.trainable.whole() if self.trainable.whole is not None else self.trainable.module
+        elsewhere = self.trainable.elsewhere
+        return self.trainable.module if elsewhere is None else elsewhere.whole()
 
     def _eval_split(self) -> Split:
         if not hasattr(self, "_placed_eval"):

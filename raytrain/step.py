@@ -49,7 +49,7 @@ class StepOutput:
         norm: global gradient norm before clipping.
         skip: True where the step was dropped for a non-finite gradient.
         lr: the learning rate used (a host number).
-        compute_s, communication_s: host seconds inside forward/backward/optimizer, and blocked in reductions.
+        compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
     """
 
     loss: Tensor
@@ -155,16 +155,16 @@ class TrainingStep:
             if aux is not None:
                 aux_sum += aux.detach().double() * share
             yield self.scale.scale(total)
-        for _ in range(passes if self.trainable.idle is not None else 0):
+        for _ in range(passes if self.trainable.elsewhere is not None else 0):
             yield self.idle()
 
     def _in_turns(self, totals: Iterator[Tensor]) -> None:
         """The backward of each pass beside the forward of the next."""
-        turns = self.trainable.turns
-        assert turns is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
+        elsewhere = self.trainable.elsewhere
+        assert elsewhere is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
         total = next(totals, None)
         while total is not None:
-            total = turns.beside(partial(self._take_back, total), partial(next, totals, None))
+            total = elsewhere.turns.beside(partial(self._take_back, total), partial(next, totals, None))
 
     def _take_back(self, total: Tensor) -> None:
         if self.device.type == "cuda":  # in a thread that may never have been told
@@ -173,9 +173,9 @@ class TrainingStep:
 
     def idle(self) -> Tensor:
         """This worker's part in a micro-batch of the others."""
-        assert self.trainable.idle is not None
+        assert self.trainable.elsewhere is not None
         with self.policy.autocast(self.device):
-            return self.trainable.idle()
+            return self.trainable.elsewhere.idle()
 
     def run(
         self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int, passes: int = 0
@@ -185,7 +185,7 @@ class TrainingStep:
         Raises:
             DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
         """
-        begin, waited = time.perf_counter(), self.workers.wait_s
+        begin, waited = time.perf_counter(), self._waited()
         with self.placement.guarded():
             loss, aux = self.backward(micro_batches, global_weight=global_weight, passes=passes)
         self.gradients.mark_(~torch.isfinite(loss + aux))  # its gradients may be finite, the step is none all the same
@@ -203,7 +203,7 @@ class TrainingStep:
         )
         agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
         lr = self.commit(agreed, step=step)
-        waited = self.workers.wait_s - waited
+        waited = self._waited() - waited
         return StepOutput(
             loss=loss,
             aux_loss=aux,
@@ -213,6 +213,11 @@ class TrainingStep:
             compute_s=time.perf_counter() - begin - waited,
             communication_s=waited,
         )
+
+    def _waited(self) -> float:
+        """Host seconds spent waiting for other processes, so far."""
+        elsewhere = self.trainable.elsewhere
+        return self.workers.wait_s + (0.0 if elsewhere is None else elsewhere.waited_s())
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
         """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""

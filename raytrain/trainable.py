@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
+from raytrain.elsewhere import StateElsewhere
 from raytrain.errors import InputError
-from raytrain.turns import Turns
 from raytrain.window_log import WindowLog
 
 Batch = dict[str, Any]
@@ -64,26 +64,6 @@ class GlobalStep:
     counts: Tensor | None = None
 
 
-class StateElsewhere(Protocol):
-    """State that lives in other processes, which save and load it themselves. Every call is one of all workers, but
-    for `finish_save`, which rank 0's writer makes."""
-
-    note: str
-    """What is different about where it lives since the time before, for the record; mostly nothing."""
-
-    def begin_save(self, step: int) -> None:
-        """Have it snapshotted as it is after `step`; its owners write it in the background."""
-        ...
-
-    def finish_save(self, folder: str) -> dict[str, Any]:
-        """Wait for them: {"files": name -> WrittenFile, and more for the manifest}. Raises RunError."""
-        ...
-
-    def restore(self, folder: str, *, step: int) -> None:
-        """Have it loaded from a checkpoint. Raises CheckpointError, at the latest with the next step."""
-        ...
-
-
 @dataclass
 class Trainable:
     """A model as the loop sees it. Only `module` and `loss` are required.
@@ -107,17 +87,7 @@ class Trainable:
             over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
         window: more than scalars, at log intervals only; None = nothing.
-        elsewhere: state in other processes, or None.
-        workers_group: a `raytrain.gradients.WorkersGroup` where the workers' own group must end together with
-            something else; None = torch's default group.
-        idle: `idle()` takes part in a micro-batch of the other workers, without rows; a scalar zero to call
-            backward on. None where a forward needs nobody else.
-        turns: given away in every pass before it waits for other processes, so that two passes can take turns; None
-            where a pass waits for nobody.
-        discard: forget what passes without a step have left behind (gradients and counts elsewhere).
-        whole: the module with everything that lives elsewhere, on rank 0 (None on the others), collective; None where
-            `module` is whole.
-        notices: (kind, fields) of what has happened since the last call, for `events.jsonl`; asked after each step.
+        elsewhere: what lives in other processes, or None.
     """
 
     module: nn.Module
@@ -135,12 +105,6 @@ class Trainable:
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
-    workers_group: Any = None
-    idle: Callable[[], Tensor] | None = None
-    turns: Turns | None = None
-    discard: Callable[[], None] | None = None
-    whole: Callable[[], nn.Module | None] | None = None
-    notices: Callable[[], list[tuple[str, dict[str, Any]]]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts.balancer import Notice
 from experts.membership import Membership
 from experts.placement import HostSpec, Placement
 from experts.router import TopKRouter
@@ -35,6 +34,7 @@ from jobs.driver import train_job
 from jobs.plan import plan_job
 from jobs.spec import load_spec
 from raytrain.allocator import keep_freed_memory
+from raytrain.elsewhere import Notice
 from raytrain.gradients import Workers
 from raytrain.reporter import SilentReporter
 from raytrain.run_folder import RunFolder

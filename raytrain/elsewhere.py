@@ -1,0 +1,59 @@
+"""State and computation of a model in other processes, as the loop meets them; who they are raytrain does not know."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from raytrain.gradients import WorkersGroup
+from raytrain.turns import Turns
+
+Notice = tuple[str, dict[str, Any]]
+"""(kind, fields) of an event."""
+
+
+class StateElsewhere(Protocol):
+    """Every call is one of all workers, but for `finish_save`, which rank 0's writer makes, and those that say so.
+
+    Attributes:
+        note: what is different about where it lives since the time before, for the record; mostly nothing.
+        workers_group: where the workers' own group must end together with theirs; None = torch's default group.
+        turns: given away in every pass before it waits for other processes, so that two passes can take turns.
+    """
+
+    note: str
+    workers_group: WorkersGroup | None
+    turns: Turns
+
+    def waited_s(self) -> float:
+        """Seconds that this worker has spent waiting for them, so far; no collective."""
+        ...
+
+    def notices(self) -> list[Notice]:
+        """What has happened since the last call, for `events.jsonl`; asked after each step, no collective."""
+        ...
+
+    def idle(self) -> Tensor:
+        """Take part in a micro-batch of other workers, without rows; a scalar zero to call backward on."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what passes without a step have left behind: gradients and counts."""
+        ...
+
+    def whole(self) -> nn.Module | None:
+        """The module with everything that lives elsewhere, on rank 0 (None on the others); the end of training."""
+        ...
+
+    def begin_save(self, step: int) -> None:
+        """Have it snapshotted as it is after `step`; its owners write it in the background."""
+        ...
+
+    def finish_save(self, folder: str) -> dict[str, Any]:
+        """Wait for them: {"files": name -> WrittenFile, and more for the manifest}. Raises RunError."""
+        ...
+
+    def restore(self, folder: str, *, step: int) -> None:
+        """Have it loaded from a checkpoint. Raises CheckpointError, at the latest with the next step."""
+        ...
