@@ -12,7 +12,7 @@ import pytest
 Job = Callable[..., dict[str, Any]]
 
 
-@pytest.mark.covers("PAR-03", "VIS-04")
+@pytest.mark.covers("EXP-02", "PAR-03", "VIS-04")
 @pytest.mark.timeout(400)
 def test_both_strategies_train_alike_and_the_report_shows_who_has_which_experts(
     fit: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Job, place: Any, tiny_text: Path
@@ -34,8 +34,12 @@ def test_both_strategies_train_alike_and_the_report_shows_who_has_which_experts(
     expert = place.run
     assert [run.plan["strategy"]["value"] for run in (data, expert)] == ["data_parallel", "expert_parallel"]
     (steps, losses), (others, seen) = (zip(*run.losses(), strict=True) for run in (data, expert))
-    assert steps == others and seen == pytest.approx(losses, rel=1e-2)
-    assert expert.evals()[-1][1] == pytest.approx(data.evals()[-1][1], rel=1e-2) and losses[-1] < losses[0]
+    assert steps == others and seen == pytest.approx(losses, rel=1e-5)
+    assert expert.evals()[-1][1] == pytest.approx(data.evals()[-1][1], rel=1e-5) and losses[-1] < losses[0]
+    norms, theirs = ([row["grad_norm"] for row in run.rows("train")] for run in (expert, data))
+    assert norms == pytest.approx(theirs, rel=1e-5)
+    (hosts,) = expert.events("expert_hosts")
+    assert len({host["pid"] for host in hosts["hosts"]}) == 4, "as many actors as experts.hosts"
 
     (placement,) = expert.events("placement")
     shown = json.loads((expert.path / "report" / "expert_device_distribution.json").read_text())

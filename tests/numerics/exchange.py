@@ -210,7 +210,10 @@ def serve(rank: int, scene: Scene) -> dict[str, Any]:
     if scene.spoil == rank - scene.workers:
         spoil_moves(server)
     server.serve()
-    return {"steps": server.steps, "held": server.shard.held() if server.shard else []}
+    held = server.shard.held() if server.shard else []
+    parts = [part for layer in server.shard.layers for part in (layer.homes, layer.replicas)] if server.shard else []
+    names = {name for part in parts if part is not None for name, _ in part.named_parameters()}
+    return {"steps": server.steps, "held": held, "names": names}
 
 
 def inject_into_host(server: HostServer, scene: Scene) -> None:
@@ -289,6 +292,8 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
         made["in force"], made["refused"] = pool.balancer.in_force, pool.balancer.refused
         made["busy"] = pool.balancer.busy
     made["windows"] = reporter.windows
+    routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
+    made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}
     made["counts"] = [part.tolist() for part in _book(session).last]
     whole = session.whole_module()
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}

@@ -102,6 +102,18 @@ def test_hosts_hold_what_the_placement_says_and_some_nothing_at_all(runs: dict[s
     assert all(member["steps"] == 20 for member in runs["1 worker, 2 hosts"][1:])
 
 
+@pytest.mark.covers("EXP-10")
+def test_the_router_stays_with_the_workers_and_is_the_same_on_all_of_them(runs: dict[str, list[Any]]) -> None:
+    for name in ("2 workers, 3 hosts", "2 workers, 3 hosts, drawn placement with replicas", "3 workers, colocated"):
+        scene = PLAIN[name]
+        first, *others = [member["routers"] for member in runs[name][: scene.workers]]
+        assert len(first) == 2 and all(value.any() for value in first.values())
+        for other in others:
+            assert all(np.array_equal(first[key], other[key]) for key in first), name
+        for host in runs[name][scene.workers :]:
+            assert host["names"] <= {"w1", "w2"}, f"{name}: a host holds {host['names']}"
+
+
 def test_one_micro_batch_a_step_is_the_same_step(reference: dict[str, Any]) -> None:
     for name, made in played(ONE_PASS).items():
         check_equal(made, reference, workers=ONE_PASS[name].workers, where=name)

@@ -106,6 +106,7 @@ def ordered(rank: int, _world: int, given: Scene) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("hosts", [1, "colocated"])
+@pytest.mark.covers("EXP-19")
 def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_every_worker(hosts: int | str) -> None:
     """Two micro-batches for the first worker, one for the second, which takes part in both."""
     given = scene(2, hosts, steps=2)

@@ -124,6 +124,7 @@ def test_the_rows_of_all_workers_and_hosts_add_up(scene: Scene) -> None:
         assert max(hosts["bytes"]) > 0
 
 
+@pytest.mark.covers("EXP-19")
 def test_rows_and_bytes_of_hosts_are_those_that_travelled() -> None:
     """One worker, two hosts, one micro-batch, the evaluation after the row: everything can be told by hand."""
     quiet = (("loop", (("log_every", 3), ("eval_every", 100))),)
