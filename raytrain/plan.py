@@ -82,8 +82,8 @@ class Plan:
     checkpoint_every: Choice
     storage: Choice
     hosts: Choice
-    experts: Choice
     inflight: Choice | None = field(default=None, kw_only=True)
+    experts: Choice
     deterministic: Choice
     parameters: Choice
     memory: Choice

@@ -112,7 +112,7 @@ class MovesOptions(BenchOptions):
         "every": 4, "slowness": [1, 2],
     }  # fmt: skip
 
-    blocks: Count = Field(12, description="repetitions; each runs one block of both arms")
+    blocks: Count = Field(15, description="repetitions; each runs one block of both arms")
     block_steps: Count = Field(20, description="steps of one block")
     layers: Count = Field(2, description="of the GPT")
     width: Count = Field(256, description="of the GPT")
@@ -124,6 +124,19 @@ class MovesOptions(BenchOptions):
     shift_steps: Count = Field(60, description="steps until other experts are liked")
     every: Count = Field(10, description="experts.rebalance_every of the arm that moves")
     slowness: list[Count] = Field([1, 3], description="how often each host computes everything")
+
+
+class RecoveryOptions(BenchOptions):
+    """Deaths of an expert host and of a worker in a run of the default recipe."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "layers": 1, "width": 32, "steps_between": 12, "save_every": 5}
+
+    blocks: Count = Field(5, description="deaths of each kind")
+    hosts: Count = Field(2, description="expert hosts")
+    layers: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    save_every: Count = Field(10, description="steps between checkpoints")
+    steps_between: Count = Field(40, description="steps from one recovery to the next death")
 
 
 class ExpertsOptions(BenchOptions):
@@ -164,6 +177,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
                   "time to plan"),
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
               "round-robin"),
+    "recovery": (RecoveryOptions, "how long a run stands still when an expert host dies, against a dead worker"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
 }  # fmt: skip

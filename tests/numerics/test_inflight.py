@@ -182,7 +182,7 @@ def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_ta
     assert pool.shard._kept, "the backward beside it had not ended"
     for router in session.trainable.commit.__self__.routers:  # type: ignore[union-attr]
         router.pending_counts.zero_()
-    session.trainable.discard()  # type: ignore[misc]
+    session.trainable.elsewhere.discard()  # type: ignore[union-attr]
     rows, _ = train(session)
     assert record(session, rows)["loss"] == reference["loss"]
 
