@@ -13,7 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from experts.generation import join_as_worker
 from experts.membership import Membership
-from experts.placement import Placement
+from experts.placement import HostSpec, Placement
 from experts.shapes import LayerShape
 from experts.starting import PlacementRules
 from raytrain.errors import RaytrainError
@@ -54,7 +54,8 @@ class HostConnection:
             workers_group=own,
             lost=lost,
             note=told["note"],
-            switched=lambda placement: self.directory.switched.remote(placement.to_json()),
+            hosts=[HostSpec(**row) for row in told["specs"]],
+            switched=lambda placement: self.directory.switched.remote(told["generation"], placement.to_json()),
         )
 
     def _end_of(self, generation: int) -> str:

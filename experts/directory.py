@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -226,6 +227,7 @@ class ExpertDirectory:
             "interface": "lo" if self._loopback else self._interface,
             "device": self._device,
             "placement": self._placement.to_json(),
+            "specs": [asdict(self._places[index].spec(rank)) for rank, index in enumerate(members)],
             "note": self._note(before),
         }
         for rank, index in enumerate(members):
@@ -245,9 +247,11 @@ class ExpertDirectory:
             f"{self._number} hosts hold all experts; equal within rounding only"
         )
 
-    def switched(self, placement: dict[str, Any]) -> None:
-        """Experts have moved: the next generation begins with this placement."""
-        self._placement = Placement.from_json(placement)
+    def switched(self, generation: int, placement: dict[str, Any]) -> None:
+        """Experts have moved: the generation after this one begins with this placement."""
+        with self._lock:
+            if generation == self._generation:
+                self._placement = Placement.from_json(placement)
 
     def failed(self, generation: int, reason: str, trace: str) -> None:
         """A member tells that it cannot go on."""
