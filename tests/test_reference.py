@@ -123,16 +123,18 @@ def test_the_reference_lists_every_section_with_the_defaults_of_the_code() -> No
         assert float(cells[key]) == field.default
 
 
-def test_the_example_of_the_readme_is_a_job(tmp_path: Path) -> None:
+def test_the_examples_of_the_readme_are_jobs(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
-    assert 10 <= len(example.splitlines()) <= 12
-    job = tmp_path / "job.yaml"
-    job.write_text(example)
-    loaded = load_spec(job, ["optim.lr=2e-3"])
-    assert loaded.spec.optim.lr == 2e-3
-    given = load_yaml(example, origin="README")["model"]
-    assert {"builder": loaded.spec.model.builder, **loaded.spec.model.keys} == given
+    examples = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    assert len(examples) == 2 and all(8 <= len(example.splitlines()) <= 12 for example in examples)
+    for example in examples:
+        job = tmp_path / "job.yaml"
+        job.write_text(example)
+        loaded = load_spec(job, ["optim.lr=2e-3"])
+        assert loaded.spec.optim.lr == 2e-3
+        refuse_later(loaded.spec, "train")
+        given = load_yaml(example, origin="README")["model"]
+        assert {"builder": loaded.spec.model.builder, **loaded.spec.model.keys} == given
 
 
 def test_every_file_that_a_readme_links_to_exists() -> None:
