@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.spec import JobSpec, load_spec
+from jobs.spec import JobSpec, load_spec, refuse_later
 from raytrain.data.keys import SOURCES
 from raytrain.decode import load_yaml
 from raytrain.expected import key_rows
