@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from experts.pool import ExpertPool
 from experts.routes import Route
 from experts.transport.protocol import DTYPES, Op
-
-if TYPE_CHECKING:
-    from experts.pool import ExpertPool
 
 
 class Call:
@@ -25,6 +23,13 @@ class Call:
         self._back: Any = None
         self._reserved = False
         self._sources: list[list[int]] = []
+
+    @classmethod
+    def forward(cls, pool: ExpertPool, layer: int, rows: Tensor, route: Route, *, op: Op) -> Call:
+        """Send rows (in the order of the route's segments) on their way through a layer."""
+        call = cls(pool, layer, pool.begin_forward(layer, op=op), route, rows.dtype, rows.shape[1])
+        call.begin(op, rows)
+        return call
 
     def begin(self, op: Op, rows: Tensor) -> None:
         """Send, compute what is this worker's own, and start to receive."""

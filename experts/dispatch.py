@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.pool import Call, ExpertPool
+from experts.call import Call
+from experts.pool import ExpertPool
 from experts.routes import Route
 from experts.transport.protocol import Op
 from raytrain.recompute import inside_backward, will_be_recomputed
@@ -73,7 +74,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_RD: Tensor, anchor: Tensor, experts: PooledExperts, route: Route, op: Op, sent: Sent
     ) -> Tensor:
-        sent.call = ctx.call = experts.pool.begin_forward(experts.layer, x_RD, route, op=op)
+        sent.call = ctx.call = Call.forward(experts.pool, experts.layer, x_RD, route, op=op)
         return x_RD.new_empty(0)
 
     @staticmethod

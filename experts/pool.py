@@ -16,7 +16,6 @@ from torch import Tensor
 
 from experts.balancer import Balances
 from experts.boundary import StepEnd
-from experts.call import Call
 from experts.membership import Membership
 from experts.placement import Placement
 from experts.routes import LayerRoutes, Route
@@ -24,10 +23,10 @@ from experts.save import ExpertFiles, Snapshot, await_files
 from experts.serve import header_words
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard
+from experts.traffic import Traffic
 from experts.transport.protocol import WORDS, Header, Op, Transport, read_headers
 from experts.vote import VoteLayout
 from experts.whole import gather_layer, scatter_layer, to_holders
-from experts.window import Traffic
 from raytrain.config import OptimConfig
 from raytrain.elsewhere import Notice
 from raytrain.trainable import GlobalStep, LocalStep
@@ -172,16 +171,15 @@ class ExpertPool:
         """Where the rows of one micro-batch go."""
         return self.routes[layer].route(counts)
 
-    def begin_forward(self, layer: int, rows: Tensor, route: Route, *, op: Op) -> Call:
-        """Send rows (in the order of the route's segments) on their way."""
+    def begin_forward(self, layer: int, *, op: Op) -> int:
+        """A forward through a layer begins; the number of its micro-batch in this step."""
         self._get_ready()
         if op in (Op.FORWARD, Op.RESERVE):
             self._forwards[layer] += 1
-        call = Call(self, layer, self._forwards[layer] - 1, route, rows.dtype, rows.shape[1])
+        micro_batch = self._forwards[layer] - 1
         if op is Op.RECOMPUTE:
-            self.recomputed.add((layer, call.micro_batch))
-        call.begin(op, rows)
-        return call
+            self.recomputed.add((layer, micro_batch))
+        return micro_batch
 
     def idle_route(self, layer: int) -> Route:
         """No rows at all, in a micro-batch of the other workers."""

@@ -12,21 +12,9 @@ from jobs.bench.experts_gang import Gang, Layout
 from jobs.bench.lines import Arms
 from jobs.bench.measuring import Measurement, Say, alternate, compare, equal_series
 from jobs.bench.options import ExpertsOptions
-from raytrain.gradients import Workers
-from raytrain.reporter import SilentReporter
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
+from jobs.bench.sessions import Losses, session_of
 
 LAYOUT = Layout(1, 2)
-
-
-class _Losses(SilentReporter):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def metrics(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "train":
-            self.losses.append(row["loss"])
 
 
 class Trainer:
@@ -37,22 +25,10 @@ class Trainer:
     """
 
     def __init__(self, job: dict[str, Any], connection: Any, *, inflight: int) -> None:
-        from jobs.built import facts_from, opened
-        from jobs.driver import train_job
-        from jobs.plan import plan_job
-        from jobs.spec import load_spec
-
-        loaded = load_spec(mapping=job)
-        source = opened(loaded.spec)
-        model_facts, data_facts = facts_from(loaded.spec, source)
-        plan = plan_job(loaded, model_facts=model_facts, data_facts=data_facts)
-        made = train_job(loaded.spec, plan, RunFolder("unused"), attempt=1)
-        experts = made.builder_sections["experts"].connected(connection)
-        made = replace(made, builder_sections={**made.builder_sections, "experts": experts})
-        self.session = Session(made, workers=Workers(), source=source)
+        self.session, _ = session_of(job, connection=connection)
         self.session.prepare("fp32")
         self.session.step.inflight = inflight
-        self._rows = _Losses()
+        self._rows = Losses()
         self._loop = self.session.loop(reporter=self._rows, should_stop=_never)
 
     def block(self, steps: int) -> dict[str, Any]:

@@ -29,16 +29,9 @@ from experts.shard import ExpertShard
 from experts.starting import PlacementRules, starting_placement
 from experts.transport.process_group import JointGroup
 from jobs.bench.lines import dial
-from jobs.built import facts_from, opened
-from jobs.driver import train_job
-from jobs.plan import plan_job
-from jobs.spec import load_spec
+from jobs.bench.sessions import Losses, session_of
 from raytrain.allocator import keep_freed_memory
 from raytrain.elsewhere import Notice
-from raytrain.gradients import Workers
-from raytrain.reporter import SilentReporter
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
 
 TIMEOUT_S = 170.0
 
@@ -74,16 +67,12 @@ def first_of(settings: dict[str, Any], shapes: list[LayerShape], rules: Placemen
     return starting_placement(rules, shapes, [HostSpec(host, 1.0, None) for host in range(len(settings["slowness"]))])
 
 
-class Rows(SilentReporter):
-    """Keeps losses and what became of the placement."""
+class Rows(Losses):
+    """Keeps what became of the placement too."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        super().__init__()
         self.notices: list[Notice] = []
-
-    def metrics(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "train":
-            self.losses.append(row["loss"])
 
     def event(self, kind: str, **fields: Any) -> None:
         self.notices.append((kind, fields))
@@ -93,14 +82,7 @@ class Trainer:
     """The worker: a real session whose routers are pushed towards some experts, others after every shift."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        loaded = load_spec(mapping=settings["job"])
-        source = opened(loaded.spec)
-        model_facts, data_facts = facts_from(loaded.spec, source)
-        plan = plan_job(loaded, model_facts=model_facts, data_facts=data_facts)
-        job = train_job(loaded.spec, plan, RunFolder("unused"), attempt=1)
-        experts = job.builder_sections["experts"].connected(FileConnection(settings))
-        job = replace(job, builder_sections={**job.builder_sections, "experts": experts})
-        self.session = Session(job, workers=Workers(), source=source)
+        self.session, _ = session_of(settings["job"], connection=FileConnection(settings))
         self.session.prepare("fp32")
         self.rows = Rows()
         self.loop = self.session.loop(reporter=self.rows, should_stop=lambda: False)

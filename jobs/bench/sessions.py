@@ -21,14 +21,22 @@ from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 
 
-def session_of(job: Mapping[str, Any]) -> tuple[Session, Plan]:
-    """The session that a worker of this job would hold, and the plan it obeys; nothing is prepared yet."""
+def session_of(job: Mapping[str, Any], *, connection: Any = None) -> tuple[Session, Plan]:
+    """The session that a worker of this job would hold, and the plan it obeys; nothing is prepared yet.
+
+    Args:
+        connection: to whoever holds the experts (`experts.membership.Connection`); None builds them in this process.
+    """
     loaded = load_spec(mapping=job)
     source = opened(loaded.spec)
     model_facts, data_facts = facts_from(loaded.spec, source)
     plan = plan_job(loaded, model_facts=model_facts, data_facts=data_facts)
     run = RunFolder(os.path.join(loaded.spec.save.dir, loaded.spec.name))  # a name only: nothing is written there
-    return Session(train_job(loaded.spec, plan, run, attempt=1), workers=Workers(), source=source), plan
+    orders = train_job(loaded.spec, plan, run, attempt=1)
+    if connection is not None:
+        experts = orders.builder_sections["experts"].connected(connection)
+        orders = replace(orders, builder_sections={**orders.builder_sections, "experts": experts})
+    return Session(orders, workers=Workers(), source=source), plan
 
 
 class SessionArm:
@@ -37,7 +45,7 @@ class SessionArm:
     def __init__(self, job: Mapping[str, Any], *, precision: str) -> None:
         self.session, self.plan = session_of(job)
         self.session.prepare(precision)
-        self._reporter = _Losses()
+        self._reporter = Losses()
         self.loop = self.session.loop(reporter=self._reporter, should_stop=_never)
 
     @property
@@ -67,7 +75,9 @@ def _never() -> bool:
     return False
 
 
-class _Losses(SilentReporter):
+class Losses(SilentReporter):
+    """Keeps the losses of logged steps."""
+
     def __init__(self) -> None:
         self.losses: list[float] = []
 
