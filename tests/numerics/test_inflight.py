@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import exchange
 import numpy as np
 import pytest
-import torch
-from exchange import Scene, act, play, record, session_of
+from exchange import act, play, record, session_of
+from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, scene
 from gang import run_gang
 from lab import DeviceReads, Rows, train
-from test_probe_is_neutral import state_of
 
 from experts.call import Call
-from experts.serve import HostServer
-from experts.transport.protocol import Aborted, Header, Op
+from experts.transport.protocol import Op
 from raytrain.measured import settle_inflight
 from raytrain.plan import Deferred
 from raytrain.run_folder import RunFolder
 
-Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
-
-
-def scene(workers: int, hosts: int | str, *, sections: Sections = (), steps: int = 8, **more: Any) -> Scene:
-    """With two in flight; 4 rows of a window of 12 unless said: accumulation 3 on one worker, 2 and 1 on two."""
-    given = dict(sections)
-    given["experts"] = (*given.get("experts", ()), ("inflight", 2))
-    return Scene(workers, hosts, sections=tuple(given.items()), steps=steps, **more)
-
-
-def one_at_a_time(given: Scene) -> Scene:
-    """The same without."""
-    sections = dict(given.sections)
-    sections["experts"] = (*sections["experts"], ("inflight", 1))
-    return replace(given, sections=tuple(sections.items()))
 
 
 NOISY: Sections = (("experts", (("noise", 0.5), ("shared_expert", True), ("capacity_factor", 0.75))),)
@@ -85,26 +66,6 @@ def test_two_in_flight_are_one_at_a_time_to_the_last_bit(pairs: dict[str, list[A
     assert [key for key, value in one.items() if not np.array_equal(value, two[key])] == []
 
 
-def ordered(rank: int, _world: int, given: Scene) -> list[tuple[str, int, int]]:
-    """A worker's operations in its second step: name, micro-batch, layer."""
-    if rank >= given.workers:
-        exchange.serve(rank, given)
-        return []
-    session, said = session_of(given, rank), []
-    pool = session.trainable.elsewhere.pool  # type: ignore[union-attr]
-    say = pool.say
-
-    def heard(op: Op, **words: Any) -> Any:
-        if pool.steps == 1:
-            said.append((op.name, words.get("micro_batch", 0), words.get("layer", 0)))
-        return say(op, **words)
-
-    pool.say = heard  # type: ignore[method-assign]
-    train(session)
-    pool.end()
-    return said
-
-
 @pytest.mark.parametrize("hosts", [1, "colocated"])
 @pytest.mark.covers("EXP-19")
 def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_every_worker(hosts: int | str) -> None:
@@ -118,37 +79,6 @@ def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_ever
         ("BACKWARD", 1, 1), ("BACKWARD", 1, 0),
         ("VOTE", 0, 0),
     ]  # fmt: skip
-
-
-def lose_a_host(rank: int, _world: int, given: Scene, op: str) -> Any:
-    """The first host leaves in that operation of the second micro-batch of step 3, with its connections; then a scene
-    that goes well, in the same processes."""
-    lasted = until_it_goes(rank, given, op)
-    gc.collect()  # what is left of a group is closed with it, which is how those hear of it who wait for this member
-    return lasted, act(rank, replace(given, number=1))
-
-
-def until_it_goes(rank: int, given: Scene, op: str) -> int:
-    """How many steps were taken."""
-    if rank < given.workers:
-        session = session_of(given, rank)
-        with pytest.raises(Aborted, match="gone"):
-            train(session)
-        return session.state.step
-    placement = exchange.placement_of(given, exchange.scene_experts(given))
-    group = exchange.joint_group(given, rank)
-    server = HostServer(group, host=rank - given.workers, generation=1, placement=placement, device=torch.device("cpu"))
-    inner = server._does[Op[op]]
-
-    def leave(header: Header, counts: list[list[int]]) -> None:
-        if rank == given.workers and (header.step, header.micro_batch) == (3, 1):
-            raise Aborted("this host is gone")
-        inner(header, counts)
-
-    server._does[Op[op]] = leave
-    with pytest.raises(Aborted, match="gone"):
-        server.serve()
-    return server.steps
 
 
 @pytest.mark.parametrize("op", ["FORWARD", "BACKWARD"])
@@ -206,18 +136,6 @@ def test_a_backward_that_fails_is_raised_and_ends_the_forward_beside_it(monkeypa
     with pytest.raises(ValueError, match="no kernel"):
         train(session)
     assert begun == {"forward": 3, "backward": 2}, "two layers of the first forward, one of the second"
-
-
-def measured(rank: int, _world: int, given: Scene) -> Any:
-    """Worker: measure in the middle of nothing, look at the state, train."""
-    if rank >= given.workers:
-        return act(rank, given)
-    session = session_of(given, rank)
-    before = state_of(session)
-    chosen, seconds = session.measure_inflight()
-    assert state_of(session) == before and session.step.inflight == 1
-    rows, _ = train(session)
-    return chosen, seconds, record(session, rows)
 
 
 @pytest.mark.parametrize("hosts", [1, "colocated"])
