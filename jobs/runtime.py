@@ -171,7 +171,8 @@ class StopSignals:
 
     An exception out of a signal's function is lost where it lands in a finalizer or beside a fork, and `ray.init` puts
     a function of its own in our place; so a thread counts the signals by the interpreter's wake-up pipe, which misses
-    none, and of a lost exception nothing is printed.
+    none, and of a lost exception nothing is printed, nor of what fails after it on the way out: a library's functions
+    around a fork, whose first half it cut off.
     """
 
     def __init__(self) -> None:
@@ -221,7 +222,8 @@ class StopSignals:
             raise Interrupted(signal.Signals(number).name)
 
     def _lost(self, lost: Any) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt | SystemExit):
+        leaving = self._raised > float("-inf") and not self.training
+        if not leaving and not issubclass(lost.exc_type, KeyboardInterrupt | SystemExit):
             self._unraisable(lost)
 
     def _count(self, reader: int) -> None:

@@ -149,3 +149,18 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) is mine
     made.restore()
     assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_what_fails_beside_a_fork_once_a_signal_came_is_not_printed_and_everything_else_is() -> None:
+    signals, printed = StopSignals(), []
+    signals._unraisable = printed.append
+    failed = SimpleNamespace(exc_type=IndexError)
+    signals._lost(failed)
+    with pytest.raises(Interrupted):
+        signals._arrived(signal.SIGTERM, None)
+    signals._lost(failed)
+    signals._lost(SimpleNamespace(exc_type=Interrupted))
+    assert printed == [failed], "the first, before any signal"
+    signals.training = True
+    signals._lost(failed)
+    assert printed == [failed, failed], "a signal in training is answered in order: what fails then is news"
