@@ -225,5 +225,7 @@ def config_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _lookup(config: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    return config[section][name] if name else config[section]
+    found: Any = config
+    for part in key.split("."):
+        found = found[part]
+    return found

@@ -340,3 +340,10 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, override: str, key: str) 
     with pytest.raises(InputError) as caught:
         plan_verb(path, [override], inventory_file=nodes)
     assert (caught.value.key, caught.value.exit_code) == (key, 2)
+
+
+def test_a_key_below_a_key_is_shown_with_its_value() -> None:
+    from jobs.plan import _lookup
+
+    config = {"name": "x", "experts": {"hosts": {"A100": 2, "T4": 8}}}
+    assert [_lookup(config, key) for key in ("name", "experts.hosts.A100", "experts.hosts.T4")] == ["x", 2, 8]
