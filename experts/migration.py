@@ -45,7 +45,6 @@ class Migration:
     def __init__(self, group: Transport) -> None:
         self._group = group
         self._next: Placement | None = None
-        self._legs: list[Leg] = []
         self._pending: Pending | None = None
         self._told: dict[int, list[int]] = {}
         self._seconds = 0.0
@@ -64,14 +63,14 @@ class Migration:
         """
         began = time.perf_counter()
         self._next = Placement.from_json(json.loads(self._heard(size, notice)))
-        self._legs = [
+        legs = [
             Leg((layer, expert), before[0], after[0])
             for layer, (old, new) in enumerate(zip(placement.layers, self._next.layers, strict=True))
             for expert, (before, after) in enumerate(zip(old.copies, new.copies, strict=True))
             if before[0] != after[0]
         ]
-        if self._legs:
-            self._send(shard)
+        if legs:
+            self._send(shard, legs)
         self._seconds += time.perf_counter() - began
 
     def finish(self, shard: ExpertShard | None) -> Arrived:
@@ -91,7 +90,7 @@ class Migration:
             bad = [str(rank) for rank, number in enumerate(votes.tolist()) if number]
             refused = f"what came to rank {', '.join(bad)} has another digest than what was sent" if bad else ""
         placement = self._next
-        self._next, self._pending, self._legs, self._told = None, None, [], {}
+        self._next, self._pending, self._told = None, None, {}
         self._seconds += time.perf_counter() - began
         return Arrived(placement, {} if refused else arrived, refused)
 
@@ -124,14 +123,14 @@ class Migration:
         heard = group.exchange(sent, send, receive).wait()
         return notice if notice is not None else bytes(heard.numpy())
 
-    def _send(self, shard: ExpertShard | None) -> None:
+    def _send(self, shard: ExpertShard | None, legs: list[Leg]) -> None:
         """Sizes and digests, then the states themselves, which travel on while others compute."""
         group, host = self._group, None if shard is None else shard.host
         packed: dict[int, bytes] = {}
-        for target in sorted({leg.target for leg in self._legs if leg.source == host}):
+        for target in sorted({leg.target for leg in legs if leg.source == host}):
             assert shard is not None
-            packed[target] = _pack(shard, [leg.key for leg in self._legs if (leg.source, leg.target) == (host, target)])
-        sources = sorted({leg.source for leg in self._legs if leg.target == host and host is not None})
+            packed[target] = _pack(shard, [leg.key for leg in legs if (leg.source, leg.target) == (host, target)])
+        sources = sorted({leg.source for leg in legs if leg.target == host and host is not None})
         send, receive, sizes = ([0] * group.size for _ in range(3))
         for target, data in packed.items():
             send[group.holders[target]], sizes[group.holders[target]] = 1, len(data)

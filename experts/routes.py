@@ -59,11 +59,6 @@ class LayerRoutes:
         experts = [expert for held in self.slots for expert, _ in held]
         return experts == sorted(set(experts)) and self.placed.replicas == 0
 
-    @property
-    def most_slots(self) -> int:
-        """Of any host: how many counts a header needs."""
-        return max(len(held) for held in self.slots)
-
     def route(self, counts: Sequence[int]) -> Route:
         """Where the rows go, `counts` (E,) being those of each expert. Deterministic, in pure Python."""
         parts = self.placed.split(counts)
