@@ -1,0 +1,68 @@
+"""What a probe hands to a decision: one candidate measured, as a plain value. Pure, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the search: how a worker would compute.
+
+    Attributes:
+        precision: value of `precision.dtype`.
+        micro_batch_size: rows of one forward and backward pass.
+    """
+
+    precision: str
+    micro_batch_size: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One candidate, measured with the real step; of several workers the slowest one's seconds and the largest peak.
+
+    Attributes:
+        candidate: what was measured.
+        outcome: "out_of_memory" is a result like any other: the device's allocator refused, or the peak was above
+            the budget.
+        pass_s: seconds of each forward and backward pass of one micro-batch, warm-up dropped; may be empty.
+        update_s: seconds of each reduction, clip and optimizer step, warm-up dropped; may be empty.
+        peak_bytes: the most the process had at a time; None where memory was not asked for.
+        floor_bytes: what it had before the first pass: model, optimizer state, gradients, data and the process itself.
+        loss, grad_norm: of the first pass.
+        reason: in words, where it is not "ok".
+        device: name of the device, such as "cpu" or "NVIDIA H100".
+    """
+
+    candidate: Candidate
+    outcome: Outcome
+    pass_s: tuple[float, ...] = ()
+    update_s: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    floor_bytes: int | None = None
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    reason: str = ""
+    device: str = "cpu"
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of a step of so many rows on one worker, from the medians: whole passes, then one update."""
+        passes = math.ceil(rows / self.candidate.micro_batch_size)
+        return passes * median(self.pass_s) + (median(self.update_s) if self.update_s else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `from_json` of it equals this."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Measurement:
+        """What `to_json` wrote; lists become tuples."""
+        fields = {**row, "candidate": Candidate(**row["candidate"])}
+        return cls(**{**fields, "pass_s": tuple(row["pass_s"]), "update_s": tuple(row["update_s"])})
