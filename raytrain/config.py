@@ -188,12 +188,21 @@ class RetryConfig(Section):
 
 
 class TuneConfig(Section):
-    """The search over batch size and precision."""
+    """The search over batch size and precision, or over whichever keys `space` names."""
 
     objective: Literal["throughput", "goodput"] = Field(default="throughput", description="what is maximised")
     space: dict[str, Any] | None = Field(default=None, description="key -> values to try; null: batch and precision")
+    metric: Literal["eval_loss", "samples_per_s"] = Field(
+        default="eval_loss", description="what decides between trials of tune.space: the least, or the most"
+    )
+    scheduler: Literal["none", "asha", "median"] = Field(
+        default="none", description="ends trials of tune.space early whose evaluations are behind"
+    )
     max_trials: Count | None = Field(default=None, description="at most so many trials")
     fresh: bool = Field(default=False, description="ignore results of earlier searches")
+    found: dict[str, Any] | None = Field(
+        default=None, description="what a search measured of these values; written into best.yaml, checked by train"
+    )
 
 
 class InferConfig(Section):

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 from raytrain.attempts import Attempts, this_process
 from raytrain.errors import InputError, RunError
@@ -40,7 +40,7 @@ class RunFolder:
         self._attempts = Attempts(self.store)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (RunFolder, (self.path,))
+        return (type(self), (self.path,))
 
     def __repr__(self) -> str:
         return f"RunFolder({self.path!r})"
@@ -48,12 +48,15 @@ class RunFolder:
     # -- making and finding -----------------------------------------------------------------------
 
     @classmethod
-    def create(cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None) -> RunFolder:
+    def create(
+        cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None, latest: bool = True
+    ) -> Self:
         """A new `<save_dir>/<name>-<UTC stamp>`, owned by this process; `latest` then points to it.
 
         Args:
             save_dir: local path (relative to the working directory) or URI.
             job: the job as a mapping, kept as job.json for `--resume auto`.
+            latest: whether `latest` shall point to it.
 
         Errors: InputError for a `save.dir` that cannot be written. No earlier run is touched.
         """
@@ -65,7 +68,8 @@ class RunFolder:
             folder = _new_folder(parent, f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
             run = cls(f"{parent.uri}/{folder}")
             run._attempts.found(this_process())
-            _point_latest(parent, folder)
+            if latest:
+                _point_latest(parent, folder)
         except (OSError, ValueError, RunError) as error:
             raise InputError(
                 "save.dir", seen=f"{save_dir} ({error})", expected="a directory or URI that can be written"
@@ -75,7 +79,7 @@ class RunFolder:
         return run
 
     @classmethod
-    def open(cls, path: str) -> RunFolder:
+    def open(cls, path: str) -> Self:
         """An existing run; `latest` is followed once. Errors: InputError if there is none."""
         path = path.rstrip("/")
         try:

@@ -1,0 +1,87 @@
+"""Between Ray Tune and a source of trials: what is tried next, and what became of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+import ray.exceptions
+from ray.tune import Callback
+from ray.tune.search import Searcher
+
+DONE = "done"
+
+
+class Trials(Protocol):
+    """Where trials come from and where their results go; lives on the driver, in one thread."""
+
+    def propose(self) -> dict[str, Any] | str | None:
+        """What to try next; None: wait for those that run; `DONE`: nothing any more."""
+        ...
+
+    def started(self, config: dict[str, Any]) -> None:
+        """A trial has its process."""
+        ...
+
+    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
+        """It has ended: what it reported last, and the error that ended it, if one did."""
+        ...
+
+
+class ProposingSearcher(Searcher):
+    """Ray's door to `Trials`. Nothing of it is kept in Ray's own experiment state: `trials.jsonl` is."""
+
+    def __init__(self, trials: Trials) -> None:
+        super().__init__(metric=None, mode=None)
+        self._trials: Any = trials
+
+    def suggest(self, trial_id: str) -> Any:
+        """The next trial's config, None to be asked again, `Searcher.FINISHED`."""
+        found = self._trials.propose()
+        return Searcher.FINISHED if found == DONE else found
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """`EndedTrials` tells the source, since it knows the error as well."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: see the class."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing: see the class."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trials": None}
+
+
+class EndedTrials(Callback):
+    """Hears from Ray how each trial ended."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials: Any = trials
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Ray calls this once a trial's process is there."""
+        self._trials.started(trial.config)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """It returned, or a scheduler ended it early."""
+        self._trials.ended(trial.config, dict(trial.last_result or {}), None)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """It raised, or its process died."""
+        error = trial.get_pickled_error() or RuntimeError(trial.get_error() or "it failed without a word")
+        self._trials.ended(trial.config, dict(trial.last_result or {}), error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trials": None}
+
+
+def why(error: BaseException) -> str:
+    """An error of a trial in one line; the death of its process in words."""
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "its process died"
+    cause = getattr(error, "cause", None) or error
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause)).strip()
+    lines = [line for line in text.splitlines() if line.strip()]
+    short = lines[-1] if "Traceback" in text and lines else (lines[0] if lines else type(cause).__name__)
+    return short if type(cause).__name__ in short or not lines else f"{type(cause).__name__}: {short}"

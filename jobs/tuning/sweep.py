@@ -1,0 +1,109 @@
+"""One Ray Tune run on the driver: trials in processes of their own, signals heard, the table kept up to date.
+
+Ray's own experiment state is not what a sweep goes on from. It is written at most once a second and unpickled when it
+is read; `trials.jsonl` has each trial's line before the next one is chosen, is plain text, and tells a search all it
+needs to know. So `--resume` starts a new Ray Tune run whose searcher has heard of every trial that ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray import tune
+
+from jobs.runtime import Interrupted, StopSignals
+from jobs.tuning.searcher import EndedTrials, ProposingSearcher, Trials
+from raytrain.errors import RunError
+from raytrain.sweep_folder import SweepFolder
+
+LOOK_EVERY_S = 0.1
+
+
+def run_trials(
+    trainable: Callable[..., None],
+    trials: Trials,
+    *,
+    sweep: SweepFolder,
+    storage: str,
+    resources: Any,
+    at_a_time: int,
+    scheduler: Any = None,
+    signals: StopSignals,
+    show: Callable[[], None],
+    stop: Callable[[], None] | None = None,
+    grace_s: float = 0.0,
+) -> None:
+    """Run trials until there are no more.
+
+    Args:
+        trainable: a Ray Tune function; it gets what `trials` proposes.
+        storage: a directory for Ray's own bookkeeping.
+        resources: what each trial reserves, as `tune.with_resources` takes it.
+        at_a_time: trials beside each other.
+        show: called often, to draw the table.
+        stop: asks the trials that run to save and return; they then have `grace_s` seconds for it.
+
+    Raises:
+        Interrupted: a signal came; what has ended stands in trials.jsonl.
+        RunError: Ray Tune itself gave up.
+    """
+    tuner = tune.Tuner(
+        tune.with_resources(trainable, resources),
+        tune_config=tune.TuneConfig(
+            search_alg=ProposingSearcher(trials),
+            scheduler=scheduler,
+            num_samples=-1,  # the searcher says when it is enough
+            max_concurrent_trials=at_a_time,
+            reuse_actors=False,  # a process each: only its end gives a GPU's memory back for certain
+        ),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=os.path.abspath(storage),
+            callbacks=[EndedTrials(trials)],
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=0),
+        ),
+    )
+    outcome: dict[str, BaseException] = {}
+
+    def work() -> None:
+        try:
+            tuner.fit()
+        except BaseException as error:  # handed to the main thread, which owns the command's fate
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True, name="tune")
+    thread.start()
+    signals.training = True  # from here on a signal asks, and is answered below
+    ends: float | None = None
+    while thread.is_alive():
+        thread.join(LOOK_EVERY_S)
+        sweep.heartbeat()
+        show()
+        if signals.asked.is_set() and ends is None:
+            ends = time.monotonic() + (grace_s if stop is not None else 0.0)
+            if stop is not None:
+                stop()
+        if ends is not None and (signals.times > 1 or time.monotonic() > ends or stop is None):
+            break
+    show()
+    signals.training = False
+    if signals.asked.is_set():
+        raise Interrupted("in the middle of a sweep")
+    if "error" in outcome:
+        error = outcome["error"]
+        raise RunError(f"Ray Tune gave up: {type(error).__name__}: {error}") from error
+
+
+def stop_link(link: Any) -> None:
+    """Ask, by the `RunLink`, every whole trial to save and return; quietly where the cluster is gone."""
+    try:
+        link.stop.remote()
+    except ray.exceptions.RayError as error:
+        raise Interrupted("the cluster is gone") from error

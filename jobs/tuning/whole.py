@@ -1,0 +1,178 @@
+"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune function that reserves
+next to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from jobs.command import Result, TrainCommand, result_of
+from jobs.resume import Resumed, open_resumed
+from jobs.runtime import StopSignals
+from jobs.spec import load_spec
+from raytrain.errors import InputError, RunError
+from raytrain.models.registry import make_importable
+from raytrain.run_folder import RunFolder
+from raytrain.sweep_folder import SweepFolder
+
+LOOK_EVERY_S = 0.25
+OLD_OWNER_S = 60.0
+"""A command that was killed is gone within so many seconds, and its trial's workers with it."""
+
+
+@dataclass(frozen=True)
+class WholeOrders:
+    """What every trial of a sweep is told.
+
+    Attributes:
+        mapping: the job, paths of its data absolute.
+        sweep: path of the sweep's folder.
+        folder: the directory of the command, where users' code is.
+        visible: CUDA_VISIBLE_DEVICES of the command; None where it is not set. Ray hides the GPUs from a trial.
+        link: the `RunLink` actor by which the driver asks trials to stop.
+    """
+
+    mapping: dict[str, Any]
+    sweep: str
+    folder: str
+    visible: str | None
+    link: Any
+
+
+def whole_trial(config: dict[str, Any], *, orders: WholeOrders) -> None:
+    """Ray Tune's trainable: trains, reports each evaluation as it comes, and at the end what came of it.
+
+    Raises:
+        RunError: the run failed; that ends this trial alone.
+    """
+    from ray import tune
+
+    _as_on_the_driver(orders)
+    number, overrides = int(config["number"]), list(config["overrides"])
+    trial = _Trial(orders, number, overrides)
+    with _asked_to_stop(orders.link) as asked:
+        for row in trial.evaluations(asked):
+            tune.report(row)
+    result = trial.result
+    if result.status == "failed":
+        raise RunError(result.reason)
+    tune.report({**trial.last, "final": True, "run": result.run, "status": result.status, **summary(result)})
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """What trials are compared by, from the rows of a run: its least evaluation loss, its pace once warm."""
+    paces = [row["samples_per_s"] for row in result.history if row["kind"] == "train" and row.get("samples_per_s")]
+    losses = [row["loss"] for row in result.history if row["kind"] == "eval" and row["loss"] == row["loss"]]
+    return {
+        "eval_loss": min(losses, default=float("nan")),
+        "samples_per_s": median(paces[1:] or paces) if paces else float("nan"),
+        "steps": result.steps,
+        "peak_bytes": max((row.get("peak_memory_bytes") or 0 for row in result.history), default=0) or None,
+    }
+
+
+class _Trial:
+    """The run in a thread of its own, looked at from Ray's."""
+
+    def __init__(self, orders: WholeOrders, number: int, overrides: Sequence[str]) -> None:
+        self.sweep = SweepFolder(orders.sweep)
+        self.name = f"trial-{number:04d}"
+        self.mapping, self.overrides = orders.mapping, overrides
+        self.signals = StopSignals()
+        self.last: dict[str, Any] = {"step": 0, "eval_loss": float("nan")}
+        self._outcome: dict[str, Any] = {}
+
+    @property
+    def result(self) -> Result:
+        """How it ended; raises what it raised."""
+        if "error" in self._outcome:
+            raise self._outcome["error"]
+        return self._outcome["result"]
+
+    def evaluations(self, asked: threading.Event) -> Iterator[dict[str, Any]]:
+        """{"step", "eval_loss"} of each evaluation as the run writes it, until it ends."""
+        seen = 0
+        before = self._before()
+        thread = threading.Thread(target=self._train, args=(before,), daemon=True, name="trial")
+        thread.start()
+        while True:
+            thread.join(LOOK_EVERY_S)
+            ended = not thread.is_alive()
+            if asked.is_set():
+                self.signals.asked.set()
+            path = self.sweep.run_of(self.name)
+            rows = RunFolder(path).read_rows("metrics.jsonl") if path is not None else []
+            evaluated = [row for row in rows if row["kind"] == "eval"]
+            for row in evaluated[seen:]:
+                self.last = {"step": row["step"], "eval_loss": row["loss"]}
+                yield self.last
+            seen = max(seen, len(evaluated))
+            if ended:
+                return
+
+    def _train(self, before: Resumed | None) -> None:
+        try:
+            if before is not None and before.finished:
+                self._outcome["result"] = result_of(before.run, before.run.read_json(before.run.result))
+                return
+            own = [*self.overrides, f"save.dir={self.sweep.runs}", f"name={self.name}", "telemetry.tensorboard=false"]
+            loaded = before.loaded if before is not None else load_spec(mapping=self.mapping, overrides=own)
+            command = TrainCommand(
+                loaded, resumed=before, signals=self.signals, verbose=False, console=Console(quiet=True),
+                began=time.time(),
+            )  # fmt: skip
+            self._outcome["result"] = command.run()
+        except BaseException as error:  # handed to Ray's thread, which owns the trial
+            self._outcome["error"] = error
+
+    def _before(self) -> Resumed | None:
+        """This trial's run of an earlier command, to go on with; waits until that one's processes are gone."""
+        path, ends = self.sweep.run_of(self.name), time.monotonic() + OLD_OWNER_S
+        while path is not None:
+            try:
+                return open_resumed(path, None, [])
+            except InputError:
+                run = RunFolder(path)
+                if not run.exists(run.job_mapping):  # it was killed before it had begun
+                    return None
+                if not run.alive() or time.monotonic() > ends:
+                    raise
+                time.sleep(LOOK_EVERY_S)
+        return None
+
+
+def _as_on_the_driver(orders: WholeOrders) -> None:
+    """Users' code is found as the command finds it, and every GPU is seen by whoever plans the run."""
+    if os.path.isdir(orders.folder):
+        os.chdir(orders.folder)
+    make_importable(orders.folder)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if orders.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = orders.visible
+
+
+@contextlib.contextmanager
+def _asked_to_stop(link: Any) -> Iterator[threading.Event]:
+    """Inside, an event that is set once the driver asks every trial to save and return."""
+    import ray
+    import ray.exceptions
+
+    asked = threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
+            if ray.get(link.wait_stop.remote()):
+                asked.set()
+
+    threading.Thread(target=wait, daemon=True, name="stop-watch").start()
+    yield asked
+

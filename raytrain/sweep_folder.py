@@ -1,0 +1,54 @@
+"""The folder of a sweep: like a run's, with a line for each trial and what was found. Torch-free.
+
+`trials.jsonl` is the truth: a trial that stands in it has ended and is never run again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytrain.run_folder import RunFolder
+
+
+class SweepFolder(RunFolder):
+    """One sweep on disk or in an object store."""
+
+    @property
+    def trials(self) -> str:
+        """One row for each trial that has ended."""
+        return f"{self.path}/trials.jsonl"
+
+    @property
+    def best(self) -> str:
+        """The job with the values found, which `train` takes as it is."""
+        return f"{self.path}/best.yaml"
+
+    @property
+    def outcome(self) -> str:
+        """What was decided, with reasons, by the machine; there once the sweep is done."""
+        return f"{self.path}/tune.json"
+
+    @property
+    def picture(self) -> str:
+        """The trials drawn."""
+        return f"{self.path}/tune.png"
+
+    @property
+    def runs(self) -> str:
+        """Where trials that are whole runs have their run folders."""
+        return f"{self.path}/runs"
+
+    def ended(self) -> list[dict[str, Any]]:
+        """The rows of trials.jsonl."""
+        return self.read_rows(self.trials)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """One more trial has ended."""
+        writer = self.writer(self.trials)
+        writer.write(row)
+        writer.flush()
+
+    def run_of(self, name: str) -> str | None:
+        """The newest run folder whose name begins so; None where there is none."""
+        found = [entry.name for entry in self.store.entries("runs") if entry.is_dir and entry.name.startswith(f"{name}-")]
+        return f"{self.runs}/{max(found)}" if found else None
