@@ -1,0 +1,322 @@
+"""The search over batch size and precision: measurements in, the next ones to make or the decision out. Pure.
+
+For each precision two small sizes give a line of time and one of memory. The time predicts the size from which
+throughput hardly rises (the knee), which is measured next; bounds drawn through what is measured then say whether any
+other size could change the answer, and which. The answer is the smallest size within `NEAR` of the best that memory
+allows. A lower precision must beat the reference at its own best size by `WORTHWHILE_GAIN`, and pass the numeric gate.
+
+A caller measures whatever `next_proposals` names until it names nothing, then asks `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from raytrain.batch_decision import BatchDecision, nothing_fits, table_of
+from raytrain.batch_space import GROWTH, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal, nearest_at_most
+from raytrain.measurement import Candidate, Measurement
+from raytrain.plan_values import Resolved
+from raytrain.search import WORTHWHILE_GAIN, GateReport, gate_refusal
+from raytrain.speed_curve import SpeedCurve
+
+__all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
+
+#: A smaller size is taken where it gives up no more than this of the best throughput.
+NEAR = 0.03
+#: A size that cannot beat the best measured by more than this is not worth measuring.
+WORTH_A_LOOK = 0.05
+#: A precision whose two first sizes promise less than this of what it has to reach is dropped.
+HOPELESS = 0.95
+#: Passes of a reading of memory alone, and the steps that it counts as.
+MEMORY_PASSES, MEMORY_STEPS = 1, 2
+#: Where medians are surer than this, more passes are not asked for.
+SURE = 0.01
+
+
+def next_proposals(
+    space: BatchSpace,
+    measurements: Iterable[Measurement],
+    running: Sequence[Proposal] = (),
+    gates: Iterable[GateReport] = (),
+) -> list[Proposal]:
+    """What to measure now, at most as many as devices are idle; nothing while results must be awaited, or at the end.
+
+    Args:
+        measurements: all results so far. A measurement that crashed is one with the outcome "error".
+        running: what was proposed and has not ended.
+        gates: results of the proposals with `gate_steps`.
+    """
+    search = _Search(space, measurements, gates)
+    idle = space.devices - len(running)
+    return [wanted for wanted in search.wanted() if wanted not in running][: max(0, idle)]
+
+
+def decide(
+    space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport] = ()
+) -> BatchDecision:
+    """The best that the measurements show; also of a search that was broken off.
+
+    Raises:
+        RunError: nothing that was measured can run; says how many bytes are wanted and which key allows more.
+    """
+    return _Search(space, measurements, gates).decision()
+
+
+class _Search:
+    def __init__(
+        self, space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport]
+    ) -> None:
+        known = list(measurements)
+        self.space = space
+        self.curves = {name: SpeedCurve(space, name, known) for name in space.precisions}
+        self.lead = self.curves[space.lead]
+        self.gates: Mapping[str, GateReport] = {gate.precision: gate for gate in gates}
+
+    # -- what to measure --------------------------------------------------------------------------
+
+    def wanted(self) -> list[Proposal]:
+        """Everything that could be measured at the same time, the most urgent first."""
+        lead = self._of(self.lead)
+        others = [self._of(curve) for name, curve in self.curves.items() if name != self.space.lead]
+        found = [*lead, *(one for wanted in others for one in wanted)]
+        return found or self._between() or self._gate() or self._confirm()
+
+    def _of(self, curve: SpeedCurve) -> list[Proposal]:
+        """What one precision needs next."""
+        space, first = self.space, self._first(curve)
+        if curve.nonfinite or not first or (len(curve.broken) > 1 and not curve.seconds):
+            return []
+        memory = [self._memory(curve, size) for size in first if self._unread(curve, size)]
+        times = [self._timed(curve, size) for size in first if size not in curve.seconds]
+        if curve is self.lead and memory:  # what this reads guards the first passes of the others too
+            return memory
+        if times:
+            return times
+        if curve is not self.lead and self._hopeless(curve):
+            return []
+        if memory:
+            return memory
+        left = MOST_STEPS - curve.steps - self._reserved(curve)
+        if left < 2:
+            return []
+        size = next_size(curve) if curve.sizes_tried < MOST_SIZES else None
+        if size is not None:
+            return [self._timed(curve, size, most=left - 1)]
+        unsure = _unsure(curve)
+        return [] if unsure is None or left < 3 else [self._timed(curve, unsure, most=left - 1)]
+
+    def _first(self, curve: SpeedCurve) -> list[int]:
+        """The two sizes to begin with; others near them where those do not work or fit."""
+        fitting = [size for size in curve.fitting() if self._guessed_to_fit(curve, size)]
+        start = [size for size in self.space.first_sizes() if size in fitting]
+        known = [size for size in curve.measured if size not in start]
+        begin = self.space.first_sizes()[0]
+        spare = [size for size in fitting if size > begin and size not in start]
+        spare += [size for size in reversed(fitting) if size < begin]
+        return sorted((start + known + spare)[: min(2, len(fitting))])
+
+    def _guessed_to_fit(self, curve: SpeedCurve, size: int) -> bool:
+        """Before a precision has read its own memory, the reference's counts: weights and optimizer are the same."""
+        return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
+
+    def _unread(self, curve: SpeedCurve, size: int) -> bool:
+        return self.space.budget_bytes is not None and not self.space.together and size not in curve.peaks
+
+    def _reserved(self, curve: SpeedCurve) -> int:
+        """Steps kept for the confirmation of a peak."""
+        chosen = chosen_size(curve)
+        return MEMORY_STEPS if chosen is None or self._unread(curve, chosen) else 0
+
+    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES) -> Proposal:
+        with_memory = self.space.together and self.space.budget_bytes is not None
+        return Proposal(Candidate(curve.precision, size), passes=max(1, min(PASSES, most)), with_memory=with_memory)
+
+    def _memory(self, curve: SpeedCurve, size: int) -> Proposal:
+        return Proposal(Candidate(curve.precision, size), passes=MEMORY_PASSES, with_memory=True)
+
+    def _hopeless(self, curve: SpeedCurve) -> bool:
+        """Even drawn on over all sizes, its first two stay behind what the reference has shown."""
+        reach = max((curve.bound(size) for size in curve.fitting()), default=0.0) if curve.measured else 0.0
+        return reach < HOPELESS * (1 + WORTHWHILE_GAIN) * self.lead.best
+
+    def _between(self) -> list[Proposal]:
+        """More passes of the reference and of whoever may or may not beat it, where noise decides between them."""
+        lead = chosen_size(self.lead)
+        if lead is None:
+            return []
+        for curve in self.curves.values():
+            size = chosen_size(curve)
+            if curve is self.lead or size is None or self._hopeless(curve):
+                continue
+            doubt = _doubt(self.lead, lead, curve, size)
+            if doubt > SURE and abs(self._gain(curve) / (1 + WORTHWHILE_GAIN) - 1) < 2 * doubt:
+                pair = sorted(((self.lead, lead), (curve, size)), key=lambda one: -one[0].error(one[1]))
+                for unsure, at in pair:
+                    left = MOST_STEPS - unsure.steps - self._reserved(unsure)
+                    if left >= 3:
+                        return [self._timed(unsure, at, most=left - 1)]
+        return []
+
+    def _gate(self) -> list[Proposal]:
+        if not self.space.gate_steps or chosen_size(self.lead) is None:
+            return []
+        for curve in self._winners():
+            if curve.precision not in self.gates:
+                both = [size for size in curve.measured if size in self.lead.measured]
+                size = max((size for size in both if size in self.space.first_sizes()), default=self.lead.measured[0])
+                return [Proposal(Candidate(curve.precision, size), passes=0, gate_steps=self.space.gate_steps)]
+            if not gate_refusal(self.gates[curve.precision]):
+                return []
+        return []
+
+    def _confirm(self) -> list[Proposal]:
+        """The peak of the size that is going to be chosen."""
+        curve = self._winner()
+        size = None if curve is None else chosen_size(curve)
+        if curve is None or size is None or not self._unread(curve, size):
+            return []
+        return [self._memory(curve, size)]
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    def _gain(self, curve: SpeedCurve) -> float:
+        """Throughput of a precision at its own best size against the reference's at its own."""
+        size, lead = chosen_size(curve), chosen_size(self.lead)
+        assert size is not None and lead is not None, "a gain is asked for where both were measured"
+        return curve.score(size) / self.lead.score(lead)
+
+    def _winners(self) -> list[SpeedCurve]:
+        """Precisions that beat the reference on time, the fastest first."""
+        others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
+        if chosen_size(self.lead) is None:
+            return others
+        faster = [curve for curve in others if self._gain(curve) > 1 + WORTHWHILE_GAIN]
+        return sorted(faster, key=self._gain, reverse=True)
+
+    def _winner(self) -> SpeedCurve | None:
+        """The first that also passes its gate, else the reference; None where nothing runs."""
+        alone = chosen_size(self.lead) is None
+        for curve in self._winners():
+            gate = self.gates.get(curve.precision)
+            if alone or not self.space.gate_steps or (gate is not None and not gate_refusal(gate)):
+                return curve
+        return None if alone else self.lead
+
+    def _why_not(self, curve: SpeedCurve) -> str:
+        """Why a precision other than the chosen one was not taken."""
+        size = chosen_size(curve)
+        if curve.nonfinite:
+            return f"refused: {curve.nonfinite}"
+        if size is None:
+            failed = next(iter(curve.broken.values()), "")
+            return f"refused: {failed}" if failed else "no size of it was measured, or none fits"
+        if curve is self.lead or chosen_size(self.lead) is None:
+            return ""
+        told = f"{self._gain(curve):.2f} times as fast as {self.space.lead}"
+        gate = self.gates.get(curve.precision)
+        refusal = gate_refusal(gate) if gate is not None else ""
+        if refusal:
+            return f"measured {told}, but refused: {refusal}"
+        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self._hopeless(curve) else ""
+        return f"measured {told}{few}"
+
+    def decision(self) -> BatchDecision:
+        """See `decide`."""
+        curve = self._winner()
+        size = None if curve is None else chosen_size(curve)
+        if curve is None or size is None:
+            raise nothing_fits(self.space, list(self.curves.values()))
+        line = curve.line_without(size) or curve.line
+        chosen = {name: chosen_size(one) for name, one in self.curves.items()}
+        refusals = {name: self._why_not(one) for name, one in self.curves.items() if one is not curve}
+        return BatchDecision(
+            candidate=Candidate(curve.precision, size),
+            precision=Resolved(curve.precision, self._precision_reason(curve, refusals)),
+            micro_batch_size=Resolved(size, _size_reason(curve, size)),
+            rows_per_s=curve.score(size),
+            predicted_peak=None if line is None else line.predict(size),
+            measured_peak=curve.peaks.get(size),
+            table=table_of(self.curves.values()),
+            refusals={name: why for name, why in refusals.items() if why},
+            knees={name: at for name, at in chosen.items() if at is not None},
+            steps={name: one.steps for name, one in self.curves.items()},
+            complete=not self.wanted(),
+        )
+
+    def _precision_reason(self, curve: SpeedCurve, refusals: Mapping[str, str]) -> str:
+        told = [f"{name} {why}" for name, why in refusals.items() if why]
+        if curve is not self.lead and chosen_size(self.lead) is not None:
+            checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
+            gain = f"{self._gain(curve):.2f} times as fast as {self.space.lead}, each at its own best size"
+            told.insert(0, f"measured {gain}{checked}")
+        return "; ".join(told) or f"nothing but {curve.precision} to compare"
+
+
+# -- one curve ------------------------------------------------------------------------------------
+
+
+def _to_reach(curve: SpeedCurve) -> float:
+    """What is called the best: measured, or a little more where the bounds promise it."""
+    promised = max((curve.bound(size) for size in curve.fitting()), default=0.0)
+    return max(curve.best, min(promised, (1 + WORTH_A_LOOK) * curve.best))
+
+
+def chosen_size(curve: SpeedCurve) -> int | None:
+    """The smallest measured size within `NEAR` of the best; None where nothing measured fits, or it is of no use."""
+    if curve.nonfinite or not curve.measured:
+        return None
+    least = (1 - NEAR) * _to_reach(curve)
+    near = [size for size in curve.measured if curve.score(size) >= least]
+    return min(near) if near else max(curve.measured, key=curve.score)
+
+
+def next_size(curve: SpeedCurve) -> int | None:
+    """The unmeasured size that could change the choice; None where none could."""
+    if not curve.measured:
+        return None
+    known, best = curve.measured, curve.best
+    bounds = {size: curve.bound(size) for size in curve.fitting() if size not in curve.seconds}
+    faster = [size for size, bound in bounds.items() if bound > (1 + WORTH_A_LOOK) * best]
+    if faster:
+        top = max(bounds.values())
+        knee = min(size for size in faster if bounds[size] >= (1 - NEAR) * top)
+        limit = GROWTH * known[-1]
+        if knee <= limit:
+            return knee
+        nearer = nearest_at_most([size for size in bounds if size > known[-1]], limit)
+        return nearer or min(size for size in bounds if size > known[-1])
+    chosen = chosen_size(curve)
+    assert chosen is not None, "a curve with measured sizes has a choice, or was dropped before"
+    smaller = [size for size, bound in bounds.items() if size < chosen and bound >= (1 - NEAR) * _to_reach(curve)]
+    return smaller[len(smaller) // 2] if smaller else None
+
+
+def _doubt(first: SpeedCurve, size: int, second: SpeedCurve, other: int) -> float:
+    """Relative standard error of the ratio of two measured scores."""
+    return (first.error(size) ** 2 + second.error(other) ** 2) ** 0.5
+
+
+def _unsure(curve: SpeedCurve) -> int | None:
+    """The size that wants more passes, since noise decides whether a smaller one is near enough to the best."""
+    chosen = chosen_size(curve)
+    if chosen is None or len(curve.measured) < 2:
+        return None
+    top = max(curve.measured, key=curve.score)
+    smaller = [size for size in curve.measured if size < chosen]
+    for size in {chosen, *smaller[-1:]} - {top}:
+        doubt = _doubt(curve, size, curve, top)
+        if doubt > SURE and abs(curve.score(size) / curve.score(top) - (1 - NEAR)) < 2 * doubt:
+            return max((size, top), key=curve.error)
+    return None
+
+
+def _size_reason(curve: SpeedCurve, size: int) -> str:
+    best = max(curve.measured, key=curve.score)
+    unit = "rows/s" if curve.space.noise_rows is None else "rows/s weighed by what a row is worth"
+    told = f"{curve.score(size):.4g} {unit}"
+    if size != best:
+        told += f", within {NEAR:.0%} of the best, {curve.score(best):.4g} at {best}"
+    ceiling = max(curve.fitting())
+    if ceiling < curve.space.sizes[-1] and curve.space.budget_bytes is not None:
+        told += f"; memory allows up to {ceiling}"
+    return told
