@@ -99,6 +99,26 @@ def train(arguments: tuple[str, ...], resume: str | None, verbose: bool) -> None
     os._exit(code)
 
 
+@main.command(cls=_keys_option(("tune", *ALL)))
+@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
+@click.option("--resume", metavar="DIR", help="go on with this sweep; trials that have ended are not run again")
+@click.option("--fresh", is_flag=True, help="measure anew what an earlier search has measured")
+@click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
+def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: bool) -> None:
+    """Search batch size and precision, or the keys of tune.space, with Ray Tune."""
+    from rich.console import Console
+
+    from jobs.tune import run_tune
+
+    path, overrides = split_arguments(arguments)
+    console = Console(highlight=False)
+    result = run_tune(path, overrides, resume=resume, fresh=fresh, verbose=verbose, console=console)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # the thread of an interrupted sweep may still wait inside Ray; nothing of ours is left to do
+    os._exit({"done": 0, "interrupted": INTERRUPTED}[result.status])
+
+
 @main.command(cls=_keys_option(ALL))
 @click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
 @click.option("--json", "as_json", is_flag=True, help="print plan.json instead of a table")
@@ -164,7 +184,6 @@ def _later(verb: str, does: str) -> None:
         refuse_later(load_spec(path, overrides).spec, verb)
 
 
-_later("tune", "Search batch size and precision")
 _later("infer", "Batch inference over many workers")
 _later("check", "Check machines, then train two steps")
 _later("submit", "Run any verb as a Ray job")

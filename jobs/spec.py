@@ -43,7 +43,7 @@ RESUME_MAY_CHANGE = (
 )  # fmt: skip
 """Keys and whole sections that a JOB.yaml beside ``--resume`` may change; ``save.dir`` never."""
 
-LATER_VERBS = ("tune", "infer", "check", "submit")
+LATER_VERBS = ("infer", "check", "submit")
 
 Name = Annotated[
     str,
@@ -233,11 +233,11 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
     """
     if verb in LATER_VERBS:
         raise InputError(verb, seen=f"the verb {verb}", remedy=f"{verb} is not built yet",
-                         expected="train, plan, report or bench in this version")
+                         expected="train, tune, plan, report or bench in this version")
     for key, (possible, expected, reason) in _later(spec).items():
         section, name = key.split(".")
         value = getattr(getattr(spec, section), name)
-        if not possible:
+        if not possible and not (verb == "tune" and key == "loop.global_batch_size"):  # which the search decides
             raise InputError(key, seen=describe(value), expected=f"{expected} in this version",
                              remedy=f"{reason} not built yet")
 

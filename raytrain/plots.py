@@ -1,7 +1,7 @@
 """The report's pictures, each drawn from a plot spec that holds exactly the plotted numbers.
 
-Specs are pure (records in, a JSON mapping out: `raytrain.figures.training_spec`, those of experts in `raytrain.loads`);
-`figure`, `activations` and `devices` draw them. The only module with matplotlib.
+Specs are pure (records in, a JSON mapping out: `raytrain.figures.training_spec`, those of experts in `raytrain.loads`,
+those of a sweep in `raytrain.tune_figures`); `figure`, `activations` and `devices` draw them. The only module with matplotlib.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _COLOURS = {
     "gradient norm": "#8b46c1",
     "epoch": "#15845a",
     "step": "#15845a",
+    "fp32": "#2f6bd8",
+    "bf16": "#d2600a",
+    "fp16": "#8b46c1",
+    "tf32": "#15845a",
 }
 _INK, _SOFT, _GRID = "#18212c", "#566170", "#e3e7ec"
 
@@ -47,9 +51,10 @@ def figure(spec: Mapping[str, Any]) -> Figure:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.spines["bottom"].set_color("#c3cad3")
-        for line in panel["series"]:
-            _draw(axes, line, kind=panel["kind"])
-        if len(panel["series"]) > 1:
+        for number, line in enumerate(panel["series"]):
+            _draw(axes, line, kind=panel["kind"], spare=_HOSTS[number % len(_HOSTS)])
+        _mark(axes, panel)
+        if sum(bool(line["label"]) for line in panel["series"]) > 1:
             axes.legend(frameon=False, fontsize=11, labelcolor=_INK)
         if not panel["series"]:
             axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color=_SOFT, fontsize=12)
@@ -65,21 +70,32 @@ def png(drawn: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(axes: Any, line: Mapping[str, Any], *, kind: str) -> None:
-    colour = _COLOURS.get(line["label"], _INK)
+def _draw(axes: Any, line: Mapping[str, Any], *, kind: str, spare: str) -> None:
+    colour = _COLOURS.get(line["label"], spare if line.get("faint") or kind == "dot" else _INK)
     if kind == "bar":
         axes.bar(line["x"], line["y"], color=colour, width=0.7, label=line["label"])
         return
     few = len(line["x"]) <= 40
-    axes.plot(
-        line["x"],
-        line["y"],
-        color=colour,
-        linewidth=1.8,
-        marker="o" if few else "",
-        markersize=4.5,
-        label=line["label"],
-    )
+    style = {"linestyle": "none" if kind == "dot" else "-", "alpha": 0.45 if line.get("faint") else 1.0}
+    mark = {"marker": "o" if few or kind == "dot" else "", "markersize": 6.5 if kind == "dot" else 4.5}
+    axes.plot(line["x"], line["y"], color=colour, linewidth=1.8, label=line["label"] or "_", **mark, **style)
+
+
+def _mark(axes: Any, panel: Mapping[str, Any]) -> None:
+    """What some panels have besides lines: doublings along x, points with words, a limit."""
+    if panel.get("doubling"):
+        values = sorted({x for line in panel["series"] for x in line["x"]})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [str(value) for value in values])
+        axes.minorticks_off()
+    for mark in panel.get("marks", ()):
+        axes.plot(mark["x"], mark["y"], marker="o", markersize=14, color=_INK, fillstyle="none", markeredgewidth=1.6)
+        axes.annotate(mark["text"], (mark["x"], mark["y"]), xytext=(0, 13), textcoords="offset points", ha="center",
+                      fontsize=10.5, color=_INK)  # fmt: skip
+    if panel.get("limit"):
+        axes.axhline(panel["limit"]["y"], color=_DEAD, linestyle="--", linewidth=1.4)
+        axes.text(0.01, panel["limit"]["y"], panel["limit"]["text"], transform=axes.get_yaxis_transform(), va="bottom",
+                  fontsize=10, color=_DEAD)  # fmt: skip
 
 
 # ---------------------------------------------------------------- experts

@@ -50,6 +50,10 @@ class SweepTable:
         self._running.pop(number, None)
         self._rows[number] = tuple(cells)
 
+    def say(self, text: str) -> None:
+        """A line above the table."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def show(self) -> None:
         """Draws what is new; call often."""
         if self._live is not None:

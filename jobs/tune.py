@@ -1,0 +1,108 @@
+"""The verb `tune`. Reads like the story it tells:
+
+spec -> checks on the driver -> machines -> what to try -> sweep folder -> Ray Tune -> decision -> best.yaml and picture
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from jobs.runtime import Interrupted, StopSignals
+from jobs.spec import LoadedSpec, load_spec, refuse_later
+from raytrain.errors import InputError
+from raytrain.run_folder import RunFolder
+from raytrain.sweep_folder import SweepFolder
+
+__all__ = ["TuneResult", "run_tune"]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """How a sweep ended.
+
+    Attributes:
+        folder: path of the sweep's folder.
+        status: "done" or "interrupted".
+        best: path of best.yaml; None unless done.
+    """
+
+    folder: str
+    status: str
+    best: str | None
+
+
+def run_tune(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str | None = None,
+    fresh: bool = False,
+    verbose: bool = False,
+    console: Console,
+) -> TuneResult:
+    """Everything between the command line and the exit code.
+
+    Args:
+        path: the JOB.yaml, None for the built-in recipe.
+        overrides: `section.key=value` of the command line.
+        resume: the folder of a sweep to go on with; nothing else may be given beside it.
+        fresh: ignore what earlier searches measured.
+
+    Raises:
+        InputError: the input is wrong; nothing was started.
+        RunError: no trial succeeded, or Ray gave up; the folder keeps what was measured.
+    """
+    from jobs.tuning.command import TuneCommand
+
+    signals = StopSignals()
+    signals.install()
+    try:
+        if resume is not None:
+            sweep, loaded = open_sweep(resume, path, overrides)
+            if sweep.exists(sweep.outcome):
+                console.print(f"{sweep.path} is done; its result is {sweep.best}", markup=False, soft_wrap=True)
+                return TuneResult(sweep.path, "done", sweep.best)
+        else:
+            sweep, loaded = None, load_spec(path, [*overrides, *(["tune.fresh=true"] if fresh else [])])
+        refuse_later(loaded.spec, "tune")
+        command = TuneCommand(loaded, sweep=sweep, signals=signals, verbose=verbose, console=console)
+        try:
+            folder = command.run()
+        except KeyboardInterrupt as error:  # `Interrupted` is one
+            if command.sweep is None:
+                raise Interrupted("before the sweep's folder was made") from error
+            say = f"interrupted after {len(command.sweep.ended())} trials; go on with: raytrain tune --resume"
+            console.print(f"{say} {command.sweep.path}", markup=False, soft_wrap=True)
+            return TuneResult(command.sweep.path, "interrupted", None)
+        return TuneResult(folder.path, "done", folder.best)
+    finally:
+        signals.restore()
+
+
+def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tuple[SweepFolder, LoadedSpec]:
+    """The sweep to go on with, and its own job.
+
+    Raises:
+        InputError: no such sweep, one that is still alive (naming host and pid), anything given beside it.
+    """
+    if path is not None or overrides:
+        given = str(path) if path is not None else overrides[0]
+        raise InputError("--resume", seen=f"{given} beside it", expected="the folder of a sweep alone",
+                         remedy="a sweep goes on with the job it began with")
+    try:
+        run = RunFolder.open(resume)
+    except InputError as error:
+        raise InputError("--resume", seen=error.seen, expected="the folder of a sweep") from error
+    sweep = SweepFolder(run.path)
+    if not sweep.exists(sweep.job_mapping) or sweep.exists(sweep.metrics):
+        raise InputError("--resume", seen=f"{resume}, no sweep", expected="the folder of a sweep",
+                         remedy="a run goes on with: raytrain train --resume")
+    alive = sweep.alive()
+    if alive:
+        seen = f"{sweep.path}, still being tuned by pid {alive['pid']} on {alive['host']}"
+        raise InputError("--resume", seen=seen, expected="a sweep that has ended", remedy="stop it first, or wait")
+    return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))

@@ -1,0 +1,192 @@
+"""One `tune` command on the driver: from a checked spec to best.yaml. `jobs.tune` tells the story, this does it."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from cluster.environment import environment_record
+from cluster.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.preflight import run_preflight
+from jobs.driver import Checked, check_on_driver
+from jobs.plan import resolve_paths
+from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
+from jobs.spec import LoadedSpec
+from jobs.tuning.points import Points, find_points, whole_mapping
+from jobs.tuning.table import WHOLE_COLUMNS, SweepTable
+from raytrain.attempts import this_process
+from raytrain.errors import InputError
+from raytrain.record import event
+from raytrain.sweep_folder import SweepFolder
+
+
+class TuneCommand:
+    """One `tune` command."""
+
+    def __init__(
+        self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console
+    ) -> None:
+        self.loaded = loaded
+        self.spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+        self.sweep = sweep
+        self.signals = signals
+        self.verbose = verbose
+        self.console = console
+        self.began = time.time()
+
+    def run(self) -> SweepFolder:
+        """Check, find out what to try, try it, decide, write what was found. Returns the sweep's folder.
+
+        Raises:
+            InputError, RunError, Interrupted.
+        """
+        address = cluster_address(self.spec.cluster.address)
+        checked = check_on_driver(self.spec)
+        inventory = local_inventory()
+        if self.spec.tune.space is None:
+            from jobs.tuning.batch_command import run_batch
+
+            return run_batch(self, checked, address=address, inventory=inventory)
+        return self._whole(address, checked, inventory)
+
+    # -- tune.space: whole runs -------------------------------------------------------------------
+
+    def _whole(self, address: str, checked: Checked, inventory: Inventory) -> SweepFolder:
+        points = find_points(self.loaded, inventory) if address == "local" else None
+        alone = self.spec.tune.metric == "samples_per_s"
+        cpus = gpus = 0
+        if points is not None:
+            at_a_time = points.at_a_time(inventory, alone=alone)
+            each = max(one.gpus or one.cores for one in points.trials)
+            cpus, gpus = at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
+            self.open_sweep(inventory)
+        with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=self.verbose) as cluster:
+            self.signals.install()
+            if points is None:
+                inventory = inventory_from_ray()
+                points = find_points(self.loaded, inventory)
+                check_resources(points)
+                self.open_sweep(inventory)
+            self._try(points, inventory, cluster, alone=alone)
+        return self.the_sweep
+
+    def _try(self, points: Points, inventory: Inventory, cluster: Cluster, *, alone: bool) -> None:
+        from ray import tune
+
+        from jobs.tuning.results import write_whole
+        from jobs.tuning.sweep import run_trials, stop_link
+        from jobs.tuning.whole import WholeOrders, whole_trial
+        from jobs.tuning.whole_trials import WholeTrials
+        from raytrain.trainer import make_link
+
+        sweep, keys = self.the_sweep, list(points.trials[0].values)
+        at_a_time = points.at_a_time(inventory, alone=alone)
+        self._say_whole(points, at_a_time)
+        with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=f"{len(points.trials)} trials") as table:
+            trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric)
+            link = make_link()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            orders = WholeOrders(whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, link)
+
+            def stop() -> None:
+                trials.stopping = True
+                table.say("stopping: the trials save and return (a second signal leaves at once)")
+                stop_link(link)
+
+            run_trials(
+                tune.with_parameters(whole_trial, orders=orders),
+                trials,
+                sweep=sweep,
+                storage=self.storage(cluster),
+                resources={"cpu": 0.001},
+                at_a_time=at_a_time,
+                scheduler=scheduler_of(self.spec.tune.scheduler, points),
+                signals=self.signals,
+                show=table.show,
+                stop=stop,
+                grace_s=self.spec.retry.stop_grace_s,
+            )
+        write_whole(self, trials, points, table)
+
+    def _say_whole(self, points: Points, at_a_time: int) -> None:
+        beside = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
+        early = {"none": "", "asha": "; ASHA ends those behind early", "median": "; those behind the median end early"}
+        text = f"{len(points.trials)} trials of whole runs{beside}{early[self.spec.tune.scheduler]}"
+        self.say(f"{text}; sweep folder {self.the_sweep.path}")
+        for values, reason in points.left_out:
+            self.say(f"left out: {values}: {reason}")
+
+    # -- the folder -------------------------------------------------------------------------------
+
+    @property
+    def the_sweep(self) -> SweepFolder:
+        """The folder, once it is there."""
+        assert self.sweep is not None, "open_sweep comes first"
+        return self.sweep
+
+    def open_sweep(self, inventory: Inventory) -> None:
+        """A new folder, or the one that goes on, with what is known before the start.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        checks = run_preflight(save_dir=self.spec.save.dir, inventory=inventory, checkpoint_bytes=None,
+                               worker_bytes=None, local_workers=1, on_gpu=False)  # fmt: skip
+        failed = next((check for check in checks if check.status == "fail"), None)
+        if failed is not None:
+            raise InputError(failed.key or failed.name, seen=failed.seen, expected=failed.expected, remedy=failed.remedy)
+        if self.sweep is None:
+            save_dir = os.path.abspath(self.spec.save.dir) if "://" not in self.spec.save.dir else self.spec.save.dir
+            job = whole_mapping(self.loaded, self.spec)
+            self.sweep = SweepFolder.create(save_dir, f"{self.spec.name}-tune", job=job, latest=False)
+            self.sweep.write_text(self.sweep.job, self.loaded.text)
+        self.sweep.next_attempt(this_process())
+        self.sweep.append_event(event("driver_start", pid=os.getpid(), trials=len(self.sweep.ended())))
+        self.sweep.write_json(self.sweep.environment, environment_record())
+
+    def storage(self, cluster: Cluster) -> str:
+        """Where Ray keeps its own books."""
+        return os.path.join(cluster.folder, "t")
+
+    def say(self, text: str) -> None:
+        """One line on the terminal."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def check_stopped(self) -> None:
+        """Raises Interrupted where a signal came while nothing ran."""
+        if self.signals.asked.is_set():
+            raise Interrupted("between two trials")
+
+
+def check_resources(points: Points) -> None:
+    """That the connected cluster has what a trial takes, so that none waits for ever.
+
+    Raises:
+        InputError: naming what is missing.
+    """
+    import ray
+
+    there = ray.cluster_resources()
+    gpus, cores = max(one.gpus for one in points.trials), max(one.cores for one in points.trials)
+    for name, wanted, key in (("GPU", gpus, "scale.workers"), ("CPU", cores, "scale.threads")):
+        if wanted > there.get(name, 0):
+            raise InputError(key, seen=f"a trial that takes {wanted} {name}s", expected=f"at most {there.get(name, 0):g}",
+                             remedy="the cluster has no more; fewer scale.workers or scale.threads take less")
+
+
+def scheduler_of(name: str, points: Points) -> Any:
+    """Ray Tune's scheduler, which compares evaluation losses at equal steps; None for `none`."""
+    from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
+
+    most = max((one.max_steps or 0 for one in points.trials), default=0) or 10**9
+    first = max(1, most // 10)
+    compare: dict[str, Any] = {"time_attr": "step", "metric": "eval_loss", "mode": "min"}
+    makers = {
+        "asha": partial(ASHAScheduler, max_t=most, grace_period=first, reduction_factor=2, **compare),
+        "median": partial(MedianStoppingRule, grace_period=first, min_samples_required=2, **compare),
+    }
+    return makers[name]() if name in makers else None
