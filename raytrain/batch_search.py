@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from raytrain.batch_decision import BatchDecision, nothing_fits, table_of
-from raytrain.batch_space import MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal
+from raytrain.batch_space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal
 from raytrain.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
 from raytrain.measurement import Candidate, Measurement
 from raytrain.plan_values import Resolved
@@ -24,8 +24,6 @@ __all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"
 
 #: A precision whose two first sizes promise less than this of what it has to reach is dropped.
 HOPELESS = 0.95
-#: Passes of a reading of memory alone, and the steps that it counts as.
-MEMORY_PASSES, MEMORY_STEPS = 1, 2
 
 
 def next_proposals(
@@ -46,9 +44,7 @@ def next_proposals(
     return [wanted for wanted in search.wanted() if wanted not in running][: max(0, idle)]
 
 
-def decide(
-    space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport] = ()
-) -> BatchDecision:
+def decide(space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport] = ()) -> BatchDecision:
     """The best that the measurements show; also of a search that was broken off.
 
     Raises:
@@ -58,9 +54,7 @@ def decide(
 
 
 class _Search:
-    def __init__(
-        self, space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport]
-    ) -> None:
+    def __init__(self, space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport]) -> None:
         known = list(measurements)
         self.space = space
         self.curves = {name: SpeedCurve(space, name, known) for name in space.precisions}
@@ -81,16 +75,11 @@ class _Search:
         first = self._first(curve)
         if curve.nonfinite or not first or (len(curve.broken) > 1 and not curve.seconds):
             return []
-        memory = [self._memory(curve, size) for size in first if self._unread(curve, size)]
-        times = [self._timed(curve, size) for size in first if size not in curve.seconds]
-        if curve is self.lead and memory:  # what this reads guards the first passes of the others too
-            return memory
-        if times:
-            return times
+        if any(size not in curve.seconds for size in first):
+            return [self._timed(curve, size, with_memory=self._unread(curve, size)) for size in first
+                    if size not in curve.seconds]  # fmt: skip
         if curve is not self.lead and self._hopeless(curve):
             return []
-        if memory:
-            return memory
         left = MOST_STEPS - curve.steps - self._reserved()
         if left < 2:
             return []
@@ -115,18 +104,15 @@ class _Search:
         return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
 
     def _unread(self, curve: SpeedCurve, size: int) -> bool:
-        return self.space.budget_bytes is not None and not self.space.together and size not in curve.peaks
+        return self.space.budget_bytes is not None and size not in curve.peaks
 
     def _reserved(self) -> int:
         """Steps kept for the confirmation of a peak."""
-        return MEMORY_STEPS if self.space.budget_bytes is not None and not self.space.together else 0
+        return MEMORY_PASSES if self.space.budget_bytes is not None else 0
 
-    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES) -> Proposal:
-        with_memory = self.space.together and self.space.budget_bytes is not None
-        return Proposal(Candidate(curve.precision, size), passes=max(1, min(PASSES, most)), with_memory=with_memory)
-
-    def _memory(self, curve: SpeedCurve, size: int) -> Proposal:
-        return Proposal(Candidate(curve.precision, size), passes=MEMORY_PASSES, with_memory=True)
+    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES, with_memory: bool = False) -> Proposal:
+        passes = max(1, min(PASSES, most))
+        return Proposal(Candidate(curve.precision, size), passes=passes, with_memory=with_memory)
 
     def _hopeless(self, curve: SpeedCurve) -> bool:
         """Even drawn on over all sizes, its first two stay behind what the reference has shown."""
@@ -169,7 +155,7 @@ class _Search:
         size = None if curve is None else chosen_size(curve)
         if curve is None or size is None or not self._unread(curve, size):
             return []
-        return [self._memory(curve, size)]
+        return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)]
 
     # -- what follows -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from raytrain.batch_space import BatchSpace
+from raytrain.batch_space import MEMORY_PASSES, BatchSpace
 from raytrain.measurement import Measurement
 from raytrain.memory_line import MemoryLine, fit
 
@@ -48,7 +48,8 @@ class SpeedCurve:
 
     def _take(self, one: Measurement) -> None:
         size = one.candidate.micro_batch_size
-        self.steps += len(one.pass_s) + 1
+        read = one.peak_bytes is not None or one.floor_bytes is not None
+        self.steps += (len(one.pass_s) + 1 if one.pass_s else 0) + (MEMORY_PASSES if read else 0)
         if one.floor_bytes is not None:
             self.floors.append(one.floor_bytes)
         if one.peak_bytes is not None:
@@ -61,7 +62,7 @@ class SpeedCurve:
             self.broken[size] = one.reason or "it failed"
         elif one.outcome == "nonfinite":
             self.nonfinite = one.reason or "its loss or gradient is not finite"
-        elif one.pass_s and (self.space.together or one.peak_bytes is None):
+        elif one.pass_s:
             self.seconds[size] = (*self.seconds.get(size, ()), *one.pass_s)
             self._updates += one.update_s
 
