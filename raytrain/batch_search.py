@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from raytrain.batch_decision import BatchDecision, nothing_fits, table_of
-from raytrain.batch_space import GROWTH, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal, nearest_at_most
+from raytrain.batch_space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal
+from raytrain.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
 from raytrain.measurement import Candidate, Measurement
 from raytrain.plan_values import Resolved
 from raytrain.search import WORTHWHILE_GAIN, GateReport, gate_refusal
@@ -21,16 +22,8 @@ from raytrain.speed_curve import SpeedCurve
 
 __all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
 
-#: A smaller size is taken where it gives up no more than this of the best throughput.
-NEAR = 0.03
-#: A size that cannot beat the best measured by more than this is not worth measuring.
-WORTH_A_LOOK = 0.05
 #: A precision whose two first sizes promise less than this of what it has to reach is dropped.
 HOPELESS = 0.95
-#: Passes of a reading of memory alone, and the steps that it counts as.
-MEMORY_PASSES, MEMORY_STEPS = 1, 2
-#: Where medians are surer than this, more passes are not asked for.
-SURE = 0.01
 
 
 def next_proposals(
@@ -51,9 +44,7 @@ def next_proposals(
     return [wanted for wanted in search.wanted() if wanted not in running][: max(0, idle)]
 
 
-def decide(
-    space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport] = ()
-) -> BatchDecision:
+def decide(space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport] = ()) -> BatchDecision:
     """The best that the measurements show; also of a search that was broken off.
 
     Raises:
@@ -63,9 +54,7 @@ def decide(
 
 
 class _Search:
-    def __init__(
-        self, space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport]
-    ) -> None:
+    def __init__(self, space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport]) -> None:
         known = list(measurements)
         self.space = space
         self.curves = {name: SpeedCurve(space, name, known) for name in space.precisions}
@@ -83,26 +72,21 @@ class _Search:
 
     def _of(self, curve: SpeedCurve) -> list[Proposal]:
         """What one precision needs next."""
-        space, first = self.space, self._first(curve)
+        first = self._first(curve)
         if curve.nonfinite or not first or (len(curve.broken) > 1 and not curve.seconds):
             return []
-        memory = [self._memory(curve, size) for size in first if self._unread(curve, size)]
-        times = [self._timed(curve, size) for size in first if size not in curve.seconds]
-        if curve is self.lead and memory:  # what this reads guards the first passes of the others too
-            return memory
-        if times:
-            return times
+        if any(size not in curve.seconds for size in first):
+            return [self._timed(curve, size, with_memory=self._unread(curve, size)) for size in first
+                    if size not in curve.seconds]  # fmt: skip
         if curve is not self.lead and self._hopeless(curve):
             return []
-        if memory:
-            return memory
-        left = MOST_STEPS - curve.steps - self._reserved(curve)
+        left = MOST_STEPS - curve.steps - self._reserved()
         if left < 2:
             return []
         size = next_size(curve) if curve.sizes_tried < MOST_SIZES else None
         if size is not None:
             return [self._timed(curve, size, most=left - 1)]
-        unsure = _unsure(curve)
+        unsure = unsure_size(curve)
         return [] if unsure is None or left < 3 else [self._timed(curve, unsure, most=left - 1)]
 
     def _first(self, curve: SpeedCurve) -> list[int]:
@@ -120,19 +104,15 @@ class _Search:
         return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
 
     def _unread(self, curve: SpeedCurve, size: int) -> bool:
-        return self.space.budget_bytes is not None and not self.space.together and size not in curve.peaks
+        return self.space.budget_bytes is not None and size not in curve.peaks
 
-    def _reserved(self, curve: SpeedCurve) -> int:
+    def _reserved(self) -> int:
         """Steps kept for the confirmation of a peak."""
-        chosen = chosen_size(curve)
-        return MEMORY_STEPS if chosen is None or self._unread(curve, chosen) else 0
+        return MEMORY_PASSES if self.space.budget_bytes is not None else 0
 
-    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES) -> Proposal:
-        with_memory = self.space.together and self.space.budget_bytes is not None
-        return Proposal(Candidate(curve.precision, size), passes=max(1, min(PASSES, most)), with_memory=with_memory)
-
-    def _memory(self, curve: SpeedCurve, size: int) -> Proposal:
-        return Proposal(Candidate(curve.precision, size), passes=MEMORY_PASSES, with_memory=True)
+    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES, with_memory: bool = False) -> Proposal:
+        passes = max(1, min(PASSES, most))
+        return Proposal(Candidate(curve.precision, size), passes=passes, with_memory=with_memory)
 
     def _hopeless(self, curve: SpeedCurve) -> bool:
         """Even drawn on over all sizes, its first two stay behind what the reference has shown."""
@@ -148,11 +128,11 @@ class _Search:
             size = chosen_size(curve)
             if curve is self.lead or size is None or self._hopeless(curve):
                 continue
-            doubt = _doubt(self.lead, lead, curve, size)
+            doubt = doubt_of(self.lead, lead, curve, size)
             if doubt > SURE and abs(self._gain(curve) / (1 + WORTHWHILE_GAIN) - 1) < 2 * doubt:
                 pair = sorted(((self.lead, lead), (curve, size)), key=lambda one: -one[0].error(one[1]))
                 for unsure, at in pair:
-                    left = MOST_STEPS - unsure.steps - self._reserved(unsure)
+                    left = MOST_STEPS - unsure.steps - self._reserved()
                     if left >= 3:
                         return [self._timed(unsure, at, most=left - 1)]
         return []
@@ -175,7 +155,7 @@ class _Search:
         size = None if curve is None else chosen_size(curve)
         if curve is None or size is None or not self._unread(curve, size):
             return []
-        return [self._memory(curve, size)]
+        return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)]
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -232,7 +212,7 @@ class _Search:
         return BatchDecision(
             candidate=Candidate(curve.precision, size),
             precision=Resolved(curve.precision, self._precision_reason(curve, refusals)),
-            micro_batch_size=Resolved(size, _size_reason(curve, size)),
+            micro_batch_size=Resolved(size, size_reason(curve, size)),
             rows_per_s=curve.score(size),
             predicted_peak=None if line is None else line.predict(size),
             measured_peak=curve.peaks.get(size),
@@ -250,73 +230,3 @@ class _Search:
             gain = f"{self._gain(curve):.2f} times as fast as {self.space.lead}, each at its own best size"
             told.insert(0, f"measured {gain}{checked}")
         return "; ".join(told) or f"nothing but {curve.precision} to compare"
-
-
-# -- one curve ------------------------------------------------------------------------------------
-
-
-def _to_reach(curve: SpeedCurve) -> float:
-    """What is called the best: measured, or a little more where the bounds promise it."""
-    promised = max((curve.bound(size) for size in curve.fitting()), default=0.0)
-    return max(curve.best, min(promised, (1 + WORTH_A_LOOK) * curve.best))
-
-
-def chosen_size(curve: SpeedCurve) -> int | None:
-    """The smallest measured size within `NEAR` of the best; None where nothing measured fits, or it is of no use."""
-    if curve.nonfinite or not curve.measured:
-        return None
-    least = (1 - NEAR) * _to_reach(curve)
-    near = [size for size in curve.measured if curve.score(size) >= least]
-    return min(near) if near else max(curve.measured, key=curve.score)
-
-
-def next_size(curve: SpeedCurve) -> int | None:
-    """The unmeasured size that could change the choice; None where none could."""
-    if not curve.measured:
-        return None
-    known, best = curve.measured, curve.best
-    bounds = {size: curve.bound(size) for size in curve.fitting() if size not in curve.seconds}
-    faster = [size for size, bound in bounds.items() if bound > (1 + WORTH_A_LOOK) * best]
-    if faster:
-        top = max(bounds.values())
-        knee = min(size for size in faster if bounds[size] >= (1 - NEAR) * top)
-        limit = GROWTH * known[-1]
-        if knee <= limit:
-            return knee
-        nearer = nearest_at_most([size for size in bounds if size > known[-1]], limit)
-        return nearer or min(size for size in bounds if size > known[-1])
-    chosen = chosen_size(curve)
-    assert chosen is not None, "a curve with measured sizes has a choice, or was dropped before"
-    smaller = [size for size, bound in bounds.items() if size < chosen and bound >= (1 - NEAR) * _to_reach(curve)]
-    return smaller[len(smaller) // 2] if smaller else None
-
-
-def _doubt(first: SpeedCurve, size: int, second: SpeedCurve, other: int) -> float:
-    """Relative standard error of the ratio of two measured scores."""
-    return (first.error(size) ** 2 + second.error(other) ** 2) ** 0.5
-
-
-def _unsure(curve: SpeedCurve) -> int | None:
-    """The size that wants more passes, since noise decides whether a smaller one is near enough to the best."""
-    chosen = chosen_size(curve)
-    if chosen is None or len(curve.measured) < 2:
-        return None
-    top = max(curve.measured, key=curve.score)
-    smaller = [size for size in curve.measured if size < chosen]
-    for size in {chosen, *smaller[-1:]} - {top}:
-        doubt = _doubt(curve, size, curve, top)
-        if doubt > SURE and abs(curve.score(size) / curve.score(top) - (1 - NEAR)) < 2 * doubt:
-            return max((size, top), key=curve.error)
-    return None
-
-
-def _size_reason(curve: SpeedCurve, size: int) -> str:
-    best = max(curve.measured, key=curve.score)
-    unit = "rows/s" if curve.space.noise_rows is None else "rows/s weighed by what a row is worth"
-    told = f"{curve.score(size):.4g} {unit}"
-    if size != best:
-        told += f", within {NEAR:.0%} of the best, {curve.score(best):.4g} at {best}"
-    ceiling = max(curve.fitting())
-    if ceiling < curve.space.sizes[-1] and curve.space.budget_bytes is not None:
-        told += f"; memory allows up to {ceiling}"
-    return told

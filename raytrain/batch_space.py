@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from raytrain.errors import InputError
 from raytrain.measurement import Candidate
 
-#: Passes of one timed measurement, the dropped warm-up not counted.
-PASSES = 3
+#: Passes of one timed measurement, the dropped warm-up not counted; and of a reading of memory, which is not timed.
+PASSES, MEMORY_PASSES = 3, 2
 #: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included.
 MOST_SIZES, MOST_STEPS = 6, 25
 
@@ -26,8 +26,6 @@ class BatchSpace:
             where the batch is free, and each step is one micro-batch.
         budget_bytes: what one process may take; None: memory is not read.
         reference: the precision that others must beat.
-        together: one measurement tells time and memory (a GPU's allocator). On a CPU memory is read in a process
-            of its own, whose seconds do not count.
         devices: measurements that may run at a time.
         noise_rows: gradient noise scale in rows (`raytrain.noise_scale`); given, the search maximises goodput.
         workers: of the run; with the size they make the global batch where it is free.
@@ -39,7 +37,6 @@ class BatchSpace:
     rows_per_step: int | None
     budget_bytes: int | None
     reference: str = "fp32"
-    together: bool = False
     devices: int = 1
     noise_rows: float | None = None
     workers: int = 1
@@ -86,8 +83,8 @@ class Proposal:
 
     Attributes:
         candidate: what to measure; as `Session.measure(candidate, budget_bytes=, passes=, with_memory=)`.
-        passes: timed passes, after a warm-up that is dropped.
-        with_memory: the peak is wanted too; where the space says `together=False`, the peak alone.
+        passes: timed passes, after a warm-up that is dropped; 0: memory alone.
+        with_memory: the peak is wanted too.
         gate_steps: not 0: no measurement but the numeric gate, `raytrain.gate.run_gate`, of this candidate against
             the reference, so many steps.
     """

@@ -39,6 +39,11 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """"cpu", or the name of the GPU."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
 def need_data(module: nn.Module) -> None:
     """Before a module is moved to its device: every parameter and buffer has values.
 

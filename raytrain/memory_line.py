@@ -1,39 +1,54 @@
-"""Peak memory as a line over the rows of a micro-batch: two or three sizes give it. Pure, without torch."""
+"""Peak memory as a line in the rows of a micro-batch: fit, predict, the largest size within a budget. Pure.
+
+What a step holds at its peak is what is there before it (weights, optimizer state, gradients, the process) and what
+each row adds, mostly activations. A kernel may take another way for a large size, so a prediction is confirmed by one
+measurement before it is relied on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """`floor` bytes at no rows at all, and `per_row` bytes more for each."""
+    """Peak bytes of a micro-batch of n rows: `floor` + n x `per_row`."""
 
     floor: float
     per_row: float
 
-    def predict(self, size: int) -> int:
-        """Peak bytes at a micro-batch of `size` rows."""
-        return round(self.floor + self.per_row * size)
+    def predict(self, rows: int) -> int:
+        """Peak bytes of one process with micro-batches of so many rows."""
+        return round(self.floor + rows * self.per_row)
 
-    def largest(self, budget: int | None, sizes: Iterable[int]) -> int | None:
-        """The largest of `sizes` whose predicted peak is within `budget` bytes (None: all are); None where none is."""
-        return max((size for size in sizes if budget is None or self.predict(size) <= budget), default=None)
+    def largest(self, budget: int, sizes: Iterable[int]) -> int | None:
+        """The largest of `sizes` whose predicted peak is within `budget` bytes; None where none is."""
+        return max((size for size in sizes if self.predict(size) <= budget), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
 
 
-def fit(points: Iterable[tuple[int, int]]) -> MemoryLine:
-    """The least squares line through (rows, peak bytes); a single point gives a level one. Never falls with the rows.
+def fit(points: Sequence[tuple[int, int]]) -> MemoryLine:
+    """The line of least squares through measured (rows, peak bytes); it never falls.
+
+    One size alone says nothing about the slope: all of it is then charged to the rows, and the floor is 0, which
+    predicts too much for larger sizes.
 
     Raises:
-        ValueError: no point at all.
+        ValueError: no point.
     """
-    known: Sequence[tuple[int, int]] = sorted(set(points))
-    if not known:
-        raise ValueError("a line needs at least one point")
-    rows, peaks = fmean(size for size, _ in known), fmean(peak for _, peak in known)
-    spread = sum((size - rows) ** 2 for size, _ in known)
-    slope = sum((size - rows) * (peak - peaks) for size, peak in known) / spread if spread else 0.0
-    slope = max(0.0, slope)
-    return MemoryLine(floor=peaks - slope * rows, per_row=slope)
+    if not points:
+        raise ValueError("a memory line needs at least one measured size")
+    sizes = {rows for rows, _ in points}
+    if len(sizes) == 1:
+        rows, peak = max(points, key=lambda point: point[1])
+        return MemoryLine(0.0, peak / rows)
+    mean_rows = sum(rows for rows, _ in points) / len(points)
+    mean_peak = sum(peak for _, peak in points) / len(points)
+    spread = sum((rows - mean_rows) ** 2 for rows, _ in points)
+    slope = max(0.0, sum((rows - mean_rows) * (peak - mean_peak) for rows, peak in points) / spread)
+    return MemoryLine(mean_peak - slope * mean_rows, slope)

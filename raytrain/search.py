@@ -68,7 +68,7 @@ class GateReport:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> GateReport:
         """What `to_json` wrote; lists become tuples."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in dict(row).items()})
 
 
 def gate_refusal(report: GateReport) -> str:

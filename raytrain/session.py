@@ -24,6 +24,7 @@ from raytrain.feed import Feed
 from raytrain.gradients import Workers
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.measurement import Candidate, Measurement
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
@@ -31,6 +32,7 @@ from raytrain.probe import compare_inflight, compare_precisions
 from raytrain.recompute import recompute
 from raytrain.search import choose_inflight, choose_precision
 from raytrain.step import TrainingStep
+from raytrain.step_probe import StepProbe
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
 
 #: So many micro-batches of each worker, at most, show what a second one in flight is worth.
@@ -67,6 +69,7 @@ class Session:
             recompute(self.trainable)
         self.state = LoopState()
         self.precision: str | None = None
+        self._probe: StepProbe | None = None
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -154,6 +157,30 @@ class Session:
         """From now on, and in whatever session follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, inflight=chosen))
         self.step.inflight = chosen.value
+
+    def measure(
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
+    ) -> Measurement:
+        """One candidate with the real step in the real group of workers; changes nothing that it measures.
+
+        Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
+        every worker measures the same candidates in the same order, and gets the same measurement. The device should
+        be nobody else's for that time.
+
+        Args:
+            budget_bytes: a peak above it counts as out of memory (`raytrain.memory.process_budget`); None = only what
+                the allocator refuses does.
+            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
+                evaluation batch.
+
+        Raises:
+            ValueError: a precision of another master dtype.
+        """
+        if self._probe is None or self._probe.step is not self.step:
+            split = None if self.source.eval is None else self._eval_split()
+            self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
+        return self._probe.measure(candidate, budget_bytes=budget_bytes, passes=passes, with_memory=with_memory)
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 

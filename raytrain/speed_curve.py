@@ -10,12 +10,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from raytrain.batch_space import BatchSpace
+from raytrain.batch_space import MEMORY_PASSES, BatchSpace
 from raytrain.measurement import Measurement
 from raytrain.memory_line import MemoryLine, fit
 
 #: Bound of one pass's relative standard deviation where too few passes tell.
 LEAST_NOISE = 0.002
+#: Two sizes give a line that may be drawn on where one is at least so many times the other.
+APART = 4
 
 
 class SpeedCurve:
@@ -46,7 +48,8 @@ class SpeedCurve:
 
     def _take(self, one: Measurement) -> None:
         size = one.candidate.micro_batch_size
-        self.steps += len(one.pass_s) + 1
+        read = one.peak_bytes is not None or one.floor_bytes is not None
+        self.steps += (len(one.pass_s) + 1 if one.pass_s else 0) + (MEMORY_PASSES if read else 0)
         if one.floor_bytes is not None:
             self.floors.append(one.floor_bytes)
         if one.peak_bytes is not None:
@@ -59,7 +62,7 @@ class SpeedCurve:
             self.broken[size] = one.reason or "it failed"
         elif one.outcome == "nonfinite":
             self.nonfinite = one.reason or "its loss or gradient is not finite"
-        elif one.pass_s and (self.space.together or one.peak_bytes is None):
+        elif one.pass_s:
             self.seconds[size] = (*self.seconds.get(size, ()), *one.pass_s)
             self._updates += one.update_s
 
@@ -118,8 +121,10 @@ class SpeedCurve:
         return max((self.score(size) for size in self.measured), default=0.0)
 
     def error(self, size: int) -> float:
-        """Relative standard error of the median pass at a measured size; the noise is pooled over all sizes."""
-        return 1.25 * self._noise / len(self.seconds[size]) ** 0.5
+        """Relative standard error of the median pass at a measured size: from the noise of all sizes, or its own."""
+        passes = self.seconds[size]
+        own = (max(passes) - min(passes)) / (2 * self.pass_s(size))
+        return 1.25 * max(self._noise, own if len(passes) < 4 else 0.0) / len(passes) ** 0.5
 
     @cached_property
     def _noise(self) -> float:
@@ -137,20 +142,26 @@ class SpeedCurve:
             return self.score(size)
         below = [other for other in known if other < size]
         above = [other for other in known if other > size]
-        least = [self._drawn_on(below[-2:], size), self._drawn_on(above[:2], size)]
-        seconds = max(value for value in (*least, self.pass_s(below[-1]) if below else 0.0) if value is not None)
+        lines = [self._drawn_on(pair, size) for pair in (_apart(below), _apart(above[::-1])) if pair is not None]
         if not below:  # fewer rows in less time, but never more rows a second: no pass begins with a gift
-            seconds = max(seconds, self.pass_s(above[0]) * size / above[0])
-        elif above:  # and a bent-up line lies under its chord
-            seconds = min(seconds, _line(below[-1], self.pass_s(below[-1]), above[0], self.pass_s(above[0]), size))
-        return self.space.score(size, seconds, self.update_s)
+            lines.append(self.pass_s(above[0]) * size / above[0])
+        elif not above:
+            lines.append(self.pass_s(below[-1]))
+        else:  # a bent-up line lies under its chord
+            chord = self._drawn_on((below[-1], above[0]), size)
+            lines = [min(max(lines), chord) if lines else (self.pass_s(below[-1]) + chord) / 2]
+        return self.space.score(size, max(lines), self.update_s)
 
-    def _drawn_on(self, pair: Sequence[int], size: int) -> float | None:
-        if len(pair) < 2:
-            return None
-        return _line(pair[0], self.pass_s(pair[0]), pair[1], self.pass_s(pair[1]), size)
+    def _drawn_on(self, pair: tuple[int, int], size: int) -> float:
+        """Seconds at `size` on the line through two measured sizes."""
+        first, second = self.pass_s(pair[0]), self.pass_s(pair[1])
+        return first + (second - first) * (size - pair[0]) / (pair[1] - pair[0])
 
 
-def _line(x: int, at_x: float, y: int, at_y: float, size: int) -> float:
-    """The line through (x, at_x) and (y, at_y), at `size`."""
-    return at_x + (at_y - at_x) * (size - x) / (y - x)
+def _apart(sizes: Sequence[int]) -> tuple[int, int] | None:
+    """The last size and one before it, at least four times away where there is one: neighbours give a shaky line."""
+    if len(sizes) < 2:
+        return None
+    last = sizes[-1]
+    far = [size for size in sizes[:-1] if max(size, last) >= APART * min(size, last)]
+    return (far[-1] if far else sizes[0], last)

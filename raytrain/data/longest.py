@@ -1,0 +1,38 @@
+"""The longest row of a split: what a micro-batch is padded to at worst."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from raytrain.data.contract import Split
+from raytrain.data.dataset import DatasetSplit, as_row, tensor_bytes
+from raytrain.data.ragged import RaggedSplit
+from raytrain.data.resident import StreamSplit
+
+#: Items of a user's dataset are asked for one by one: so many of them, spread evenly, are looked at.
+LOOKED_AT = 256
+
+
+class LongestRow(NamedTuple):
+    """Its handle, and its size: elements of its ragged columns, or bytes of an item of a dataset."""
+
+    handle: int
+    size: int
+
+
+def longest_row(split: Split) -> LongestRow | None:
+    """The longest row, None where all are alike. Asks a user's dataset for items, which may draw random numbers."""
+    if isinstance(split, StreamSplit):
+        split = split.split
+    if isinstance(split, RaggedSplit):
+        lengths = np.stack([np.diff(column.offsets) for column in split.ragged.values()]).sum(0)
+        handle = int(lengths.argmax())
+        return LongestRow(handle, int(lengths[handle]))
+    if isinstance(split, DatasetSplit):
+        handles = np.unique(np.linspace(0, len(split) - 1, LOOKED_AT).astype(np.int64))
+        sizes = [tensor_bytes(as_row(item, key=split.key)) for item in split.items(handles)]
+        at = int(np.argmax(sizes))
+        return LongestRow(int(handles[at]), sizes[at]) if min(sizes) < max(sizes) else None
+    return None
