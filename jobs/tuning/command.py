@@ -79,15 +79,17 @@ class TuneCommand:
 
         from jobs.tuning.results import write_whole
         from jobs.tuning.sweep import run_trials, stop_link
-        from jobs.tuning.whole import WholeOrders, whole_trial
-        from jobs.tuning.whole_trials import WholeTrials
+        from jobs.tuning.whole import WholeOrders, WholeTrial
+        from jobs.tuning.whole_trials import TRIAL_RESOURCES, WholeTrials
         from raytrain.trainer import make_link
 
         sweep, keys = self.the_sweep, list(points.trials[0].values)
         at_a_time = points.at_a_time(inventory, alone=alone)
         self._say_whole(points, at_a_time)
         with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=f"{len(points.trials)} trials") as table:
-            trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric)
+            trials = WholeTrials(
+                points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=cluster.local
+            )
             link = make_link()
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             orders = WholeOrders(whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, link)
@@ -98,11 +100,11 @@ class TuneCommand:
                 stop_link(link)
 
             run_trials(
-                tune.with_parameters(whole_trial, orders=orders),
+                tune.with_parameters(WholeTrial, orders=orders),
                 trials,
                 sweep=sweep,
                 storage=self.storage(cluster),
-                resources={"cpu": 0.001},
+                resources={name.lower(): share for name, share in TRIAL_RESOURCES.items()},
                 at_a_time=at_a_time,
                 scheduler=scheduler_of(self.spec.tune.scheduler, points),
                 signals=self.signals,
@@ -186,7 +188,7 @@ def scheduler_of(name: str, points: Points) -> Any:
     first = max(1, most // 10)
     compare: dict[str, Any] = {"time_attr": "step", "metric": "eval_loss", "mode": "min"}
     makers = {
-        "asha": partial(ASHAScheduler, max_t=most, grace_period=first, reduction_factor=2, **compare),
+        "asha": partial(ASHAScheduler, max_t=most + 1, grace_period=first, reduction_factor=2, **compare),
         "median": partial(MedianStoppingRule, grace_period=first, min_samples_required=2, **compare),
     }
     return makers[name]() if name in makers else None

@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.1
 
 
 def run_trials(
-    trainable: Callable[..., None],
+    trainable: Any,
     trials: Trials,
     *,
     sweep: SweepFolder,
@@ -42,7 +42,7 @@ def run_trials(
     """Run trials until there are no more.
 
     Args:
-        trainable: a Ray Tune function; it gets what `trials` proposes.
+        trainable: Ray Tune's; its config is what `trials` proposes.
         storage: a directory for Ray's own bookkeeping.
         resources: what each trial reserves, as `tune.with_resources` takes it.
         at_a_time: trials beside each other.
@@ -53,6 +53,7 @@ def run_trials(
         Interrupted: a signal came; what has ended stands in trials.jsonl.
         RunError: Ray Tune itself gave up.
     """
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints a box of its own, however quiet
     tuner = tune.Tuner(
         tune.with_resources(trainable, resources),
         tune_config=tune.TuneConfig(

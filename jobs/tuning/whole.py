@@ -1,5 +1,5 @@
-"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune function that reserves
-next to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
+"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune trial that reserves next
+to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import ray
+import ray.exceptions
+from ray import tune
 from rich.console import Console
 
 from jobs.command import Result, TrainCommand, result_of
@@ -25,6 +28,7 @@ from raytrain.run_folder import RunFolder
 from raytrain.sweep_folder import SweepFolder
 
 LOOK_EVERY_S = 0.25
+STOP_S = 60.0
 OLD_OWNER_S = 60.0
 """A command that was killed is gone within so many seconds, and its trial's workers with it."""
 
@@ -48,24 +52,46 @@ class WholeOrders:
     link: Any
 
 
-def whole_trial(config: dict[str, Any], *, orders: WholeOrders) -> None:
-    """Ray Tune's trainable: trains, reports each evaluation as it comes, and at the end what came of it.
+class WholeTrial(tune.Trainable):
+    """Ray Tune's trainable: each `step` waits for the next evaluation of the run, the last one tells what came of it.
 
-    Raises:
-        RunError: the run failed; that ends this trial alone.
+    A class and not a function, since a scheduler that ends it early then waits for `cleanup`, in which the run ends in
+    order: a trainer whose process is killed leaves its placement group behind, and the next trial waits for ever.
     """
-    from ray import tune
 
-    _as_on_the_driver(orders)
-    number, overrides = int(config["number"]), list(config["overrides"])
-    trial = _Trial(orders, number, overrides)
-    with _asked_to_stop(orders.link) as asked:
-        for row in trial.evaluations(asked):
-            tune.report(row)
-    result = trial.result
-    if result.status == "failed":
-        raise RunError(result.reason)
-    tune.report({**trial.last, "final": True, "run": result.run, "status": result.status, **summary(result)})
+    def setup(self, config: dict[str, Any], orders: WholeOrders | None = None) -> None:
+        """Begin to train."""
+        assert orders is not None, "it comes with tune.with_parameters"
+        _as_on_the_driver(orders)
+        self._orders = orders
+        self._trial = _Trial(orders, int(config["number"]), list(config["overrides"]))
+        self._rows = self._trial.evaluations()
+        _stop_when_asked(orders.link, self._trial.signals)
+
+    def step(self) -> dict[str, Any]:
+        """{"step", "eval_loss"} of the next evaluation; at the end with all there is to know.
+
+        Raises:
+            RunError: the run failed; that ends this trial alone.
+        """
+        row = next(self._rows, None)
+        if row is not None:
+            return row
+        result = self._trial.result
+        if result.status == "failed":
+            raise RunError(result.reason)
+        last = {**self._trial.last, "final": True, "run": result.run, "status": result.status}
+        return {**last, **summary(result), "done": True}
+
+    def cleanup(self) -> None:
+        """Let the run save and return."""
+        self._trial.stop()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Nothing: the run has checkpoints of its own."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Nothing: see `save_checkpoint`."""
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -90,6 +116,7 @@ class _Trial:
         self.signals = StopSignals()
         self.last: dict[str, Any] = {"step": 0, "eval_loss": float("nan")}
         self._outcome: dict[str, Any] = {}
+        self._thread: threading.Thread | None = None
 
     @property
     def result(self) -> Result:
@@ -98,17 +125,21 @@ class _Trial:
             raise self._outcome["error"]
         return self._outcome["result"]
 
-    def evaluations(self, asked: threading.Event) -> Iterator[dict[str, Any]]:
+    def stop(self) -> None:
+        """Ask the run to save and return, and wait until it has, for a while."""
+        self.signals.asked.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def evaluations(self) -> Iterator[dict[str, Any]]:
         """{"step", "eval_loss"} of each evaluation as the run writes it, until it ends."""
         seen = 0
         before = self._before()
-        thread = threading.Thread(target=self._train, args=(before,), daemon=True, name="trial")
+        self._thread = thread = threading.Thread(target=self._train, args=(before,), daemon=True, name="trial")
         thread.start()
         while True:
             thread.join(LOOK_EVERY_S)
             ended = not thread.is_alive()
-            if asked.is_set():
-                self.signals.asked.set()
             path = self.sweep.run_of(self.name)
             rows = RunFolder(path).read_rows("metrics.jsonl") if path is not None else []
             evaluated = [row for row in rows if row["kind"] == "eval"]
@@ -160,19 +191,12 @@ def _as_on_the_driver(orders: WholeOrders) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = orders.visible
 
 
-@contextlib.contextmanager
-def _asked_to_stop(link: Any) -> Iterator[threading.Event]:
-    """Inside, an event that is set once the driver asks every trial to save and return."""
-    import ray
-    import ray.exceptions
-
-    asked = threading.Event()
+def _stop_when_asked(link: Any, signals: StopSignals) -> None:
+    """Have the driver's word reach the run."""
 
     def wait() -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
             if ray.get(link.wait_stop.remote()):
-                asked.set()
+                signals.asked.set()
 
     threading.Thread(target=wait, daemon=True, name="stop-watch").start()
-    yield asked
-

@@ -7,17 +7,30 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray.exceptions
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
 from jobs.tuning.points import Point, told
 from jobs.tuning.searcher import DONE, why
 from jobs.tuning.table import SweepTable, whole_cells
 from raytrain.sweep_folder import SweepFolder
 
 
+TRIAL_RESOURCES = {"CPU": 0.001}
+"""What a trial itself reserves, besides what its run does."""
+
+
 class WholeTrials:
     """`searcher.Trials` of a list of points."""
 
-    def __init__(self, points: Sequence[Point], *, sweep: SweepFolder, table: SweepTable, metric: str) -> None:
-        self._sweep, self._table, self.metric = sweep, table, metric
+    def __init__(
+        self, points: Sequence[Point], *, sweep: SweepFolder, table: SweepTable, metric: str, private: bool
+    ) -> None:
+        """`private`: nobody else uses the Ray cluster."""
+        self._sweep, self._table, self.metric, self._private = sweep, table, metric, private
+        self._running: set[int] = set()
+        self._litter = False
         self._points = {one.number: one for one in points}
         self._keys = tuple(points[0].values)
         self.rows: dict[int, dict[str, Any]] = {}
@@ -32,6 +45,11 @@ class WholeTrials:
         """The next point's number and overrides."""
         if not self._left or self.stopping:
             return DONE
+        if self._litter and self._running:
+            return None  # what a dead trial's trainer had reserved is told from theirs only once they have ended
+        if self._litter:
+            remove_reservations()
+            self._litter = False
         point = self._left.pop(0)
         return {"number": point.number, "overrides": list(point.overrides)}
 
@@ -39,11 +57,15 @@ class WholeTrials:
         """It has its process."""
         point = self._points[config["number"]]
         self._began[point.number] = time.time()
+        self._running.add(point.number)
         self._table.start(point.number, whole_cells({"values": point.values}, self._keys)[: len(self._keys)])
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """Writes its line; a trial that was asked to stop has none, and goes on with the sweep."""
         point = self._points[config["number"]]
+        self._running.discard(point.number)
+        if self._private and isinstance(error, ray.exceptions.RayActorError):
+            self._litter = True
         if self.stopping or result.get("status") == "interrupted":
             return
         loss = result.get("eval_loss", math.nan)
@@ -75,6 +97,14 @@ class WholeTrials:
     def best(self) -> tuple[dict[str, Any], str] | None:
         """(row of the best trial, why); None where none ran to its end."""
         return best_of(list(self.rows.values()), metric=self.metric)
+
+
+def remove_reservations() -> None:
+    """Remove what trainers that died have left reserved; nothing else may run on the cluster but Ray Tune."""
+    for key, group in placement_group_table().items():
+        own = all(bundle == TRIAL_RESOURCES for bundle in group["bundles"].values())
+        if group["state"] != "REMOVED" and not own:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], *, metric: str) -> tuple[dict[str, Any], str] | None:
