@@ -68,7 +68,8 @@ class GateReport:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> GateReport:
         """What `to_json` wrote; lists become tuples."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in dict(row).items()})
+        series = {name: tuple(row[name]) for name in ("losses", "reference_losses", "norms", "reference_norms")}
+        return cls(**{**row, **series})
 
 
 def gate_refusal(report: GateReport) -> str:
