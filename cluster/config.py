@@ -51,3 +51,4 @@ class ClusterConfig(Section):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="part of a device's memory the job may take"
     )
+    memory_limit: Count | None = Field(default=None, description="bytes that one process may take; null: no such limit")

@@ -50,5 +50,6 @@ class SweepFolder(RunFolder):
 
     def run_of(self, name: str) -> str | None:
         """The newest run folder whose name begins so; None where there is none."""
-        found = [entry.name for entry in self.store.entries("runs") if entry.is_dir and entry.name.startswith(f"{name}-")]
+        names = [entry.name for entry in self.store.entries("runs") if entry.is_dir]
+        found = [one for one in names if one.startswith(f"{name}-")]
         return f"{self.runs}/{max(found)}" if found else None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+MIB = 2**20
 NAMED = 8
 """So many trials have a line with a name; of more, the best alone."""
 
@@ -54,10 +55,56 @@ def whole_spec(
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    values = [f"{key.rpartition('.')[2]} {value:.4g}" if isinstance(value, float) else f"{key.rpartition('.')[2]} {value}"
-              for key, value in row["values"].items()]  # fmt: skip
+    named = [(key.rpartition(".")[2], value) for key, value in row["values"].items()]
+    values = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in named]
     return ", ".join(values) + (", ended early" if row["outcome"] == "stopped" else "")
 
 
 def _line(label: str, points: Sequence[tuple[float, float]], *, faint: bool = False) -> dict[str, Any]:
     return {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points], "faint": faint}
+
+
+def batch_spec(
+    table: Sequence[Mapping[str, Any]], *, chosen: tuple[str, int], budget: int | None, name: str, goodput: bool
+) -> dict[str, Any]:
+    """A search over batch size and precision: throughput and peak memory by micro-batch size.
+
+    Args:
+        table: `BatchDecision.table` as mappings.
+        chosen: (precision, micro-batch size) that was taken: the knee.
+        budget: bytes that a process may take.
+    """
+    precisions = list(dict.fromkeys(row["precision"] for row in table))
+    speeds, peaks = [], []
+    for precision in precisions:
+        own = [row for row in table if row["precision"] == precision]
+        speed = [(row["micro_batch_size"], row["rows_per_s"]) for row in own if row["rows_per_s"] is not None]
+        peak = [(row["micro_batch_size"], row["measured_peak"] / MIB) for row in own if row["measured_peak"]]
+        drawn = [(row["micro_batch_size"], row["predicted_peak"] / MIB) for row in own if row["predicted_peak"]]
+        speeds += [_line(precision, speed)] if speed else []
+        peaks += [_line(f"{precision} measured", peak)] if peak else []
+        peaks += [_line(f"{precision} predicted", drawn, faint=True)] if len(drawn) > 1 else []
+    taken = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
+    what = "rows a second, weighed by what they are worth" if goodput else "rows a second, one worker"
+    right = {"title": "peak memory of one process", "x_label": "micro-batch size", "y_label": "MiB", "kind": "line",
+             "doubling": True, "series": peaks}  # fmt: skip
+    highest = max((y for line in peaks for y in line["y"]), default=0.0)
+    if budget is not None and budget / MIB < 3 * highest:
+        right["limit"] = {"y": budget / MIB, "text": "memory budget"}
+    elif budget is not None:
+        right["title"] += f" (the budget, {budget / MIB:,.0f} MiB, lies above)"
+    return {
+        "title": f"{name}: {chosen[0]} with micro-batches of {chosen[1]} rows",
+        "panels": [
+            {
+                "title": what,
+                "x_label": "micro-batch size",
+                "y_label": "rows/s",
+                "kind": "line",
+                "doubling": True,
+                "series": speeds,
+                "marks": [{"x": chosen[1], "y": taken["rows_per_s"], "text": "taken"}],
+            },
+            right,
+        ],
+    }

@@ -140,7 +140,8 @@ class TuneCommand:
                                worker_bytes=None, local_workers=1, on_gpu=False)  # fmt: skip
         failed = next((check for check in checks if check.status == "fail"), None)
         if failed is not None:
-            raise InputError(failed.key or failed.name, seen=failed.seen, expected=failed.expected, remedy=failed.remedy)
+            key = failed.key or failed.name
+            raise InputError(key, seen=failed.seen, expected=failed.expected, remedy=failed.remedy)
         if self.sweep is None:
             save_dir = os.path.abspath(self.spec.save.dir) if "://" not in self.spec.save.dir else self.spec.save.dir
             job = whole_mapping(self.loaded, self.spec)
@@ -176,8 +177,10 @@ def check_resources(points: Points) -> None:
     gpus, cores = max(one.gpus for one in points.trials), max(one.cores for one in points.trials)
     for name, wanted, key in (("GPU", gpus, "scale.workers"), ("CPU", cores, "scale.threads")):
         if wanted > there.get(name, 0):
-            raise InputError(key, seen=f"a trial that takes {wanted} {name}s", expected=f"at most {there.get(name, 0):g}",
-                             remedy="the cluster has no more; fewer scale.workers or scale.threads take less")
+            raise InputError(
+                key, seen=f"a trial that takes {wanted} {name}s", expected=f"at most {there.get(name, 0):g}",
+                remedy="the cluster has no more; fewer scale.workers or scale.threads take less",
+            )  # fmt: skip
 
 
 def scheduler_of(name: str, points: Points) -> Any:

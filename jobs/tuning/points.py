@@ -9,7 +9,7 @@ from typing import Any
 from cluster.inventory import Inventory
 from jobs.plan import plan_job
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.tuning.space import Space, parse_space
+from jobs.tuning.space import Space, parse_space, told
 from raytrain.decode import apply_overrides, decode, encode
 from raytrain.errors import InputError
 from raytrain.expected import render
@@ -109,11 +109,6 @@ def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
                     raise
                 raise InputError(f"tune.space.{key}", seen=error.seen, expected=error.expected,
                                  remedy=error.remedy) from error
-
-
-def told(values: Mapping[str, Any]) -> str:
-    """`key value` of each, in one line."""
-    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
 
 
 def _check_metric(spec: JobSpec) -> None:

@@ -7,15 +7,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jobs.tuning.best import best_mapping, best_text
-from jobs.tuning.points import Points, told, whole_mapping
-from jobs.tuning.table import SweepTable
-from jobs.tuning.whole_trials import WholeTrials
+from jobs.tuning.points import Points, whole_mapping
+from jobs.tuning.space import told
+from jobs.tuning.table import SweepTable, print_table
 from raytrain.errors import RunError
 from raytrain.record import event
 from raytrain.tune_figures import whole_spec
 
 if TYPE_CHECKING:
     from jobs.tuning.command import TuneCommand
+    from jobs.tuning.whole_trials import WholeTrials
 
 
 def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table: SweepTable) -> None:
@@ -26,7 +27,7 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     """
     sweep, rows = command.the_sweep, list(trials.rows.values())
     found = trials.best()
-    command.console.print(table.drawn(marked=found[0]["trial"] if found else None))
+    print_table(command.console, table.drawn(marked=found[0]["trial"] if found else None))
     if found is None:
         reasons = "; ".join(f"trial {row['trial']}: {row['reason']}" for row in rows[:3])
         raise RunError(f"none of {len(rows)} trials ran to its end ({reasons}); see {sweep.trials}")

@@ -80,8 +80,15 @@ def why(error: BaseException) -> str:
     """An error of a trial in one line; the death of its process in words."""
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died"
+    if ran_out(error):
+        return "Ray ended its process, as the machine's memory was nearly used up"
     cause = getattr(error, "cause", None) or error
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause)).strip()
     lines = [line for line in text.splitlines() if line.strip()]
     short = lines[-1] if "Traceback" in text and lines else (lines[0] if lines else type(cause).__name__)
     return short if type(cause).__name__ in short or not lines else f"{type(cause).__name__}: {short}"
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether Ray ended a process since the machine's memory was nearly used up."""
+    return isinstance(error, ray.exceptions.OutOfMemoryError)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.yaml_core import plain_scalar
 from raytrain.errors import InputError
 from raytrain.expected import describe
+from raytrain.yaml_core import plain_scalar
 
 DRAWS = 16
 """Trials of a space with a distribution in it, unless `tune.max_trials` says otherwise."""
@@ -77,12 +77,11 @@ class Space:
         return all(isinstance(one, Choices) for one in self.keys.values())
 
     def points(self, *, seed: int, most: int | None) -> Iterator[dict[str, Any]]:
-        """Key -> value of each trial: all combinations of lists, else `most` draws (16 unless given) without repeats."""
+        """Key -> value of each trial: every combination of lists, else `most` (16) draws without repeats."""
         if self.is_grid:
             lists = [one.examples for one in self.keys.values()]
-            yield from (
-                dict(zip(self.keys, values, strict=True)) for values in itertools.islice(itertools.product(*lists), most)
-            )
+            for values in itertools.islice(itertools.product(*lists), most):
+                yield dict(zip(self.keys, values, strict=True))
             return
         seen: list[dict[str, Any]] = []
         number, wanted = 0, most or DRAWS
@@ -160,3 +159,9 @@ def _range(name: str, kind: str, arguments: list[Any], *, seen: str) -> Range:
         wanted = "0 < low < high" if kind == "loguniform" else "low < high"
         raise InputError(name, seen=seen, expected=f"{kind}(low, high) with {wanted}")
     return Range(kind, low, high)
+
+
+def told(values: Mapping[str, Any]) -> str:
+    """`key value` of each, in one line."""
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                     for key, value in values.items())  # fmt: skip

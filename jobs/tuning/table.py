@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from jobs.tuning.space import told
+from raytrain.batch_space import BatchSpace
+from raytrain.measurement import Measurement
 from raytrain.plan_values import size_text
+from raytrain.search import GateReport, gate_refusal
+
+PIPED_COLUMNS = 10_000
+"""Wider than any line of a table."""
 
 SHOWN = 30
 """So many rows at most in the live table: the newest."""
@@ -24,7 +31,7 @@ class SweepTable:
         self._console, self._columns, self._title = console, tuple(columns), title
         self._rows: dict[int, tuple[str, ...]] = {}
         self._running: dict[int, float] = {}
-        self._said: set[int] = set()
+        self._texts: dict[int, str] = {}
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> SweepTable:
@@ -41,14 +48,10 @@ class SweepTable:
         self._running[number] = time.monotonic()
         self._rows[number] = tuple(cells)
 
-    def change(self, number: int, cells: Sequence[str]) -> None:
-        """More is known of it."""
-        self._rows[number] = tuple(cells)
-
-    def end(self, number: int, cells: Sequence[str]) -> None:
-        """It has ended."""
+    def end(self, number: int, cells: Sequence[str], text: str) -> None:
+        """It has ended; `text` says so where there is no live table."""
         self._running.pop(number, None)
-        self._rows[number] = tuple(cells)
+        self._rows[number], self._texts[number] = tuple(cells), text
 
     def say(self, text: str) -> None:
         """A line above the table."""
@@ -59,11 +62,8 @@ class SweepTable:
         if self._live is not None:
             self._live.update(self.drawn(newest=SHOWN))
             return
-        for number in sorted(set(self._rows) - set(self._running) - self._said):
-            self._said.add(number)
-            pairs = zip(self._columns, self._rows[number], strict=False)
-            text = "  ".join(f"{name} {cell}" for name, cell in pairs if cell)
-            self._console.print(f"trial {number}  {text}", markup=False, highlight=False, soft_wrap=True)
+        for number in sorted(self._texts):
+            self.say(f"trial {number}  {self._texts.pop(number)}")
 
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
         """The table; `marked` is the trial that was taken."""
@@ -78,6 +78,17 @@ class SweepTable:
             style = "bold green" if number == marked else "dim" if number in self._running else ""
             table.add_row(str(number), *cells, style=style)
         return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Where no terminal is, nothing wraps."""
+    width = console.width
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    try:
+        console.print(table)
+    finally:
+        console.width = width
 
 
 def number_text(value: Any, unit: str = "") -> str:
@@ -102,4 +113,37 @@ def whole_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     return [*values, *figures, note]
 
 
+def whole_text(row: Mapping[str, Any]) -> str:
+    """The line of a trial that is a whole run."""
+    *_, steps, loss, pace, note = whole_cells(row, ())
+    named = ((steps, f"{steps} steps"), (loss, f"eval loss {loss}"), (pace, f"{pace} samples/s"))
+    parts = [text for value, text in named if value]
+    return f"{told(row['values'])}: {', '.join(part for part in (*parts, note) if part)}"
+
+
+BATCH_COLUMNS = ("what", "precision", "micro-batch", "rows/s", "peak", "")
 WHOLE_COLUMNS = ("steps", "eval loss", "samples/s", "")
+
+
+def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
+    """Cells of a measurement: what, precision, rows, speed, peak, note."""
+    cells = [row["what"], row["precision"], str(row["micro_batch_size"])]
+    if row.get("gate") is not None:
+        return [*cells, "", "", gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"]
+    if row.get("noise") is not None:
+        return [*cells, "", "", f"noise scale {number_text(row['noise']['rows'])} rows"]
+    if row.get("measurement") is None:
+        return [*cells, "", "", row.get("reason", "")]
+    one = Measurement.from_json(row["measurement"])
+    size = one.candidate.micro_batch_size
+    rows = space.rows_per_step or size
+    speed = number_text(rows / one.step_s(rows)) if one.pass_s else ""
+    words = {"ok": "", "out_of_memory": "out of memory", "nonfinite": "not finite", "error": "failed"}[one.outcome]
+    return [*cells, speed, bytes_text(one.peak_bytes), ": ".join(part for part in (words, one.reason) if part)]
+
+
+def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:
+    """The line of a measurement."""
+    what, precision, size, speed, peak, note = batch_cells(row, space)
+    parts = (f"{speed} rows/s" if speed else "", f"peak {peak}" if peak else "", note)
+    return f"{precision}, {size} rows, {what}: {', '.join(part for part in parts if part)}"

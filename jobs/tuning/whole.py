@@ -1,5 +1,5 @@
-"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune trial that reserves next
-to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
+"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune trial that reserves
+next to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import ray.exceptions
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from jobs.tuning.points import Point, told
+from jobs.tuning.points import Point
 from jobs.tuning.searcher import DONE, why
-from jobs.tuning.table import SweepTable, whole_cells
+from jobs.tuning.space import told
+from jobs.tuning.table import SweepTable, whole_cells, whole_text
 from raytrain.sweep_folder import SweepFolder
-
 
 TRIAL_RESOURCES = {"CPU": 0.001}
 """What a trial itself reserves, besides what its run does."""
@@ -36,7 +36,7 @@ class WholeTrials:
         self.rows: dict[int, dict[str, Any]] = {}
         for row in sweep.ended():
             self.rows[row["trial"]] = row
-            table.end(row["trial"], whole_cells(row, self._keys))
+            table.end(row["trial"], whole_cells(row, self._keys), whole_text(row))
         self._left = [one for one in points if one.number not in self.rows]
         self._began: dict[int, float] = {}
         self.stopping = False
@@ -92,7 +92,7 @@ class WholeTrials:
         }
         self._sweep.record(row)
         self.rows[point.number] = row
-        self._table.end(point.number, whole_cells(row, self._keys))
+        self._table.end(point.number, whole_cells(row, self._keys), whole_text(row))
 
     def best(self) -> tuple[dict[str, Any], str] | None:
         """(row of the best trial, why); None where none ran to its end."""

@@ -1,0 +1,97 @@
+"""A trial of the search over batch size and precision: one measurement, in a process and on a device of its own.
+
+It is one worker without Ray Train, experts in-process; `train` confirms what is found in the real group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import torch
+from ray import cloudpickle, tune
+
+from jobs.tuning.batch_trials import Wanted
+from raytrain.allocator import keep_freed_memory
+from raytrain.data.sources import handed_over
+from raytrain.gate import run_gate
+from raytrain.gradients import Workers
+from raytrain.memory import limit_device_memory
+from raytrain.models.registry import make_importable
+from raytrain.noise_probe import measure_norms
+from raytrain.noise_scale import noise_scale
+from raytrain.session import Session
+from raytrain.train_job import TrainJob
+
+FREED_S = 20.0
+"""The memory of an earlier trial's process is back within so many seconds, or never."""
+
+
+@dataclass(frozen=True)
+class BatchOrders:
+    """What every trial of a sweep is told.
+
+    Attributes:
+        job: reference to the pickled TrainJob of one worker (it may name the user's classes).
+        data: reference to handed-over data, or None.
+        folder: the directory of the command, where users' code is.
+        prepared: the precision to prepare in, which has the master format of all candidates.
+        reference: the precision that a gate compares with.
+        budget_bytes: what a process may take; None: nobody knows.
+        fraction, limit: `cluster.memory_fraction` and `cluster.memory_limit`, for a device's allocator.
+    """
+
+    job: Any
+    data: Any
+    folder: str
+    prepared: str
+    reference: str
+    budget_bytes: int | None
+    fraction: float
+    limit: int | None
+
+
+def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
+    """Ray Tune's trainable: reports {"measurement"}, {"gate"} or {"noise"}; running out of memory is a measurement."""
+    keep_freed_memory()
+    if os.path.isdir(orders.folder):
+        os.chdir(orders.folder)
+    make_importable(orders.folder)
+    wanted = Wanted.of(config)
+    job: TrainJob = cloudpickle.loads(ray.get(orders.job))
+    data = None if orders.data is None else ray.get(orders.data)
+    if job.planned("device") == "cuda":
+        await_freed_memory(torch.device("cuda", 0))
+        limit_device_memory(torch.device("cuda", 0), fraction=orders.fraction, limit=orders.limit)
+    source = handed_over(data, job.data, context=job.model.keys.get("context"))
+    session = Session(job, workers=Workers(), source=source)
+    session.prepare(orders.prepared)
+    tune.report(_measured(session, wanted, orders))
+
+
+def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str, Any]:
+    if wanted.noise:
+        pairs = measure_norms(session, micro_batch_size=wanted.candidate.micro_batch_size)
+        return {"noise": asdict(noise_scale(pairs))}
+    if wanted.gate_steps:
+        gate = run_gate(session, wanted.candidate, reference=orders.reference, steps=wanted.gate_steps)
+        return {"gate": gate.to_json()}
+    measurement = session.measure(
+        wanted.candidate, budget_bytes=orders.budget_bytes, passes=wanted.passes, with_memory=wanted.with_memory
+    )
+    return {"measurement": measurement.to_json()}
+
+
+def await_freed_memory(device: torch.device) -> None:
+    """Wait until a process that ended has given its memory back: until what is free no longer grows."""
+    ends = time.monotonic() + FREED_S
+    free, _ = torch.cuda.mem_get_info(device)
+    while time.monotonic() < ends:
+        time.sleep(0.25)
+        now, _ = torch.cuda.mem_get_info(device)
+        if now <= free:
+            return
+        free = now

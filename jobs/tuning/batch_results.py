@@ -1,0 +1,134 @@
+"""What a search over batch size and precision leaves: best.yaml, tune.json, tune.png, the table and the advice."""
+
+from __future__ import annotations
+
+from statistics import linear_regression, median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from jobs.tuning.batch_known import Known, weighed
+from jobs.tuning.best import best_mapping, best_text
+from jobs.tuning.points import whole_mapping
+from jobs.tuning.results import close, draw, header_of, say_files
+from jobs.tuning.table import bytes_text, number_text, print_table
+from raytrain.batch_decision import BatchDecision
+from raytrain.batch_search import decide
+from raytrain.memory_line import fit, points
+from raytrain.noise_scale import goodput_advice
+from raytrain.plan_values import size_text
+from raytrain.tune_figures import batch_spec
+
+if TYPE_CHECKING:
+    from jobs.tuning.batch_command import BatchSearch
+    from jobs.tuning.cache import Cache
+    from jobs.tuning.command import TuneCommand
+
+WORTH_SAYING = 0.02
+LARGER = 4
+"""The advice about a free global batch looks so many times further than the given one."""
+
+
+def write_batch(command: TuneCommand, search: BatchSearch, cache: Cache) -> None:
+    """Decide from all that is known, write it, say it.
+
+    Raises:
+        RunError: nothing that was measured can run.
+    """
+    cache.keep(command.the_sweep.ended())
+    known, spec = cache.known, command.spec
+    goodput = spec.tune.objective == "goodput"
+    decision = decide(weighed(search.space, known, goodput=goodput), known.measurements, known.gates)
+    chosen, workers = decision.candidate, search.workers
+    size = chosen.micro_batch_size
+    free = search.space.rows_per_step is None
+    values: dict[str, Any] = {"precision.dtype": chosen.precision, "loop.micro_batch_size": size}
+    reasons = {"precision.dtype": decision.precision.reason, "loop.micro_batch_size": decision.micro_batch_size.reason}
+    if free:
+        values["loop.global_batch_size"] = size * workers
+        reasons["loop.global_batch_size"] = f"micro-batches of {size} rows x {workers} workers, no accumulation"
+    found = {**measured(decision, known, search), "signature": cache.key}
+    job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
+    sweep = command.the_sweep
+    sweep.write_text(sweep.best, best_text(job, reasons, header=header_of(command)))
+    advice = advice_lines(decision, known, search, spec.loop.global_batch_size)
+    record = decision.to_json()
+    draw(command, batch_spec(record["table"], chosen=(chosen.precision, size), budget=search.space.budget_bytes,
+                             name=spec.name, goodput=goodput))  # fmt: skip
+    print_table(command.console, decision_table(decision))
+    command.say(f"precision   {chosen.precision}: {decision.precision.reason}")
+    command.say(f"micro-batch {size}: {decision.micro_batch_size.reason}")
+    for line in advice:
+        command.say(line)
+    close(command, {"kind": "batch", "values": values, "decision": record, "found": found, "advice": advice,
+                    "from_cache": len(cache.rows)})  # fmt: skip
+    say_files(command)
+
+
+def measured(decision: BatchDecision, known: Known, search: BatchSearch) -> dict[str, Any]:
+    """What was measured of the chosen point, for `train` to hold its own measurement against."""
+    chosen = decision.candidate
+    own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
+    rows = search.space.rows_per_step or chosen.micro_batch_size
+    return {
+        "precision": chosen.precision,
+        "micro_batch_size": chosen.micro_batch_size,
+        "step_s": median(one.step_s(rows) for one in own) if own else None,
+        "rows_per_s": decision.rows_per_s,
+        "peak_bytes": decision.measured_peak,
+        "predicted_peak_bytes": decision.predicted_peak,
+        "device": own[-1].device if own else "",
+        "workers": search.workers,
+    }
+
+
+def decision_table(decision: BatchDecision) -> Table:
+    """Every candidate on which anything was spent, the chosen one marked."""
+    table = Table("precision", "micro-batch", "passes", "rows/s", "95 % interval", "peak predicted", "measured", "",
+                  box=None, pad_edge=False, header_style="bold")  # fmt: skip
+    for row in decision.table:
+        taken = (row.precision, row.micro_batch_size) == (
+            decision.candidate.precision, decision.candidate.micro_batch_size
+        )  # fmt: skip
+        between = f"{number_text(row.low)} to {number_text(row.high)}" if row.low is not None else ""
+        table.add_row(
+            row.precision, str(row.micro_batch_size), str(row.passes or ""), number_text(row.rows_per_s), between,
+            bytes_text(row.predicted_peak), bytes_text(row.measured_peak), row.note or ("taken" if taken else ""),
+            style="bold green" if taken else "",
+        )  # fmt: skip
+    return table
+
+
+def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, asked: Any) -> list[str]:
+    """What else the measurements tell: memory at half and twice the size, and what another global batch is worth."""
+    lines = []
+    chosen, space = decision.candidate, search.space
+    size = chosen.micro_batch_size
+    own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
+    peaks = points([one for one in own if one.peak_bytes])
+    if len({rows for rows, _ in peaks}) > 1:
+        line = fit(peaks)
+        told = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
+        room = "" if space.budget_bytes is None else f"; a process may take {size_text(space.budget_bytes)}"
+        lines.append(f"predicted peak: {', '.join(told)} of this micro-batch{room}")
+    if known.noise is not None:
+        now = size * search.workers if asked == "auto" else int(asked)
+        lines.append(goodput_advice(known.noise, global_batch=now))
+    worth = None if asked == "auto" else larger_batch(decision, known, search)
+    if worth is not None:
+        gain = f"{worth:+.0%} rows/s" if worth > WORTH_SAYING else "no more rows/s"
+        lines.append(f"loop.global_batch_size: auto lets the batch grow: {LARGER} times this one predicts {gain}")
+    return lines
+
+
+def larger_batch(decision: BatchDecision, known: Known, search: BatchSearch) -> float | None:
+    """Gain in rows/s of a step of one micro-batch of `LARGER` times a worker's rows, predicted; None where nothing
+    tells."""
+    chosen, rows = decision.candidate, search.space.rows_per_step
+    own = [one for one in known.measurements if one.candidate.precision == chosen.precision and one.pass_s]
+    if rows is None or len({one.candidate.micro_batch_size for one in own}) < 2:
+        return None
+    line = linear_regression([one.candidate.micro_batch_size for one in own], [median(one.pass_s) for one in own])
+    update = median(second for one in own for second in one.update_s) if any(one.update_s for one in own) else 0.0
+    larger = LARGER * rows
+    return larger / (line.intercept + line.slope * larger + update) / decision.rows_per_s - 1
