@@ -1,7 +1,7 @@
 """The report's pictures, each drawn from a plot spec that holds exactly the plotted numbers.
 
 Specs are pure (records in, a JSON mapping out: `raytrain.figures.training_spec`, those of experts in `raytrain.loads`,
-of a sweep in `raytrain.tune_figures`); `figure`, `activations` and `devices` draw them. The only module with matplotlib.
+of a sweep in `raytrain.tune_figures`); `figure`, `activations` and `devices` draw them. Only here is matplotlib.
 """
 
 from __future__ import annotations
