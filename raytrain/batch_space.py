@@ -56,10 +56,11 @@ class BatchSpace:
     def first_sizes(self) -> tuple[int, ...]:
         """The two small sizes that both lines are drawn from: 2 rows where there is a choice (a batch norm refuses a
         single one), and up to eight times that."""
-        begin = self.sizes[1] if len(self.sizes) > 3 and self.sizes[0] == 1 else self.sizes[0]
+        smallest = min(self.sizes)
+        begin = self.sizes[1] if len(self.sizes) > 3 and smallest == 1 else smallest
         later = [size for size in self.sizes if size > begin]
         within = [size for size in later if size <= GROWTH * begin]
-        return (begin, max(within, default=later[0])) if later else (begin,)
+        return (begin, within[-1] if within else later[0]) if later else (begin,)
 
     def score(self, size: int, pass_s: float, update_s: float) -> float:
         """Rows per second of one worker; as goodput, those rows counted by what they are worth at the smallest batch.
