@@ -17,6 +17,7 @@ from ray import cloudpickle, tune
 from jobs.tuning.batch_trials import Wanted
 from raytrain.allocator import keep_freed_memory
 from raytrain.data.sources import handed_over
+from raytrain.found import signature_of
 from raytrain.gate import run_gate
 from raytrain.gradients import Workers
 from raytrain.memory import limit_device_memory
@@ -41,6 +42,7 @@ class BatchOrders:
         prepared: the precision to prepare in, which has the master format of all candidates.
         reference: the precision that a gate compares with.
         budget_bytes: what a process may take; None: nobody knows.
+        workers: of the run that the figures are for.
         fraction, limit: `cluster.memory_fraction` and `cluster.memory_limit`, for a device's allocator.
     """
 
@@ -52,6 +54,7 @@ class BatchOrders:
     budget_bytes: int | None
     fraction: float
     limit: int | None
+    workers: int
 
 
 def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
@@ -82,7 +85,7 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
     measurement = session.measure(
         wanted.candidate, budget_bytes=orders.budget_bytes, passes=wanted.passes, with_memory=wanted.with_memory
     )
-    return {"measurement": measurement.to_json()}
+    return {"measurement": measurement.to_json(), "signature": signature_of(session, workers=orders.workers).to_json()}
 
 
 def await_freed_memory(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, inventory_from_ray
 from jobs.driver import Checked, train_job
-from jobs.plan import plan_job, resolve_paths
+from jobs.plan import has_experts, plan_job, resolve_paths
 from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_results import write_batch
@@ -26,6 +26,7 @@ from raytrain.plan import Deferred, Plan, _allowed
 from raytrain.plan_machines import choose_machines
 from raytrain.plan_memory import trained_bytes
 from raytrain.plan_values import size_text
+from raytrain.signature import make_signature
 from raytrain.sweep_folder import SweepFolder
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
 def budget_of(spec: JobSpec, inventory: Inventory, *, workers: int) -> int | None:
     """Bytes that each process of the run may take; None where nobody knows."""
     machines = choose_machines(spec.scale, inventory, [])
-    room = _allowed(spec.cluster.memory_fraction, machines, inventory, workers=workers)
-    return min((known for known in (room, spec.cluster.memory_limit) if known is not None), default=None)
+    return _allowed(spec.cluster, machines, inventory, workers=workers)
 
 
 def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
@@ -165,7 +165,7 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     spec = command.spec
     cache = Cache(
         f"{spec.save.dir.rstrip('/')}/{FOLDER}",
-        signature_of(spec, search, checked),
+        cache_key(spec, search, checked),
         budget=search.space.budget_bytes,
         fresh=spec.tune.fresh,
     )
@@ -180,25 +180,26 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     return cache
 
 
-def signature_of(spec: JobSpec, search: BatchSearch, checked: Checked) -> dict[str, Any]:
-    """All that a measurement depends on, and nothing that it does not, such as the global batch or the budget."""
-    sections = encode(search.alone_spec)
-    data = checked.data_facts
-    device = search.plan.device
-    machine = search.plan.inventory
-    return {
-        "model": {**sections["model"], "module": None},
-        "experts": sections["experts"],
-        "parameters": checked.model_facts.parameters,
-        "optimizer": spec.optim.name,
-        "loop": {name: sections["loop"][name] for name in ("compile", "activation_checkpointing", "deterministic")},
-        "row": [data.row_bytes, data.tokens_per_row],
-        "device": device.value,  # type: ignore[union-attr]
-        "kind": [[row["name"], row["memory_bytes"]] for node in machine["nodes"] for row in node["devices"]],
-        "cpu": [machine["cpu_model"], search.alone_plan.threads.value],  # type: ignore[union-attr]
-        "workers": search.workers,
-        "versions": {name: metadata.version(name) for name in ("torch", "raytrain")},
-    }
+def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked) -> dict[str, Any]:
+    """All that a measurement depends on, as far as the driver knows it, and nothing else: neither the global batch nor
+    the budget."""
+    data, nodes = checked.data_facts, search.plan.inventory["nodes"]
+    devices = [(row["name"], row["memory_bytes"]) for node in nodes for row in node["devices"]] if search.on_gpu else []
+    device, memory = min(devices, key=lambda one: one[1], default=(search.plan.inventory["cpu_model"], 0))
+    signature = make_signature(
+        model=search.alone_spec.model,
+        optim=spec.optim,
+        loop=spec.loop,
+        experts=search.alone_spec.experts if has_experts(spec) else None,
+        parameters=checked.model_facts.parameters,
+        longest_row=data.tokens_per_row or data.row_bytes,
+        device=device,
+        device_bytes=memory,
+        threads=int(search.alone_plan.threads.value),  # type: ignore[union-attr]
+        workers=search.workers,
+        versions={name: metadata.version(name) for name in ("torch", "raytrain")},
+    )
+    return {**signature.facts, "data": encode(search.alone_spec)["data"]}
 
 
 def _try(
@@ -225,6 +226,7 @@ def _try(
         budget_bytes=space.budget_bytes,
         fraction=spec.cluster.memory_fraction,
         limit=spec.cluster.memory_limit,
+        workers=search.workers,
     )
     cores = min((node.cpus for node in inventory.nodes if node.cpus), default=1)
     with SweepTable(command.console, BATCH_COLUMNS, title="measurements") as table:

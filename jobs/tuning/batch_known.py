@@ -21,6 +21,7 @@ class Known:
         self.measurements: list[Measurement] = []
         self.gates: list[GateReport] = []
         self.noise: NoiseScale | None = None
+        self.signature: dict[str, Any] | None = None
         for row in rows:
             self.add(dict(row))
 
@@ -33,6 +34,7 @@ class Known:
             self.noise = NoiseScale(**row["noise"])
         elif row.get("measurement") is not None:
             self.measurements.append(Measurement.from_json(row["measurement"]))
+        self.signature = row.get("signature") or self.signature
 
 
 def weighed(space: BatchSpace, known: Known, *, goodput: bool) -> BatchSpace:

@@ -14,6 +14,8 @@ from jobs.tuning.results import close, draw, header_of, say_files
 from jobs.tuning.table import bytes_text, number_text, print_table
 from raytrain.batch_decision import BatchDecision
 from raytrain.batch_search import decide
+from raytrain.config import TuneFound
+from raytrain.decode import encode
 from raytrain.memory_line import fit, points
 from raytrain.noise_scale import goodput_advice
 from raytrain.plan_values import size_text
@@ -47,7 +49,7 @@ def write_batch(command: TuneCommand, search: BatchSearch, cache: Cache) -> None
     if free:
         values["loop.global_batch_size"] = size * workers
         reasons["loop.global_batch_size"] = f"micro-batches of {size} rows x {workers} workers, no accumulation"
-    found = {**measured(decision, known, search), "signature": cache.key}
+    found = measured(decision, known, search)
     job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
     sweep = command.the_sweep
     sweep.write_text(sweep.best, best_text(job, reasons, header=header_of(command)))
@@ -66,20 +68,21 @@ def write_batch(command: TuneCommand, search: BatchSearch, cache: Cache) -> None
 
 
 def measured(decision: BatchDecision, known: Known, search: BatchSearch) -> dict[str, Any]:
-    """What was measured of the chosen point, for `train` to hold its own measurement against."""
+    """`tune.found`: what was measured of the chosen point, for `train` to hold its own measurement against."""
     chosen = decision.candidate
     own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
     rows = search.space.rows_per_step or chosen.micro_batch_size
-    return {
-        "precision": chosen.precision,
-        "micro_batch_size": chosen.micro_batch_size,
-        "step_s": median(one.step_s(rows) for one in own) if own else None,
-        "rows_per_s": decision.rows_per_s,
-        "peak_bytes": decision.measured_peak,
-        "predicted_peak_bytes": decision.predicted_peak,
-        "device": own[-1].device if own else "",
-        "workers": search.workers,
-    }
+    assert known.signature is not None, "a decision rests on a measurement"
+    found = TuneFound(
+        signature=known.signature["hash"],
+        facts=known.signature["facts"],
+        precision=chosen.precision,
+        micro_batch_size=chosen.micro_batch_size,
+        step_s=median(one.step_s(rows) for one in own),
+        peak_bytes=decision.measured_peak,
+        device=own[-1].device,
+    )
+    return encode(found)
 
 
 def decision_table(decision: BatchDecision) -> Table:

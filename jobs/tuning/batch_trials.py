@@ -47,6 +47,10 @@ class Wanted:
         return "time + memory" if self.passes and self.with_memory else "time" if self.passes else "memory"
 
 
+KINDS = ("measurement", "gate", "noise")
+"""What a trial may report, one of them."""
+
+
 class BatchTrials:
     """`searcher.Trials` of a search.
 
@@ -114,7 +118,7 @@ class BatchTrials:
         """Writes its line; a crash is a measurement as well, that says so."""
         wanted = Wanted.of(config)
         self._running.pop(wanted.number, None)
-        found = {name: result[name] for name in ("measurement", "gate", "noise") if result.get(name) is not None}
+        found = {name: result[name] for name in KINDS if result.get(name) is not None}
         if not found:
             found = self._failed(wanted, error)
         now = time.time()
@@ -126,6 +130,7 @@ class BatchTrials:
             "outcome": found.get("measurement", {}).get("outcome", "ok" if error is None else "error"),
             "budget_bytes": self.space.budget_bytes,
             **found,
+            "signature": result.get("signature"),
             "time": now,
             "wall_s": now - self._began.get(wanted.number, now),
         }
