@@ -208,7 +208,8 @@ def _print_plan(plan: Plan, console: Console, *, full: bool) -> None:
     console.print(table)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    given = [row for row in config_rows(plan) if full or row[2] != "default"]
+    told = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
+    given = [row for row in told if full or row[2] != "default"]
     settings = Table("key", "value", "from", box=None, pad_edge=False, header_style="bold")
     for row in given:
         settings.add_row(*row)
@@ -225,7 +226,8 @@ def config_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _lookup(config: Mapping[str, Any], key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
+    found, rest = config, key
+    while rest not in found:  # a key of its own may have dots in it (tune.found.facts)
+        part, _, rest = rest.partition(".")
         found = found[part]
-    return found
+    return found[rest]

@@ -71,7 +71,7 @@ def png(drawn: Figure) -> bytes:
 
 
 def _draw(axes: Any, line: Mapping[str, Any], *, kind: str, spare: str) -> None:
-    colour = _COLOURS.get(line["label"], spare if line.get("faint") or kind == "dot" else _INK)
+    colour = _COLOURS.get(line.get("hue") or line["label"], spare if line.get("faint") or kind == "dot" else _INK)
     if kind == "bar":
         axes.bar(line["x"], line["y"], color=colour, width=0.7, label=line["label"])
         return

@@ -82,8 +82,8 @@ def batch_spec(
         peak = [(row["micro_batch_size"], row["measured_peak"] / MIB) for row in own if row["measured_peak"]]
         drawn = [(row["micro_batch_size"], row["predicted_peak"] / MIB) for row in own if row["predicted_peak"]]
         speeds += [_line(precision, speed)] if speed else []
-        peaks += [_line(f"{precision} measured", peak)] if peak else []
-        peaks += [_line(f"{precision} predicted", drawn, faint=True)] if len(drawn) > 1 else []
+        peaks += [{**_line(f"{precision} measured", peak), "hue": precision}] if peak else []
+        peaks += [{**_line(f"{precision} predicted", drawn, faint=True), "hue": precision}] if len(drawn) > 1 else []
     taken = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
     what = "rows a second, weighed by what they are worth" if goodput else "rows a second, one worker"
     right = {"title": "peak memory of one process", "x_label": "micro-batch size", "y_label": "MiB", "kind": "line",
