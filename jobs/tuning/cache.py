@@ -42,9 +42,9 @@ class Cache:
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add what was measured now, errors left out: they may not come again."""
-        old = self._store.read_rows(self.file)
-        good = [dict(row) for row in rows if row["outcome"] != "error" and row not in old]
-        self._store.write_bytes(self.file, b"".join(to_line(row) for row in [*old, *good]))
+        old = [to_line(row) for row in self._store.read_rows(self.file)]
+        new = [to_line(dict(row)) for row in rows if row["outcome"] != "error"]
+        self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
 
 
 def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None) -> list[dict[str, Any]]:

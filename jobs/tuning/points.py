@@ -105,7 +105,7 @@ def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
             try:
                 decode(JobSpec, changed)
             except InputError as error:
-                if error.key != key:
+                if not f"{key}.".startswith(f"{error.key}."):
                     raise
                 raise InputError(f"tune.space.{key}", seen=error.seen, expected=error.expected,
                                  remedy=error.remedy) from error

@@ -137,3 +137,28 @@ class KillsHost:
                 continue
         note.touch()
         os.kill(min(hosts)[1], signal.SIGKILL)
+
+
+class Searched(Net):
+    """In training each row takes `row_mib` MiB twice until its backward, and a pass waits; `deadly` rows kill it."""
+
+    def __init__(self, width: int, dropout: float, *, row_mib: float, deadly: int, pause: float) -> None:
+        super().__init__(width, dropout)
+        self._values, self._deadly, self._pause = int(row_mib * 2**18), deadly, pause
+
+    def forward(self, x: Tensor, labels: Tensor, row: Tensor) -> dict[str, Tensor]:
+        if not self.training:
+            return super().forward(x, labels, row)
+        time.sleep(self._pause)  # so that a large batch is a fast one
+        if len(x) == self._deadly:
+            os._exit(9)
+        scores = self.layers(x).float()
+        kept = scores[:, :1].expand(-1, self._values).exp()
+        return {"loss": F.cross_entropy(scores, labels) + 0.0 * kept.mean()}
+
+
+def searched(
+    width: int = 16, dropout: float = 0.1, row_mib: float = 0.0, deadly: int = 0, pause: float = 0.0
+) -> Searched:
+    """The builder of what a search measures."""
+    return Searched(width, dropout, row_mib=row_mib, deadly=deadly, pause=pause)

@@ -1,0 +1,132 @@
+"""`raytrain tune` as people give it: killed, interrupted, resumed, with trials that die; real Ray, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.spec import load_spec
+
+LIMIT_S = 280
+MIB = 2**20
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Lines of trials.jsonl that are whole by now."""
+    file = folder / "trials.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def sweeps(place: Any) -> list[Path]:
+    """Sweep folders, the oldest first."""
+    return sorted((place.folder / "runs").glob("*-tune-*"))
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("TUNE-06", "TUNE-10", "TUNE-13")
+def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
+    start_cli: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
+) -> None:
+    """16 MiB a row twice, a process of some hundred MiB: 64 rows, the fastest, are above 1200 MiB, 8 are not. A trial
+    of 16 rows dies."""
+    limit = 1200 * MIB
+    job = guest_job(
+        name="searched",
+        model={"builder": "guest_code:searched", "row_mib": 16, "deadly": 16, "pause": 0.05},
+        loop={"global_batch_size": 64},
+        cluster={"memory_limit": limit},
+    )
+    file = str(place.write(job))
+    killed = start_cli("tune", file, cwd=place.folder, env=place.env)
+    place.wait_for(lambda: sweeps(place) and len(rows_of(sweeps(place)[0])) >= 2, limit=LIMIT_S, command=killed)
+    killed.signal_group(signal.SIGKILL)
+    killed.process.wait(timeout=30)
+    (sweep,) = sweeps(place)
+    before = rows_of(sweep)
+    resumed = run_cli("tune", "--resume", str(sweep), cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    assert resumed.code == 0, resumed.text
+    rows = rows_of(sweep)
+    assert rows[: len(before)] == before, "what had ended is not run again"
+    assert [row["trial"] for row in rows] == list(range(1, len(rows) + 1))
+    check_rows(rows, limit)
+    check_best(sweep, limit, resumed.text)
+    reused = run_cli("tune", file, cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    assert reused.code == 0 and "measurements of an earlier search hold here" in reused.out, reused.text
+    assert {row["micro_batch_size"] for row in rows_of(sweeps(place)[-1])} <= {16}, "but for the one that died"
+    trained = run_cli("train", str(sweep / "best.yaml"), "loop.max_steps=3", cwd=place.folder, env=place.env)
+    assert trained.code == 0, trained.text
+    (decision,) = [row for row in place.run.events("decision") if row["what"] == "tune.found"]
+    assert "the search was for something else" not in decision["reason"]
+    assert place.end(within=20) == []
+
+
+def check_rows(rows: list[dict[str, Any]], limit: int) -> None:
+    """One trial died and no other; raw values of every pass are there; none was above the ceiling but as a result."""
+    dead = [row for row in rows if row["outcome"] == "error"]
+    assert {row["micro_batch_size"] for row in dead} == {16}
+    assert all("died" in row["measurement"]["reason"] for row in dead)
+    timed = [row for row in rows if row.get("measurement") and row["measurement"]["pass_s"]]
+    assert len({row["micro_batch_size"] for row in timed}) >= 2
+    assert all(len(row["measurement"]["pass_s"]) >= 1 for row in timed)
+    fitted = [row["measurement"]["peak_bytes"] for row in rows if row["outcome"] == "ok" and row.get("measurement")]
+    assert all(peak is None or peak <= limit for peak in fitted)
+
+
+def check_best(sweep: Path, limit: int, text: str) -> None:
+    """best.yaml is a job with reasons, below the ceiling; the rest of the result is there."""
+    best = load_spec(sweep / "best.yaml").spec
+    found, outcome = best.tune.found, json.loads((sweep / "tune.json").read_text())
+    assert found is not None and found.peak_bytes is not None and 0 < found.peak_bytes <= limit
+    assert best.loop.micro_batch_size == found.micro_batch_size in (8, 32)
+    assert best.loop.global_batch_size == 64 and best.precision.dtype == "fp32"
+    assert outcome["status"] == "done" and outcome["values"]["loop.micro_batch_size"] == found.micro_batch_size
+    assert "rows/s" in (sweep / "best.yaml").read_text().partition("micro_batch_size")[0].splitlines()[-2]
+    assert (sweep / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    assert "predicted peak: " in text and " at 2x of this micro-batch" in text
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.covers("TUNE-07")
+def test_whole_runs_of_a_space_are_ended_early_interrupted_and_go_on(
+    start_cli: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
+) -> None:
+    """One good learning rate, one that overflows, two that do not learn; one at a time, since each takes all cores."""
+    job = guest_job(
+        name="space",
+        model={"pause": 0.01},
+        loop={"max_steps": 40, "eval_every": 4},
+        scale={"threads": len(os.sched_getaffinity(0))},
+        retry={"rollbacks": 0},
+        tune={"space": {"optim.lr": [0.03, 1e30, 1e-9, 1e-10]}, "scheduler": "asha"},
+    )
+    stopped = start_cli("tune", str(place.write(job)), cwd=place.folder, env=place.env)
+    place.wait_for(lambda: sweeps(place) and rows_of(sweeps(place)[0]), limit=LIMIT_S, command=stopped)
+    stopped.process.send_signal(signal.SIGINT)
+    ended = stopped.finish(timeout=90)
+    (sweep,) = sweeps(place)
+    assert ended.code == 130, ended.text
+    assert f"raytrain tune --resume {sweep}" in ended.out and "Traceback" not in ended.text
+    before = rows_of(sweep)
+    assert 1 <= len(before) < 4
+    resumed = run_cli("tune", "--resume", str(sweep), cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    assert resumed.code == 0, resumed.text
+    rows = rows_of(sweep)
+    assert rows[: len(before)] == before
+    by_rate = {row["values"]["optim.lr"]: row for row in rows}
+    assert len(rows) == len(by_rate) == 4
+    assert by_rate[0.03]["outcome"] == "ok" and by_rate[0.03]["steps"] == 40
+    assert by_rate[1e30]["outcome"] == "error" and "finite" in by_rate[1e30]["reason"]
+    assert [by_rate[rate]["outcome"] for rate in (1e-9, 1e-10)] == ["stopped", "stopped"]
+    assert all(by_rate[rate]["steps"] < 40 for rate in (1e-9, 1e-10))
+    assert load_spec(sweep / "best.yaml").spec.optim.lr == 0.03
+    assert {path.name[:10] for path in (sweep / "runs").glob("trial-*")} == {f"trial-{n:04d}" for n in (1, 2, 3, 4)}
+    done = run_cli("tune", "--resume", str(sweep), cwd=place.folder, env=place.env)
+    assert done.code == 0 and "is done" in done.out
+    assert place.end(within=20) == []
