@@ -83,14 +83,19 @@ def main() -> None:
 @main.command(cls=_keys_option(ALL))
 @click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
 @click.option("--resume", metavar="RUN_DIR", help="go on with this run; `auto`: with the newest unfinished one")
+@click.option("--from-tune", "sweep", metavar="DIR", help="train what this sweep found: its best.yaml")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
-def train(arguments: tuple[str, ...], resume: str | None, verbose: bool) -> None:
+def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, verbose: bool) -> None:
     """Train; without a file, the built-in recipe."""
     from rich.console import Console
 
     from jobs.train import run_train
 
     path, overrides = split_arguments(arguments)
+    if sweep is not None:
+        from jobs.tune import found_job
+
+        path = found_job(sweep, beside=path or resume)
     result = run_train(path, overrides, resume=resume, verbose=verbose, console=Console(highlight=False))
     code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
     sys.stdout.flush()

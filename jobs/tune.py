@@ -106,3 +106,23 @@ def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tupl
         seen = f"{sweep.path}, still being tuned by pid {alive['pid']} on {alive['host']}"
         raise InputError("--resume", seen=seen, expected="a sweep that has ended", remedy="stop it first, or wait")
     return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))
+
+
+def found_job(folder: str, *, beside: object = None) -> Path:
+    """best.yaml of a sweep.
+
+    Args:
+        beside: a JOB.yaml or a run that was given too.
+
+    Raises:
+        InputError: no sweep, one that is not done, another job beside it.
+    """
+    if beside is not None:
+        raise InputError("--from-tune", seen=f"{beside} beside it", expected="one job")
+    best = Path(folder) / "best.yaml"
+    if not best.exists():
+        unfinished = (Path(folder) / "job.json").exists()
+        remedy = f"go on with it: raytrain tune --resume {folder}" if unfinished else ""
+        expected = "the folder of a sweep that is done"
+        raise InputError("--from-tune", seen=f"{folder}, without a best.yaml", expected=expected, remedy=remedy)
+    return best

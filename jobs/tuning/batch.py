@@ -65,7 +65,7 @@ def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     make_importable(orders.folder)
     wanted = Wanted.of(config)
     job: TrainJob = cloudpickle.loads(ray.get(orders.job))
-    data = None if orders.data is None else ray.get(orders.data)
+    data: Any = None if orders.data is None else ray.get(orders.data)
     if job.planned("device") == "cuda":
         await_freed_memory(torch.device("cuda", 0))
         limit_device_memory(torch.device("cuda", 0), fraction=orders.fraction, limit=orders.limit)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray.exceptions
+from ray import cloudpickle
 from ray.tune import Callback
 from ray.tune.search import Searcher
 
@@ -69,11 +72,20 @@ class EndedTrials(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """It raised, or its process died."""
-        error = trial.get_pickled_error() or RuntimeError(trial.get_error() or "it failed without a word")
-        self._trials.ended(trial.config, dict(trial.last_result or {}), error)
+        self._trials.ended(trial.config, dict(trial.last_result or {}), _error_of(trial))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trials": None}
+
+
+def _error_of(trial: Any) -> BaseException:
+    """What ended a trial: Ray writes it to this machine first, and `trial.get_error` reads what it copies later."""
+    pickled, text = trial.pickled_error_file, trial.error_file
+    if pickled is not None and os.path.exists(pickled):
+        return cloudpickle.loads(Path(pickled).read_bytes())
+    if text is not None and os.path.exists(text):
+        return RuntimeError(Path(text).read_text())
+    return RuntimeError("it failed without a word")
 
 
 def why(error: BaseException) -> str:

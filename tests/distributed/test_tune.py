@@ -60,7 +60,7 @@ def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
     reused = run_cli("tune", file, cwd=place.folder, env=place.env, timeout=LIMIT_S)
     assert reused.code == 0 and "measurements of an earlier search hold here" in reused.out, reused.text
     assert {row["micro_batch_size"] for row in rows_of(sweeps(place)[-1])} <= {16}, "but for the one that died"
-    trained = run_cli("train", str(sweep / "best.yaml"), "loop.max_steps=3", cwd=place.folder, env=place.env)
+    trained = run_cli("train", "--from-tune", str(sweep), "loop.max_steps=3", cwd=place.folder, env=place.env)
     assert trained.code == 0, trained.text
     (decision,) = [row for row in place.run.events("decision") if row["what"] == "tune.found"]
     assert "the search was for something else" not in decision["reason"]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from jobs.spec import load_spec
-from jobs.tune import run_tune
+from jobs.tune import found_job, run_tune
 from jobs.tuning.batch_known import Known
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.cache import Cache, still_true
@@ -119,6 +119,16 @@ def test_only_a_sweep_goes_on_and_with_nothing_beside_it(tmp_path: Path) -> None
         with pytest.raises(InputError) as error:
             run_tune(None, overrides, resume=resume, console=Console(quiet=True))
         assert error.value.key == "--resume"
+
+
+def test_train_takes_what_a_sweep_that_is_done_has_found(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    with pytest.raises(InputError, match=f"raytrain tune --resume {tmp_path}"):
+        found_job(str(tmp_path))
+    (tmp_path / "best.yaml").write_text("name: a")
+    assert found_job(str(tmp_path)) == tmp_path / "best.yaml"
+    with pytest.raises(InputError, match="one job"):
+        found_job(str(tmp_path), beside="job.yaml")
 
 
 def test_nothing_imports_ray_before_its_environment_is_set() -> None:
