@@ -13,6 +13,8 @@ from raytrain.measurement import Candidate
 PASSES, MEMORY_PASSES = 3, 2
 #: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included.
 MOST_SIZES, MOST_STEPS = 6, 25
+#: The second size is up to so many times the first.
+FIRST_RATIO = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class BatchSpace:
         smallest = min(self.sizes)
         begin = self.sizes[1] if len(self.sizes) > 3 and smallest == 1 else smallest
         later = [size for size in self.sizes if size > begin]
-        within = [size for size in later if size <= GROWTH * begin]
+        within = [size for size in later if size <= FIRST_RATIO * begin]
         return (begin, within[-1] if within else later[0]) if later else (begin,)
 
     def score(self, size: int, pass_s: float, update_s: float) -> float:
@@ -72,10 +74,6 @@ class BatchSpace:
         if self.noise_rows is None or self.rows_per_step is not None:
             return speed
         return speed * (self.noise_rows + self.workers * self.sizes[0]) / (self.noise_rows + self.workers * size)
-
-
-#: A line is not trusted further than so many times the largest size that it was drawn through.
-GROWTH = 8
 
 
 @dataclass(frozen=True)

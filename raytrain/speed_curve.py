@@ -18,6 +18,8 @@ from raytrain.memory_line import MemoryLine, fit
 LEAST_NOISE = 0.002
 #: Two sizes give a line that may be drawn on where one is at least so many times the other.
 APART = 4
+#: So many times the largest measured size a line is trusted; further where passes have hardly taken longer so far.
+GROWTH, GROWTH_WHERE_FLAT, FLAT = 8, 32, 1.25
 
 
 class SpeedCurve:
@@ -119,6 +121,19 @@ class SpeedCurve:
     def best(self) -> float:
         """The best score that was measured; 0 where nothing was."""
         return max((self.score(size) for size in self.measured), default=0.0)
+
+    @cached_property
+    def reach(self) -> float:
+        """The best score that any size that fits can have, by the bounds; 0 where nothing was measured."""
+        return max((self.bound(size) for size in self.fitting()), default=0.0) if self.measured else 0.0
+
+    @property
+    def growth(self) -> int:
+        """How many times the largest measured size the next one may be: further where a row has cost next to nothing,
+        as on a GPU that its first rows do not fill."""
+        known = self.measured
+        flat = len(known) > 1 and self.pass_s(known[-1]) < FLAT * self.pass_s(known[0])
+        return GROWTH_WHERE_FLAT if flat else GROWTH
 
     def error(self, size: int) -> float:
         """Relative standard error of the median pass at a measured size: from the noise of all sizes, or its own."""
