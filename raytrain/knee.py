@@ -80,6 +80,7 @@ def unsure_size(curve: SpeedCurve) -> int | None:
 
 
 def size_reason(curve: SpeedCurve, size: int) -> str:
+    """Why this size, in words: its throughput, the best one, and what memory allows."""
     best = max(curve.measured, key=curve.score)
     unit = "rows/s" if curve.space.noise_rows is None else "rows/s weighed by what a row is worth"
     told = f"{curve.score(size):.4g} {unit}"

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raytrain.measurement import Measurement
+
 
 @dataclass(frozen=True)
 class MemoryLine:
@@ -30,6 +32,18 @@ class MemoryLine:
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
         return asdict(self)
+
+
+def points(measurements: Iterable[Measurement]) -> list[tuple[int, int]]:
+    """(rows, peak bytes) of those that fitted, for `fit`.
+
+    A process keeps something of each size that it has met (compiled kernels), so that its floor rises: every peak is
+    what its own size added, on top of the highest floor.
+    """
+    good = [one for one in measurements if one.outcome == "ok"]
+    found = [(one.candidate.micro_batch_size, one.peak_bytes, one.floor_bytes or 0) for one in good if one.peak_bytes]
+    base = max((floor for _, _, floor in found), default=0)
+    return [(rows, peak - floor + base) for rows, peak, floor in found]
 
 
 def fit(points: Sequence[tuple[int, int]]) -> MemoryLine:

@@ -22,7 +22,7 @@ from raytrain.config import (
 )
 from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
-from raytrain.plan_memory import ShareOut, estimate_bytes
+from raytrain.plan_memory import ShareOut, doubt_of_memory, estimate_bytes
 from raytrain.plan_steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -32,6 +32,7 @@ from raytrain.plan_steps import (
     choose_lr,
     choose_storage,
     choose_warmup,
+    leave_to_memory,
 )
 from raytrain.plan_time import predict_step
 from raytrain.plan_values import (
@@ -194,15 +195,18 @@ def make_plan(
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    allowed = _allowed(cluster.memory_fraction, machines, inventory, workers=workers.value)
+    allowed = _allowed(cluster, machines, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out,
     )  # fmt: skip
-    _warn_of_memory(estimates["memory"], allowed, warnings)
-    decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
+    doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
+    settled = leave_to_memory(loop, batches, doubt=doubt)
+    if isinstance(settled["micro_batch_size"], Resolved):
+        _warn_of_memory(estimates["memory"], allowed, warnings)
+    decided: dict[str, Choice] = {**choices, **settled, **length, **estimates}
     return Plan(
         **decided,
         step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
@@ -247,20 +251,20 @@ def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
     return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
 
 
-def _allowed(fraction: float, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
-    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's;
-    None where nobody knows."""
+def _allowed(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
+    and never more than `cluster.memory_limit`; None where nobody knows."""
     if machines.on_gpu:
-        free = min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus)
-        return int(fraction * free) if free else None
-    counts = spread(workers, machines, inventory)
-    rooms = [
-        (node.memory_bytes if node.free_bytes is None else node.free_bytes, counts[node.host])
-        for node in inventory.nodes
-        if node.host in counts
-    ]
-    free, share = min(rooms, key=lambda pair: pair[0] / pair[1])
-    return int(fraction * free / share) if free else None
+        room = float(min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus))
+    else:
+        counts = spread(workers, machines, inventory)
+        room = min(
+            (node.memory_bytes if node.free_bytes is None else node.free_bytes) / counts[node.host]
+            for node in inventory.nodes
+            if node.host in counts
+        )
+    known = [int(value) for value in (cluster.memory_fraction * room, cluster.memory_limit) if value]
+    return min(known, default=None)
 
 
 def _is(choice: Choice, value: Any) -> bool:

@@ -20,11 +20,12 @@ from raytrain.data.resident import place, verify_placement
 from raytrain.data.sources import Source, open_source
 from raytrain.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.evaluation import evaluate
-from raytrain.feed import Feed
+from raytrain.feed import Feed, most_passes
 from raytrain.gradients import Workers
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.measurement import Candidate, Measurement
+from raytrain.memory import limit_device_memory
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
@@ -54,6 +55,7 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
+        limit_device_memory(self.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
         if threads:
@@ -105,12 +107,12 @@ class Session:
             seed_everything(job.seed + self.workers.rank)
 
     def _feed(self) -> Feed:
-        job = self.job
+        job, micro = self.job, self.job.plan.micro_batch_size
         batches = StepBatches(
             self.source.train,
             seed=job.seed,
             global_batch=int(job.planned("global_batch_size")),
-            micro_batch=int(job.planned("micro_batch_size")),
+            micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is settled
             rank=self.workers.rank,
             world=self.workers.world,
             device=self.device,
@@ -181,6 +183,15 @@ class Session:
             split = None if self.source.eval is None else self._eval_split()
             self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
         return self._probe.measure(candidate, budget_bytes=budget_bytes, passes=passes, with_memory=with_memory)
+
+    def use_micro_batch(self, chosen: Resolved) -> None:
+        """From now on, and in whatever session follows this one after a rewind."""
+        total, world = int(self.job.planned("global_batch_size")), self.workers.world
+        passes = most_passes(total, micro_batch=chosen.value, world=world)
+        accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world} workers")
+        plan = replace(self.job.plan, micro_batch_size=chosen, accumulation=accumulation)
+        self.job = replace(self.job, plan=plan)
+        self.feed.batches.micro_batch = chosen.value
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from raytrain.batch_space import MEMORY_PASSES, BatchSpace
 from raytrain.measurement import Measurement
-from raytrain.memory_line import MemoryLine, fit
+from raytrain.memory_line import MemoryLine, fit, points
 
 #: Bound of one pass's relative standard deviation where too few passes tell.
 LEAST_NOISE = 0.002
@@ -44,6 +45,7 @@ class SpeedCurve:
         self.nonfinite = ""
         self.steps = 0
         self._updates: list[float] = []
+        self._read: list[Measurement] = []
         for one in measurements:
             if one.candidate.precision == precision:
                 self._take(one)
@@ -56,6 +58,7 @@ class SpeedCurve:
             self.floors.append(one.floor_bytes)
         if one.peak_bytes is not None:
             self.peaks[size] = max(one.peak_bytes, self.peaks.get(size, 0))
+            self._read.append(replace(one, outcome="ok"))  # above the budget it is a point of the line all the same
         budget = self.space.budget_bytes
         over = one.peak_bytes is not None and budget is not None and one.peak_bytes > budget
         if one.outcome == "out_of_memory" or over:
@@ -77,8 +80,8 @@ class SpeedCurve:
 
     def line_without(self, size: int | None) -> MemoryLine | None:
         """The line that does not know this size's own peak: what was predicted for it."""
-        points = [(rows, peak) for rows, peak in self.peaks.items() if rows != size]
-        return fit(points) if len(points) > 1 else None
+        known = points(one for one in self._read if one.candidate.micro_batch_size != size)
+        return fit(known) if len({rows for rows, _ in known}) > 1 else None
 
     def fitting(self) -> tuple[int, ...]:
         """Sizes that have not failed and that memory allows as far as is known."""

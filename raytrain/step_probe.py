@@ -36,8 +36,6 @@ from raytrain.untouched import restored_steps, skipped_steps, untouched
 
 #: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
 ACCUMULATED = 2
-#: Two, not one: a batch norm refuses to train on one row.
-WARM_UP_ROWS = 2
 #: Steps over which the optimizer alone is timed, once in the life of a probe.
 OPTIMIZER_STEPS = 3
 #: A new loss scale of fp16 is halved so often, at most, before a gradient counts as not finite.
@@ -74,9 +72,7 @@ class StepProbe:
         self._longest = {id(split): longest_row(split) for split in (feed.batches.split, eval_split) if split}
         self._optimizer_s: float | None = None
 
-    def measure(
-        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
-    ) -> Measurement:
+    def measure(self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool) -> Measurement:
         """See `Session.measure`."""
         found = _Found()
         with self._computing_as(candidate):
@@ -111,21 +107,25 @@ class StepProbe:
 
     def _read_memory(self, micro: int, found: _Found, *, budget: int | None) -> None:
         with exact_memory(self.device):
-            # few rows first: what a first pass allocates once and for all is no part of a row
-            few = self._rows(min(micro, WARM_UP_ROWS), passes=1, longest=True)
-            if not self._try(partial(self._backward, few), found, budget):
+            # once before the meter is made: what this size allocates for good, such as kernels, is no part of a row
+            rows = self._rows(micro, passes=ACCUMULATED, longest=True)
+            if not self._try(partial(self._warm_up, rows[0]), found, budget):
                 return
-            self.step.gradients.zero_()
             if not self._try(self._update, found, budget):
                 return
             meter = PeakMeter(self.device)
             found.floor = meter.floor
-            rows = self._rows(micro, passes=ACCUMULATED, longest=True)
             fits = self._try(partial(self._first, rows, found), found, budget)
             fits = fits and self._try(partial(self._update, found), found, budget)
             if fits and self.eval_split is not None:
                 fits = self._try(partial(self._evaluate, micro), found, budget)
             found.peak = meter.peak() if fits else None
+
+    def _warm_up(self, rows: np.ndarray) -> None:
+        self._backward([rows])
+        if self.eval_split is not None:
+            self._evaluate(len(rows))
+        self.step.gradients.zero_()
 
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module

@@ -139,6 +139,11 @@ def labels_weight(batch: Batch) -> int:
     return rows(batch)
 
 
+def parameters_of(module: nn.Module) -> int:
+    """Number of parameters, frozen ones included."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def rows(batch: Batch) -> int:
     """Rows of a batch: the first dimension of its first tensor."""
     for value in batch.values():
