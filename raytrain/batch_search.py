@@ -194,7 +194,7 @@ class _Search:
         """Precisions that beat the reference on time, the fastest first."""
         others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
         if chosen_size(self.lead) is None:
-            return others
+            return sorted(others, key=lambda curve: curve.best, reverse=True)
         faster = [curve for curve in others if self._gain(curve) > 1 + WORTHWHILE_GAIN]
         return sorted(faster, key=self._gain, reverse=True)
 

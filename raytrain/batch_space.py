@@ -11,7 +11,8 @@ from raytrain.measurement import Candidate
 
 #: Passes of one timed measurement, the dropped warm-up not counted; and of a reading of memory, which is not timed.
 PASSES, MEMORY_PASSES = 3, 2
-#: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included.
+#: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included;
+#: only a confirmation that fails is followed by another one beyond that.
 MOST_SIZES, MOST_STEPS = 6, 25
 #: The second size is up to so many times the first.
 FIRST_RATIO = 8
@@ -71,7 +72,7 @@ class BatchSpace:
         """
         rows = self.rows_per_step or size
         speed = rows / (math.ceil(rows / size) * pass_s + update_s)
-        if self.noise_rows is None or self.rows_per_step is not None:
+        if self.noise_rows is None or math.isinf(self.noise_rows) or self.rows_per_step is not None:
             return speed
         return speed * (self.noise_rows + self.workers * self.sizes[0]) / (self.noise_rows + self.workers * size)
 

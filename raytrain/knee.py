@@ -26,7 +26,7 @@ def _to_reach(curve: SpeedCurve) -> float:
 def chosen_size(curve: SpeedCurve) -> int | None:
     """The smallest measured size within `NEAR` of the best; None where nothing measured fits, or it is of no use.
 
-    Where noise blurs the comparison a smaller size has to be nearer by half a standard error.
+    Where noise blurs the comparison a smaller size has to be nearer by a standard error.
     """
     if curve.nonfinite or not curve.measured:
         return None

@@ -411,6 +411,8 @@ def test_goodput_prefers_the_smaller_batch_where_rows_agree() -> None:
 def test_a_given_global_batch_is_never_wasted_on_goodput() -> None:
     space = BatchSpace(("fp32",), sizes_dividing(64, 1), 64, None, noise_rows=1.0)
     assert space.score(8, 1.0, 0.0) == 8.0
+    free = BatchSpace(("fp32",), POWERS, None, None, noise_rows=math.inf)
+    assert free.score(8, 1.0, 0.0) == 8.0, "an infinite noise wastes no row"
 
 
 # ---------------------------------------------------------------- the space
