@@ -22,8 +22,10 @@ from raytrain.speed_curve import SpeedCurve
 
 __all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
 
-#: A precision whose two first sizes promise less than this of what it has to reach is dropped.
+#: A precision whose bounds promise less than this part of what it has to reach is dropped.
 HOPELESS = 0.95
+#: A line of memory is read again beyond so many times the sizes that it was drawn through.
+FAR = 2
 
 
 def next_proposals(
@@ -64,28 +66,31 @@ class _Search:
     # -- what to measure --------------------------------------------------------------------------
 
     def wanted(self) -> list[Proposal]:
-        """Everything that could be measured at the same time, the most urgent first."""
-        lead = self._of(self.lead)
-        others = [self._of(curve) for name, curve in self.curves.items() if name != self.space.lead]
-        found = [*lead, *(one for wanted in others for one in wanted)]
+        """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
+        reference's before the others', then whatever promises most."""
+        curves = sorted(self.curves.values(), key=lambda curve: curve is not self.lead)
+        begun = [one for curve in curves for one in self._begin(curve)]
+        by_promise = sorted(curves, key=lambda curve: -curve.reach)
+        found = begun + [one for curve in by_promise if not self._begin(curve) for one in self._go_on(curve)]
         return found or self._between() or self._gate() or self._confirm()
 
-    def _of(self, curve: SpeedCurve) -> list[Proposal]:
-        """What one precision needs next."""
-        first = self._first(curve)
-        if curve.nonfinite or not first or (len(curve.broken) > 1 and not curve.seconds):
+    def _begin(self, curve: SpeedCurve) -> list[Proposal]:
+        """The first sizes of a precision that have not been measured."""
+        if curve.nonfinite or (len(curve.broken) > 1 and not curve.seconds):
             return []
-        if any(size not in curve.seconds for size in first):
-            return [self._timed(curve, size, with_memory=self._unread(curve, size)) for size in first
-                    if size not in curve.seconds]  # fmt: skip
-        if curve is not self.lead and self._hopeless(curve):
-            return []
+        missing = [size for size in self._first(curve) if size not in curve.seconds]
+        return [self._timed(curve, size, with_memory=self._unread(curve, size)) for size in missing]
+
+    def _go_on(self, curve: SpeedCurve) -> list[Proposal]:
+        """What one precision needs after its first sizes."""
         left = MOST_STEPS - curve.steps - self._reserved()
-        if left < 2:
+        if curve.nonfinite or not curve.measured or left < 2 or self._outdone(curve):
             return []
         size = next_size(curve) if curve.sizes_tried < MOST_SIZES else None
         if size is not None:
-            return [self._timed(curve, size, most=left - 1)]
+            read = left >= 2 + MEMORY_PASSES and self._frontier(curve, size)
+            most = left - 1 - (MEMORY_PASSES if read else 0)
+            return [self._timed(curve, size, most=most, with_memory=read)]
         unsure = unsure_size(curve)
         return [] if unsure is None or left < 3 else [self._timed(curve, unsure, most=left - 1)]
 
@@ -110,14 +115,34 @@ class _Search:
         """Steps kept for the confirmation of a peak."""
         return MEMORY_PASSES if self.space.budget_bytes is not None else 0
 
+    def _frontier(self, curve: SpeedCurve, size: int) -> bool:
+        """Whether larger sizes are out only by a line of memory that is drawn on from far smaller ones: an allocator
+        that takes memory in large pieces makes it a rough one, so that it is read again here."""
+        if not self._unread(curve, size) or curve.too_large is not None or not curve.peaks:
+            return False
+        return size == curve.fitting()[-1] < self.space.sizes[-1] and size > FAR * max(curve.peaks)
+
     def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES, with_memory: bool = False) -> Proposal:
         passes = max(1, min(PASSES, most))
         return Proposal(Candidate(curve.precision, size), passes=passes, with_memory=with_memory)
 
-    def _hopeless(self, curve: SpeedCurve) -> bool:
-        """Even drawn on over all sizes, its first two stay behind what the reference has shown."""
-        reach = max((curve.bound(size) for size in curve.fitting()), default=0.0) if curve.measured else 0.0
-        return reach < HOPELESS * (1 + WORTHWHILE_GAIN) * self.lead.best
+    def _outdone(self, curve: SpeedCurve) -> bool:
+        """Whether a precision cannot win any more, whatever its unmeasured sizes give by their bounds: another one,
+        that no gate has refused, is ahead. To be ahead of the reference takes a gain that is worth its rounding."""
+        for rival in self.curves.values():
+            if rival is curve or rival.nonfinite or self._refused(rival):
+                continue
+            needed = rival.best
+            if self.lead in (curve, rival):
+                needed *= 1 + WORTHWHILE_GAIN if rival is self.lead else 1 / (1 + WORTHWHILE_GAIN)
+            if curve.reach < HOPELESS * needed:
+                return True
+        return False
+
+    def _refused(self, curve: SpeedCurve) -> str:
+        """What the gate said against a precision, if it did."""
+        gate = self.gates.get(curve.precision)
+        return "" if gate is None else gate_refusal(gate)
 
     def _between(self) -> list[Proposal]:
         """More passes of the reference and of whoever may or may not beat it, where noise decides between them."""
@@ -126,7 +151,7 @@ class _Search:
             return []
         for curve in self.curves.values():
             size = chosen_size(curve)
-            if curve is self.lead or size is None or self._hopeless(curve):
+            if curve is self.lead or size is None or self._outdone(curve):
                 continue
             doubt = doubt_of(self.lead, lead, curve, size)
             if doubt > SURE and abs(self._gain(curve) / (1 + WORTHWHILE_GAIN) - 1) < 2 * doubt:
@@ -145,7 +170,7 @@ class _Search:
                 both = [size for size in curve.measured if size in self.lead.measured]
                 size = max((size for size in both if size in self.space.first_sizes()), default=self.lead.measured[0])
                 return [Proposal(Candidate(curve.precision, size), passes=0, gate_steps=self.space.gate_steps)]
-            if not gate_refusal(self.gates[curve.precision]):
+            if not self._refused(curve):
                 return []
         return []
 
@@ -169,7 +194,7 @@ class _Search:
         """Precisions that beat the reference on time, the fastest first."""
         others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
         if chosen_size(self.lead) is None:
-            return others
+            return sorted(others, key=lambda curve: curve.best, reverse=True)
         faster = [curve for curve in others if self._gain(curve) > 1 + WORTHWHILE_GAIN]
         return sorted(faster, key=self._gain, reverse=True)
 
@@ -177,8 +202,8 @@ class _Search:
         """The first that also passes its gate, else the reference; None where nothing runs."""
         alone = chosen_size(self.lead) is None
         for curve in self._winners():
-            gate = self.gates.get(curve.precision)
-            if alone or not self.space.gate_steps or (gate is not None and not gate_refusal(gate)):
+            passed = curve.precision in self.gates and not self._refused(curve)
+            if alone or not self.space.gate_steps or passed:
                 return curve
         return None if alone else self.lead
 
@@ -193,11 +218,9 @@ class _Search:
         if curve is self.lead or chosen_size(self.lead) is None:
             return ""
         told = f"{self._gain(curve):.2f} times as fast as {self.space.lead}"
-        gate = self.gates.get(curve.precision)
-        refusal = gate_refusal(gate) if gate is not None else ""
-        if refusal:
-            return f"measured {told}, but refused: {refusal}"
-        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self._hopeless(curve) else ""
+        if self._refused(curve):
+            return f"measured {told}, but refused: {self._refused(curve)}"
+        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self._outdone(curve) else ""
         return f"measured {told}{few}"
 
     def decision(self) -> BatchDecision:
@@ -228,5 +251,8 @@ class _Search:
         if curve is not self.lead and chosen_size(self.lead) is not None:
             checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
             gain = f"{self._gain(curve):.2f} times as fast as {self.space.lead}, each at its own best size"
+            if self._outdone(self.lead):  # and so not measured to its end
+                ratio = self.space.lead, curve.best / self.lead.reach
+                gain = f"at least {ratio[1]:.2f} times as fast as {ratio[0]} can be at any size"
             told.insert(0, f"measured {gain}{checked}")
         return "; ".join(told) or f"nothing but {curve.precision} to compare"

@@ -11,8 +11,11 @@ from raytrain.measurement import Candidate
 
 #: Passes of one timed measurement, the dropped warm-up not counted; and of a reading of memory, which is not timed.
 PASSES, MEMORY_PASSES = 3, 2
-#: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included.
+#: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included;
+#: only a confirmation that fails is followed by another one beyond that.
 MOST_SIZES, MOST_STEPS = 6, 25
+#: The second size is up to so many times the first.
+FIRST_RATIO = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class BatchSpace:
         smallest = min(self.sizes)
         begin = self.sizes[1] if len(self.sizes) > 3 and smallest == 1 else smallest
         later = [size for size in self.sizes if size > begin]
-        within = [size for size in later if size <= GROWTH * begin]
+        within = [size for size in later if size <= FIRST_RATIO * begin]
         return (begin, within[-1] if within else later[0]) if later else (begin,)
 
     def score(self, size: int, pass_s: float, update_s: float) -> float:
@@ -69,13 +72,9 @@ class BatchSpace:
         """
         rows = self.rows_per_step or size
         speed = rows / (math.ceil(rows / size) * pass_s + update_s)
-        if self.noise_rows is None or self.rows_per_step is not None:
+        if self.noise_rows is None or math.isinf(self.noise_rows) or self.rows_per_step is not None:
             return speed
         return speed * (self.noise_rows + self.workers * self.sizes[0]) / (self.noise_rows + self.workers * size)
-
-
-#: A line is not trusted further than so many times the largest size that it was drawn through.
-GROWTH = 8
 
 
 @dataclass(frozen=True)

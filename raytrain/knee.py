@@ -5,7 +5,7 @@ Pure, without torch.
 
 from __future__ import annotations
 
-from raytrain.batch_space import GROWTH, nearest_at_most
+from raytrain.batch_space import nearest_at_most
 from raytrain.speed_curve import SpeedCurve
 
 #: A smaller size is taken where it gives up no more than this of the best throughput.
@@ -20,14 +20,13 @@ CAUTION = 1.0
 
 def _to_reach(curve: SpeedCurve) -> float:
     """What is called the best: measured, or a little more where the bounds promise it."""
-    promised = max((curve.bound(size) for size in curve.fitting()), default=0.0)
-    return max(curve.best, min(promised, (1 + WORTH_A_LOOK) * curve.best))
+    return max(curve.best, min(curve.reach, (1 + WORTH_A_LOOK) * curve.best))
 
 
 def chosen_size(curve: SpeedCurve) -> int | None:
     """The smallest measured size within `NEAR` of the best; None where nothing measured fits, or it is of no use.
 
-    Where noise blurs the comparison a smaller size has to be nearer by half a standard error.
+    Where noise blurs the comparison a smaller size has to be nearer by a standard error.
     """
     if curve.nonfinite or not curve.measured:
         return None
@@ -51,7 +50,7 @@ def next_size(curve: SpeedCurve) -> int | None:
     if larger:
         top = max(bounds[size] for size in larger)
         knee = min(size for size in larger if bounds[size] >= (1 - NEAR) * top)
-        limit = max(GROWTH * known[-1], larger[0])
+        limit = max(curve.growth * known[-1], larger[0])
         return nearest_at_most([size for size in bounds if known[-1] < size <= knee], limit)
     if faster:
         return max(faster, key=lambda size: bounds[size])
@@ -81,6 +80,7 @@ def unsure_size(curve: SpeedCurve) -> int | None:
 
 
 def size_reason(curve: SpeedCurve, size: int) -> str:
+    """Why this size, in words: its throughput, the best one, and what memory allows."""
     best = max(curve.measured, key=curve.score)
     unit = "rows/s" if curve.space.noise_rows is None else "rows/s weighed by what a row is worth"
     told = f"{curve.score(size):.4g} {unit}"

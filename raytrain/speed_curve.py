@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from raytrain.batch_space import MEMORY_PASSES, BatchSpace
 from raytrain.measurement import Measurement
-from raytrain.memory_line import MemoryLine, fit
+from raytrain.memory_line import MemoryLine, fit, points
 
 #: Bound of one pass's relative standard deviation where too few passes tell.
 LEAST_NOISE = 0.002
 #: Two sizes give a line that may be drawn on where one is at least so many times the other.
 APART = 4
+#: So many times the largest measured size a line is trusted; further where passes have hardly taken longer so far.
+GROWTH, GROWTH_WHERE_FLAT, FLAT = 8, 32, 1.25
 
 
 class SpeedCurve:
@@ -42,6 +45,7 @@ class SpeedCurve:
         self.nonfinite = ""
         self.steps = 0
         self._updates: list[float] = []
+        self._read: list[Measurement] = []
         for one in measurements:
             if one.candidate.precision == precision:
                 self._take(one)
@@ -54,6 +58,7 @@ class SpeedCurve:
             self.floors.append(one.floor_bytes)
         if one.peak_bytes is not None:
             self.peaks[size] = max(one.peak_bytes, self.peaks.get(size, 0))
+            self._read.append(replace(one, outcome="ok"))  # above the budget it is a point of the line all the same
         budget = self.space.budget_bytes
         over = one.peak_bytes is not None and budget is not None and one.peak_bytes > budget
         if one.outcome == "out_of_memory" or over:
@@ -75,8 +80,8 @@ class SpeedCurve:
 
     def line_without(self, size: int | None) -> MemoryLine | None:
         """The line that does not know this size's own peak: what was predicted for it."""
-        points = [(rows, peak) for rows, peak in self.peaks.items() if rows != size]
-        return fit(points) if len(points) > 1 else None
+        known = points(one for one in self._read if one.candidate.micro_batch_size != size)
+        return fit(known) if len({rows for rows, _ in known}) > 1 else None
 
     def fitting(self) -> tuple[int, ...]:
         """Sizes that have not failed and that memory allows as far as is known."""
@@ -119,6 +124,19 @@ class SpeedCurve:
     def best(self) -> float:
         """The best score that was measured; 0 where nothing was."""
         return max((self.score(size) for size in self.measured), default=0.0)
+
+    @cached_property
+    def reach(self) -> float:
+        """The best score that any size that fits can have, by the bounds; 0 where nothing was measured."""
+        return max((self.bound(size) for size in self.fitting()), default=0.0) if self.measured else 0.0
+
+    @property
+    def growth(self) -> int:
+        """How many times the largest measured size the next one may be: further where a row has cost next to nothing,
+        as on a GPU that its first rows do not fill."""
+        known = self.measured
+        flat = len(known) > 1 and self.pass_s(known[-1]) < FLAT * self.pass_s(known[0])
+        return GROWTH_WHERE_FLAT if flat else GROWTH
 
     def error(self, size: int) -> float:
         """Relative standard error of the median pass at a measured size: from the noise of all sizes, or its own."""

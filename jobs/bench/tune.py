@@ -81,7 +81,7 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> Measurement:
 
 
 def _model(found: Measurement, options: TuneOptions, name: str, job_of: JobOf, top: int, say: Say) -> _Model:
-    bench = Bench(job_of(options, batch=top), sizes_free(top, 1), options.gate_steps)
+    bench = Bench(job_of(options, size=top), sizes_free(top, 1), options.gate_steps, options.free)
     model = _Model(name, bench, job_of)
     before, budget = _hash(bench), bench.budget()
     say(f"{name}: {len(bench.sizes)} sizes in {' and '.join(PRECISIONS)}")
@@ -154,10 +154,11 @@ def _named(point: Candidate) -> str:
 def _training(options: TuneOptions, job_of: JobOf, point: Candidate) -> Callable[[], float]:
     """A block of real training steps at one point; returns the seconds of a row."""
     size = point.micro_batch_size
-    arm = SessionArm(job_of(options, batch=size), precision=point.precision)
-    arm.run(2)
-    steps = max(1, min(1000, round(options.block_s / (arm.run(3) / 3))))
-    return lambda: arm.run(steps) / (steps * size)
+    arm = SessionArm(job_of(options, size=size), precision=point.precision)
+    rows = arm.session.feed.batches.global_batch
+    arm.run(1)
+    steps = max(1, min(1000, round(options.block_s / arm.run(1))))
+    return lambda: arm.run(steps) / (steps * rows)
 
 
 # -- ceilings -------------------------------------------------------------------------------------

@@ -29,33 +29,38 @@ DOUBLING_STEPS = 3
 MEMORY_FRACTION = 0.9
 
 
-def wide_job(options: TuneOptions, *, batch: int) -> dict[str, Any]:
+def wide_job(options: TuneOptions, *, size: int) -> dict[str, Any]:
     """A perceptron of three wide hidden layers on drawn features."""
     draw = torch.Generator().manual_seed(options.seed)
     rows = options.wide_top
     features = torch.randn(rows, options.wide, generator=draw)
     data = {"x": features, "labels": torch.randint(CLASSES, (rows,), generator=draw)}
     model = {"builder": "raytrain.models.mlp:mlp", "hidden": [options.wide] * 3, "num_classes": CLASSES}
-    return _job(options, model, data, batch)
+    return _job(options, model, data, size, rows)
 
 
-def narrow_job(options: TuneOptions, *, batch: int) -> dict[str, Any]:
+def narrow_job(options: TuneOptions, *, size: int) -> dict[str, Any]:
     """A GPT of two narrow layers on drawn bytes."""
     draw = torch.Generator().manual_seed(options.seed)
-    context = options.narrow_context
-    tokens = torch.randint(97, 123, ((options.narrow_top + 2) * context,), generator=draw, dtype=torch.uint8)
+    context, rows = options.narrow_context, options.narrow_top
+    tokens = torch.randint(97, 123, ((rows + 2) * context,), generator=draw, dtype=torch.uint8)
     sizes = {"layers": 2, "heads": 4, "width": options.narrow, "context": context}
-    return _job(options, {"builder": "raytrain.models.gpt:gpt", **sizes}, bytes(tokens.tolist()), batch)
+    return _job(options, {"builder": "raytrain.models.gpt:gpt", **sizes}, bytes(tokens.tolist()), size, rows)
 
 
-def _job(options: TuneOptions, model: dict[str, Any], data: Any, batch: int) -> dict[str, Any]:
+def _job(options: TuneOptions, model: dict[str, Any], data: Any, size: int, rows: int) -> dict[str, Any]:
     threads = options.threads if isinstance(options.threads, int) else local_inventory().cpus
     return {
         "name": "bench-tune",
         "seed": options.seed,
         "model": model,
         "data": {"train": data, "eval_fraction": 0.0},
-        "loop": {"max_steps": 1_000_000, "global_batch_size": batch, "micro_batch_size": batch, "log_every": 0},
+        "loop": {
+            "max_steps": 1_000_000,
+            "global_batch_size": size if options.free else rows,
+            "micro_batch_size": size,
+            "log_every": 0,
+        },
         "precision": {"dtype": "fp32"},
         "scale": {"workers": 1, "mode": "cpu", "threads": threads},
     }
@@ -96,6 +101,7 @@ class Bench:
     job: dict[str, Any]
     sizes: tuple[int, ...]
     gate_steps: int
+    free: bool
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,8 +139,9 @@ class Bench:
         return {size: one.peak_bytes or 0 for size, one in found.items()}
 
     def space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
-        """Of a global batch that is free."""
-        return BatchSpace(tuple(precisions), self.sizes, None, budget, gate_steps=self.gate_steps)
+        """All sizes, of steps of the largest one's rows, or of their own."""
+        rows = None if self.free else self.sizes[-1]
+        return BatchSpace(tuple(precisions), self.sizes, rows, budget, gate_steps=self.gate_steps)
 
     def search(self, precisions: Sequence[str] = PRECISIONS, *, budget: int | None) -> Found:
         """Ours, from nothing to a decision."""

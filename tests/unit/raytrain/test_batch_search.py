@@ -145,7 +145,7 @@ def test_without_noise_it_agrees_with_brute_force(seed: int) -> None:
     found = searched(space, machine)
     truth = scores(space, machine)
     assert share_of_best(space, machine, found) >= 0.95
-    assert steps_apart(space, found.decision.candidate.micro_batch_size, smallest_near(truth)) <= 2
+    assert steps_apart(space, found.decision.candidate.micro_batch_size, smallest_near(truth)) <= 3
     assert found.decision.complete and found.decision.steps["fp32"] <= MOST_STEPS
     assert len({one.candidate for one in found.measurements}) <= MOST_SIZES
 
@@ -230,6 +230,22 @@ def test_a_peak_above_its_prediction_leads_to_a_smaller_size() -> None:
     assert chosen < 256 and machine.peak(chosen) <= 1.6e9 and found.decision.complete
 
 
+@pytest.mark.parametrize("per_row", [0.3, 1.1, 2.6, 5.3])
+@pytest.mark.parametrize("budget", [2, 10, 80])
+def test_an_allocator_that_takes_large_pieces_misleads_nobody(per_row: float, budget: int) -> None:
+    """Two small sizes differ by a piece of 20 MiB or by none."""
+    piece = 20 << 20
+
+    def peak(size: int) -> float:
+        return piece * math.ceil((3e8 + per_row * 2**20 * size) / piece)
+
+    machine = Machine({"fp32": rising}, peak=peak)
+    space = BatchSpace(("fp32",), sizes_free(2**15, 1), None, budget << 30)
+    found = searched(space, machine).decision
+    assert steps_apart(space, found.candidate.micro_batch_size, max(scores(space, machine))) <= 1
+    assert found.measured_peak is not None and found.measured_peak <= budget << 30
+
+
 def test_nothing_fits() -> None:
     space = BatchSpace(("fp32", "bf16"), POWERS, None, 10**9)
     with pytest.raises(RunError, match=r"no micro-batch fits into 954 MiB.*1 row takes 955 MiB.*cluster.memory_limit"):
@@ -287,10 +303,19 @@ def two(speed: float, **more: Any) -> tuple[BatchSpace, Machine]:
 def test_a_faster_precision_is_gated_once_and_taken() -> None:
     found = searched(*two(2.0))
     assert found.decision.candidate.precision == "bf16"
-    assert "2.00 times as fast as fp32" in found.decision.precision.reason
+    assert "1.97 times as fast as fp32 can be at any size" in found.decision.precision.reason
     assert "loss and gradient norm agree" in found.decision.precision.reason
     gates = [one for one in found.asked if one.gate_steps]
     assert [(one.candidate.precision, one.gate_steps, one.passes) for one in gates] == [("bf16", 20, 0)]
+
+
+def test_a_reference_that_cannot_win_any_more_is_not_measured_further_unless_the_gate_refuses_the_other() -> None:
+    def asked_of_fp32(machine: Machine, space: BatchSpace) -> int:
+        return sum(one.candidate.precision == "fp32" for one in searched(space, machine).asked)
+
+    space, machine = two(2.0)
+    refused = replace(machine, gate={"bf16": report("bf16", error="no kernel")})
+    assert asked_of_fp32(machine, space) == 2 < asked_of_fp32(refused, space)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +411,8 @@ def test_goodput_prefers_the_smaller_batch_where_rows_agree() -> None:
 def test_a_given_global_batch_is_never_wasted_on_goodput() -> None:
     space = BatchSpace(("fp32",), sizes_dividing(64, 1), 64, None, noise_rows=1.0)
     assert space.score(8, 1.0, 0.0) == 8.0
+    free = BatchSpace(("fp32",), POWERS, None, None, noise_rows=math.inf)
+    assert free.score(8, 1.0, 0.0) == 8.0, "an infinite noise wastes no row"
 
 
 # ---------------------------------------------------------------- the space
