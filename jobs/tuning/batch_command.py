@@ -210,7 +210,7 @@ def _try(
 
     from jobs.tuning.batch import BatchOrders, batch_trial
     from jobs.tuning.batch_trials import BatchTrials
-    from jobs.tuning.sweep import run_trials
+    from jobs.tuning.sweep import make_tuner, run_trials
 
     spec, sweep = command.spec, command.the_sweep
     at_a_time = devices_of(search, inventory)
@@ -239,17 +239,16 @@ def _try(
             goodput=spec.tune.objective == "goodput",
             most=spec.tune.max_trials,
         )
-        run_trials(
+        # a CPU trial takes all cores of its node, so that nothing else is timed there
+        resources = {"cpu": 1, "gpu": 1} if search.on_gpu else {"cpu": 1 if cluster.local else cores}
+        tuner = make_tuner(
             tune.with_parameters(batch_trial, orders=orders),
             trials,
-            sweep=sweep,
             storage=command.storage(cluster),
-            # a CPU trial takes all cores of its node, so that nothing else is timed there
-            resources={"cpu": 1, "gpu": 1} if search.on_gpu else {"cpu": 1 if cluster.local else cores},
+            resources=resources,
             at_a_time=at_a_time,
-            signals=command.signals,
-            show=table.show,
         )
+        run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show)
 
 
 def devices_of(search: BatchSearch, inventory: Inventory) -> int:

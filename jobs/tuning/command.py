@@ -78,7 +78,7 @@ class TuneCommand:
         from ray import tune
 
         from jobs.tuning.results import write_whole
-        from jobs.tuning.sweep import run_trials, stop_link
+        from jobs.tuning.sweep import make_tuner, run_trials, stop_link
         from jobs.tuning.whole import WholeOrders, WholeTrial
         from jobs.tuning.whole_trials import TRIAL_RESOURCES, WholeTrials
         from raytrain.trainer import make_link
@@ -99,19 +99,16 @@ class TuneCommand:
                 table.say("stopping: the trials save and return (a second signal leaves at once)")
                 stop_link(link)
 
-            run_trials(
+            tuner = make_tuner(
                 tune.with_parameters(WholeTrial, orders=orders),
                 trials,
-                sweep=sweep,
                 storage=self.storage(cluster),
                 resources={name.lower(): share for name, share in TRIAL_RESOURCES.items()},
                 at_a_time=at_a_time,
                 scheduler=scheduler_of(self.spec.tune.scheduler, points),
-                signals=self.signals,
-                show=table.show,
-                stop=stop,
-                grace_s=self.spec.retry.stop_grace_s,
             )
+            grace_s = self.spec.retry.stop_grace_s
+            run_trials(tuner, sweep=sweep, signals=self.signals, show=table.show, stop=stop, grace_s=grace_s)
         write_whole(self, trials, points, table)
 
     def _say_whole(self, points: Points, at_a_time: int) -> None:

@@ -25,36 +25,19 @@ from raytrain.sweep_folder import SweepFolder
 LOOK_EVERY_S = 0.1
 
 
-def run_trials(
-    trainable: Any,
-    trials: Trials,
-    *,
-    sweep: SweepFolder,
-    storage: str,
-    resources: Any,
-    at_a_time: int,
-    scheduler: Any = None,
-    signals: StopSignals,
-    show: Callable[[], None],
-    stop: Callable[[], None] | None = None,
-    grace_s: float = 0.0,
-) -> None:
-    """Run trials until there are no more.
+def make_tuner(
+    trainable: Any, trials: Trials, *, storage: str, resources: Any, at_a_time: int, scheduler: Any = None
+) -> tune.Tuner:
+    """Ray's tuner of these trials.
 
     Args:
         trainable: Ray Tune's; its config is what `trials` proposes.
         storage: a directory for Ray's own bookkeeping.
         resources: what each trial reserves, as `tune.with_resources` takes it.
         at_a_time: trials beside each other.
-        show: called often, to draw the table.
-        stop: asks the trials that run to save and return; they then have `grace_s` seconds for it.
-
-    Raises:
-        Interrupted: a signal came; what has ended stands in trials.jsonl.
-        RunError: Ray Tune itself gave up.
     """
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints a box of its own, however quiet
-    tuner = tune.Tuner(
+    return tune.Tuner(
         tune.with_resources(trainable, resources),
         tune_config=tune.TuneConfig(
             search_alg=ProposingSearcher(trials),
@@ -71,6 +54,27 @@ def run_trials(
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
+
+
+def run_trials(
+    tuner: tune.Tuner,
+    *,
+    sweep: SweepFolder,
+    signals: StopSignals,
+    show: Callable[[], None],
+    stop: Callable[[], None] | None = None,
+    grace_s: float = 0.0,
+) -> None:
+    """Run trials until there are no more.
+
+    Args:
+        show: called often, to draw the table.
+        stop: asks the trials that run to save and return; they then have `grace_s` seconds for it.
+
+    Raises:
+        Interrupted: a signal came; what has ended stands in trials.jsonl.
+        RunError: Ray Tune itself gave up.
+    """
     outcome: dict[str, BaseException] = {}
 
     def work() -> None:
@@ -91,7 +95,7 @@ def run_trials(
             ends = time.monotonic() + (grace_s if stop is not None else 0.0)
             if stop is not None:
                 stop()
-        if ends is not None and (signals.times > 1 or time.monotonic() > ends or stop is None):
+        if ends is not None and (signals.times > 1 or time.monotonic() > ends):
             break
     show()
     signals.training = False

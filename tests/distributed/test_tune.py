@@ -30,7 +30,7 @@ def sweeps(place: Any) -> list[Path]:
 
 
 @pytest.mark.timeout(590)
-@pytest.mark.covers("TUNE-06", "TUNE-10", "TUNE-13")
+@pytest.mark.covers("TUNE-09", "TUNE-10", "TUNE-13")
 def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
     start_cli: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
 ) -> None:
