@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -77,7 +79,7 @@ class TuneCommand:
     def _try(self, points: Points, inventory: Inventory, cluster: Cluster, *, alone: bool) -> None:
         from ray import tune
 
-        from jobs.tuning.results import write_whole
+        from jobs.tuning.results import curves_of, write_whole
         from jobs.tuning.sweep import make_tuner, run_trials, stop_link
         from jobs.tuning.whole import WholeOrders, WholeTrial
         from jobs.tuning.whole_trials import TRIAL_RESOURCES, WholeTrials
@@ -105,7 +107,7 @@ class TuneCommand:
                 storage=self.storage(cluster),
                 resources={name.lower(): share for name, share in TRIAL_RESOURCES.items()},
                 at_a_time=at_a_time,
-                scheduler=scheduler_of(self.spec.tune.scheduler, points),
+                scheduler=scheduler_of(self.spec.tune.scheduler, points, curves=curves_of(sweep.ended())),
             )
             grace_s = self.spec.retry.stop_grace_s
             run_trials(tuner, sweep=sweep, signals=self.signals, show=table.show, stop=stop, grace_s=grace_s)
@@ -180,8 +182,12 @@ def check_resources(points: Points) -> None:
             )  # fmt: skip
 
 
-def scheduler_of(name: str, points: Points) -> Any:
-    """Ray Tune's scheduler, which compares evaluation losses at equal steps; None for `none`."""
+def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tuple[int, float]]]) -> Any:
+    """Ray Tune's scheduler, which compares evaluation losses at equal steps; None for `none`.
+
+    Args:
+        curves: (step, loss) of the evaluations of trials that have ended, by trial; it hears of them first.
+    """
     from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
 
     most = max((one.max_steps or 0 for one in points.trials), default=0) or 10**9
@@ -191,4 +197,12 @@ def scheduler_of(name: str, points: Points) -> Any:
         "asha": partial(ASHAScheduler, max_t=most + 1, grace_period=first, reduction_factor=2, **compare),
         "median": partial(MedianStoppingRule, grace_period=first, min_samples_required=2, **compare),
     }
-    return makers[name]() if name in makers else None
+    if name not in makers:
+        return None
+    scheduler = makers[name]()
+    for trial, losses in curves.items():
+        ended = SimpleNamespace(trial_id=f"ended {trial}")
+        scheduler.on_trial_add(None, ended)
+        for step, loss in losses:
+            scheduler.on_trial_result(None, ended, {"step": step, "eval_loss": loss})
+    return scheduler

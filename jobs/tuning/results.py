@@ -12,6 +12,7 @@ from jobs.tuning.space import told
 from jobs.tuning.table import SweepTable, print_table
 from raytrain.errors import RunError
 from raytrain.record import event
+from raytrain.run_folder import RunFolder
 from raytrain.tune_figures import whole_spec
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     job = best_mapping(whole_mapping(command.loaded, command.spec), best["values"], found=None)
     header = f"{header_of(command)}\nTrial {best['trial']}: {told(best['values'])}; its run is {best['run']}"
     sweep.write_text(sweep.best, best_text(job, {key: why for key, why in reasons.items() if why}, header=header))
-    draw(command, whole_spec(rows, _curves(rows), best=best["trial"], metric=trials.metric, name=command.spec.name))
+    draw(command, whole_spec(rows, curves_of(rows), best=best["trial"], metric=trials.metric, name=command.spec.name))
     close(command, {"kind": "space", "metric": trials.metric, "best": best, "reason": reason,
                     "left_out": [{"values": values, "reason": why} for values, why in points.left_out]})  # fmt: skip
     command.say(f"best: trial {best['trial']}, {told(best['values'])}; {reason}")
@@ -74,12 +75,15 @@ def say_files(command: TuneCommand) -> None:
     command.say(f"train   raytrain train {sweep.best}")
 
 
-def _curves(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:
-    """(step, loss) of each trial's evaluations, by trial."""
-    from raytrain.run_folder import RunFolder
-
+def curves_of(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:
+    """(step, loss) of the evaluations of trials that are whole runs, by trial, as far as each one counts."""
     runs = {row["trial"]: RunFolder(row["run"]).read_rows("metrics.jsonl") for row in rows if row.get("run")}
+    ends = {row["trial"]: row["steps"] for row in rows if row["outcome"] == "stopped"}
     return {
-        trial: [(row["step"], row["loss"]) for row in metrics if row["kind"] == "eval"]
+        trial: [
+            (row["step"], row["loss"])
+            for row in metrics
+            if row["kind"] == "eval" and row["step"] <= ends.get(trial, row["step"])
+        ]
         for trial, metrics in runs.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +147,24 @@ def test_there_must_be_something_to_compare_trials_by(changes: dict[str, Any], k
     with pytest.raises(InputError) as error:
         find_points(load_spec(mapping=job), machine())
     assert error.value.key == key
+
+
+@pytest.mark.covers("TUNE-07")
+@pytest.mark.parametrize("name", ["asha", "median"])
+def test_a_scheduler_that_has_heard_of_those_that_ended_stops_the_hopeless(name: str) -> None:
+    from ray.tune.schedulers import TrialScheduler
+
+    from jobs.tuning.command import scheduler_of
+
+    good = [(step, 2.0 / step) for step in range(10, 101, 10)]
+    curves = {1: good, 2: [(step, 1.1 * loss) for step, loss in good]}
+    found = points({"optim.lr": [1e-3, 1e-2]}, scheduler=name)
+    stopped = 0
+    for number in range(4):
+        scheduler = scheduler_of(name, found, curves=curves)
+        trial: Any = SimpleNamespace(trial_id=f"new {number}")
+        scheduler.on_trial_add(None, trial)
+        results = [{"step": step, "eval_loss": 3.0 + 0.1 * number} for step, _ in good]
+        stopped += any(scheduler.on_trial_result(None, trial, one) == TrialScheduler.STOP for one in results[:-1])
+    assert stopped == 4
+    assert scheduler_of("none", found, curves=curves) is None
