@@ -43,6 +43,7 @@ class BatchOrders:
         reference: the precision that a gate compares with.
         budget_bytes: what a process may take; None: nobody knows.
         workers: of the run that the figures are for.
+        goodput: the noise scale decides, and is not advice alone.
         fraction, limit: `cluster.memory_fraction` and `cluster.memory_limit`, for a device's allocator.
     """
 
@@ -55,6 +56,7 @@ class BatchOrders:
     fraction: float
     limit: int | None
     workers: int
+    goodput: bool
 
 
 def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
@@ -77,7 +79,9 @@ def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
 
 def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str, Any]:
     if wanted.noise:
-        pairs = measure_norms(session, micro_batch_size=wanted.candidate.micro_batch_size)
+        size = wanted.candidate.micro_batch_size
+        few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
+        pairs = measure_norms(session, micro_batch_size=size, **few)
         return {"noise": asdict(noise_scale(pairs))}
     if wanted.gate_steps:
         gate = run_gate(session, wanted.candidate, reference=orders.reference, steps=wanted.gate_steps)

@@ -227,6 +227,7 @@ def _try(
         fraction=spec.cluster.memory_fraction,
         limit=spec.cluster.memory_limit,
         workers=search.workers,
+        goodput=spec.tune.objective == "goodput",
     )
     cores = min((node.cpus for node in inventory.nodes if node.cpus), default=1)
     with SweepTable(command.console, BATCH_COLUMNS, title="measurements") as table:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 from rich.console import Console
 
@@ -80,6 +76,7 @@ class TuneCommand:
         from ray import tune
 
         from jobs.tuning.results import curves_of, write_whole
+        from jobs.tuning.schedulers import scheduler_of
         from jobs.tuning.sweep import make_tuner, run_trials, stop_link
         from jobs.tuning.whole import WholeOrders, WholeTrial
         from jobs.tuning.whole_trials import TRIAL_RESOURCES, WholeTrials
@@ -180,29 +177,3 @@ def check_resources(points: Points) -> None:
                 key, seen=f"a trial that takes {wanted} {name}s", expected=f"at most {there.get(name, 0):g}",
                 remedy="the cluster has no more; fewer scale.workers or scale.threads take less",
             )  # fmt: skip
-
-
-def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tuple[int, float]]]) -> Any:
-    """Ray Tune's scheduler, which compares evaluation losses at equal steps; None for `none`.
-
-    Args:
-        curves: (step, loss) of the evaluations of trials that have ended, by trial; it hears of them first.
-    """
-    from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
-
-    most = max((one.max_steps or 0 for one in points.trials), default=0) or 10**9
-    first = max(1, most // 10)
-    compare: dict[str, Any] = {"time_attr": "step", "metric": "eval_loss", "mode": "min"}
-    makers = {
-        "asha": partial(ASHAScheduler, max_t=most + 1, grace_period=first, reduction_factor=2, **compare),
-        "median": partial(MedianStoppingRule, grace_period=first, min_samples_required=2, **compare),
-    }
-    if name not in makers:
-        return None
-    scheduler = makers[name]()
-    for trial, losses in curves.items():
-        ended = SimpleNamespace(trial_id=f"ended {trial}")
-        scheduler.on_trial_add(None, ended)
-        for step, loss in losses:
-            scheduler.on_trial_result(None, ended, {"step": step, "eval_loss": loss})
-    return scheduler
