@@ -204,11 +204,9 @@ def make_plan(
     )  # fmt: skip
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_memory(loop, batches, doubt=doubt)
-    if isinstance(settled["micro_batch_size"], Resolved):
-        _warn_of_memory(estimates["memory"], allowed, warnings)
-    decided: dict[str, Choice] = {**choices, **settled, **length, **estimates}
+    _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
     return Plan(
-        **decided,
+        **{**choices, **settled, **length, **estimates},
         step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
@@ -216,9 +214,7 @@ def make_plan(
         optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        storage=storage,
-        hosts=hosts,
-        inflight=inflight,
+        storage=storage, hosts=hosts, inflight=inflight,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings, model_facts=model_facts, data_facts=data_facts,
@@ -271,9 +267,10 @@ def _is(choice: Choice, value: Any) -> bool:
     return isinstance(choice, Resolved) and choice.value == value
 
 
-def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str]) -> None:
+def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str], *, measured: bool) -> None:
+    remedy = "what fits is measured at start" if measured else "lower loop.micro_batch_size"
     if isinstance(estimate, Resolved) and allowed is not None and estimate.value > allowed:
         warnings.append(
             f"{size_text(estimate.value)} are estimated for each worker, but it may take"
-            f" {size_text(allowed)}: lower loop.micro_batch_size"
+            f" {size_text(allowed)}: {remedy}"
         )
