@@ -82,6 +82,7 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
     rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world)
     step_s = measured.step_s(rows) if measured.pass_s else None
     off = differences(found, step_s=step_s, peak_bytes=measured.peak_bytes)
+    off += [measured.reason] if measured.outcome in ("error", "nonfinite") else []
     figures = {"step_s": step_s, "peak_bytes": measured.peak_bytes, "budget_bytes": budget}
     record = {"confirmed": not off, **figures, "was": found.model_dump()}
     text = "; ".join(off) or "step time and peak memory are within a tenth of what the search found"

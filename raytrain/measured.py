@@ -73,8 +73,8 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
 def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
     """`loop.micro_batch_size: auto` where the plan leaves it to memory; needs a prepared session.
 
-    What was measured for the same batch, workers and precision is taken again. A model too small to be in doubt is not
-    measured.
+    What was measured for the same batch, workers and precision is taken again. A model of which the plan knew nothing,
+    and which turns out to be tiny, is not measured.
 
     Raises:
         RunError: not even one row fits.
@@ -90,7 +90,8 @@ def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, 
         spare_memory(session, peak=known["peak_bytes"], budget=known["budget_bytes"])
         return
     share = micro_batch_sizes(total, world)[-1]
-    if session.device.type == "cpu" and parameters_of(session.trainable.module) < TINY_PARAMETERS:
+    unasked = session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
+    if unasked and parameters_of(session.trainable.module) < TINY_PARAMETERS:
         reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
         session.use_micro_batch(Resolved(share, reason))
         return
