@@ -34,8 +34,8 @@ def sweeps(place: Any) -> list[Path]:
 def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
     start_cli: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
 ) -> None:
-    """24 MiB a row, a process of some hundred: 64 rows, the fastest, and 32 are above 1000 MiB. A trial of 16 rows dies,
-    so 8 are left."""
+    """24 MiB a row, a process of some hundred: 64 rows, the fastest, and 32 are above 1000 MiB. A trial of 16 rows
+    dies, so 8 are left."""
     limit = 1000 * MIB
     job = guest_job(
         name="searched",
