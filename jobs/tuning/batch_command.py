@@ -16,6 +16,7 @@ from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_results import write_batch
 from jobs.tuning.cache import FOLDER, Cache
+from jobs.tuning.command import show_only_picked
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.batch_space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.decode import encode
@@ -32,8 +33,8 @@ from raytrain.sweep_folder import SweepFolder
 if TYPE_CHECKING:
     from jobs.tuning.command import TuneCommand
 
-PLANNED_BATCH = 2
-"""Global batch that a plan is made with where the search is to find it; nothing measured depends on it."""
+PLANNED_BATCH = 4096
+"""At most so large a global batch is planned with where the search is to find it: no worker is left out for it."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         raise InputError("tune.objective", seen="goodput with a global batch that is given",
                          expected="throughput, or loop.global_batch_size: auto")
     facts: dict[str, Any] = {"model_facts": checked.model_facts, "data_facts": checked.data_facts}
-    given = {"loop.global_batch_size": PLANNED_BATCH} if free else {}
+    planned = min(PLANNED_BATCH, checked.data_facts.train_rows)
+    given = {"loop.global_batch_size": planned} if free and planned else {}
     plan = plan_job(_with(loaded, given), inventory=inventory, **facts)
     workers, threads = int(plan.workers.value), int(plan.threads.value)  # type: ignore[union-attr]
     pinned = {"scale.workers": 1, "scale.threads": threads, "scale.strategy": "auto", "experts.hosts": 0,
-              "experts.replicas": 0, "loop.global_batch_size": PLANNED_BATCH, "loop.micro_batch_size": 1,
-              "tune.space": None}  # fmt: skip
+              "experts.replicas": 0, "loop.global_batch_size": min(2, planned), "loop.micro_batch_size": 1,
+              "tune.space": None, "tune.found": None}  # fmt: skip
     if plan.mode.value == "multi_gpu":  # type: ignore[union-attr]
         pinned["scale.mode"] = "single_gpu"
     alone = _with(loaded, pinned)
@@ -142,8 +144,9 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
     if address == "local":
         search = find_search(command.loaded, checked, inventory)
         cache = _begin(command, search, checked, inventory)
-        gpus = len(inventory.devices()) if search.on_gpu else 0
+        gpus = devices_of(command.spec, search, inventory) if search.on_gpu else 0
         if not cache.answers(search.space):
+            show_only_picked(command.spec, inventory)
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
                 _try(command, search, checked, cluster, inventory, cache)
@@ -213,7 +216,7 @@ def _try(
     from jobs.tuning.sweep import make_tuner, run_trials
 
     spec, sweep = command.spec, command.the_sweep
-    at_a_time = devices_of(search, inventory)
+    at_a_time = devices_of(spec, search, inventory)
     space = replace(search.space, devices=at_a_time)
     say_search(command, search, at_a_time)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
@@ -252,9 +255,10 @@ def _try(
         run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show)
 
 
-def devices_of(search: BatchSearch, inventory: Inventory) -> int:
-    """Measurements beside each other: one on each GPU, on CPUs one on each node."""
-    return len(inventory.devices()) if search.on_gpu else sum(node.cpus > 0 for node in inventory.nodes)
+def devices_of(spec: JobSpec, search: BatchSearch, inventory: Inventory) -> int:
+    """Measurements beside each other: one on each GPU that may be used, on CPUs one on each node."""
+    gpus = choose_machines(spec.scale, inventory, []).gpus
+    return len(gpus) if search.on_gpu else sum(node.cpus > 0 for node in inventory.nodes)
 
 
 def say_search(command: TuneCommand, search: BatchSearch, at_a_time: int) -> None:

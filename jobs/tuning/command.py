@@ -9,15 +9,17 @@ from rich.console import Console
 
 from cluster.environment import environment_record
 from cluster.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.nvidia import narrow_visible
 from cluster.preflight import run_preflight
 from jobs.driver import Checked, check_on_driver
 from jobs.plan import resolve_paths
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
-from jobs.spec import LoadedSpec
+from jobs.spec import JobSpec, LoadedSpec
 from jobs.tuning.points import Points, find_points, whole_mapping
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
+from raytrain.plan_machines import choose_machines, pick_devices
 from raytrain.record import event
 from raytrain.sweep_folder import SweepFolder
 
@@ -55,10 +57,10 @@ class TuneCommand:
 
     def _whole(self, address: str, checked: Checked, inventory: Inventory) -> SweepFolder:
         points = find_points(self.loaded, inventory) if address == "local" else None
-        alone = self.spec.tune.metric == "samples_per_s"
         cpus = gpus = 0
         if points is not None:
-            at_a_time = points.at_a_time(inventory, alone=alone)
+            at_a_time = self._at_a_time(points, inventory)
+            show_only_picked(self.spec, inventory)
             each = max(one.gpus or one.cores for one in points.trials)
             cpus, gpus = at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
             self.open_sweep(inventory)
@@ -69,10 +71,14 @@ class TuneCommand:
                 points = find_points(self.loaded, inventory)
                 check_resources(points)
                 self.open_sweep(inventory)
-            self._try(points, inventory, cluster, alone=alone)
+            self._try(points, inventory, cluster, private=address == "local")
         return self.the_sweep
 
-    def _try(self, points: Points, inventory: Inventory, cluster: Cluster, *, alone: bool) -> None:
+    def _at_a_time(self, points: Points, inventory: Inventory) -> int:
+        gpus = len(choose_machines(self.spec.scale, inventory, []).gpus)
+        return points.at_a_time(gpus=gpus, cpus=inventory.cpus, alone=self.spec.tune.metric == "samples_per_s")
+
+    def _try(self, points: Points, inventory: Inventory, cluster: Cluster, *, private: bool) -> None:
         from ray import tune
 
         from jobs.tuning.results import curves_of, write_whole
@@ -83,11 +89,11 @@ class TuneCommand:
         from raytrain.trainer import make_link
 
         sweep, keys = self.the_sweep, list(points.trials[0].values)
-        at_a_time = points.at_a_time(inventory, alone=alone)
+        at_a_time = self._at_a_time(points, inventory)
         self._say_whole(points, at_a_time)
         with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=f"{len(points.trials)} trials") as table:
             trials = WholeTrials(
-                points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=cluster.local
+                points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=private
             )
             link = make_link()
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -159,6 +165,14 @@ class TuneCommand:
         """Raises Interrupted where a signal came while nothing ran."""
         if self.signals.asked.is_set():
             raise Interrupted("between two trials")
+
+
+def show_only_picked(spec: JobSpec, inventory: Inventory) -> None:
+    """Before a local cluster starts: Ray and torch shall see no GPU but those that `scale.accelerator` picked."""
+    text = choose_machines(spec.scale, inventory, []).accelerator.value
+    if text not in ("cpu", "cuda"):
+        indices = [device.index for device in pick_devices(text, inventory)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = narrow_visible(os.environ, indices)
 
 
 def check_resources(points: Points) -> None:

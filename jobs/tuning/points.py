@@ -48,12 +48,12 @@ class Points:
     trials: tuple[Point, ...]
     left_out: tuple[tuple[dict[str, Any], str], ...]
 
-    def at_a_time(self, inventory: Inventory, *, alone: bool) -> int:
+    def at_a_time(self, *, gpus: int, cpus: int, alone: bool) -> int:
         """Trials that fit beside each other; `alone`: those on CPUs measure time, so one at a time."""
-        gpus, cores = max(one.gpus for one in self.trials), max(one.cores for one in self.trials)
-        if gpus:
-            return max(1, len(inventory.devices()) // gpus)
-        return 1 if alone else max(1, inventory.cpus // cores)
+        most_gpus, most_cores = max(one.gpus for one in self.trials), max(one.cores for one in self.trials)
+        if most_gpus:
+            return max(1, gpus // most_gpus)
+        return 1 if alone else max(1, cpus // most_cores)
 
 
 def find_points(loaded: LoadedSpec, inventory: Inventory) -> Points:
@@ -137,7 +137,8 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     hosts = separate(plan.hosts)
     on_gpu = _value(plan, "device") == "cuda"
     most = _value(plan, "max_steps")
-    pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none"}
+    pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none",
+              "tune.found": None}  # fmt: skip
     if trial.spec.experts.hosts == "auto" and _value(plan, "hosts") not in (None, "none"):
         pinned["experts.hosts"] = _value(plan, "hosts")
     if loaded.spec.tune.scheduler != "none" and trial.spec.loop.eval_every == "auto" and most is not None:

@@ -118,11 +118,11 @@ def test_what_fits_runs_beside_each_other_and_what_is_timed_on_cpus_alone() -> N
     narrow = {"scale.workers": [1, 2], "scale.threads": [1]}
     found = points(narrow, cpus=6)
     assert [one.cores for one in found.trials] == [1, 2]
-    assert found.at_a_time(machine(cpus=6), alone=False) == 3
-    assert found.at_a_time(machine(cpus=6), alone=True) == 1
+    assert found.at_a_time(gpus=0, cpus=6, alone=False) == 3
+    assert found.at_a_time(gpus=0, cpus=6, alone=True) == 1
     on_gpus = points({"scale.workers": [1, 2]}, cpus=16, gpus=4)
     assert [one.gpus for one in on_gpus.trials] == [1, 2]
-    assert on_gpus.at_a_time(machine(cpus=16, gpus=4), alone=True) == 2
+    assert on_gpus.at_a_time(gpus=4, cpus=16, alone=True) == 2
 
 
 def test_a_trial_is_pinned_to_what_its_plan_says_and_looked_at_often_enough() -> None:
