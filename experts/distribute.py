@@ -43,7 +43,8 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     if not layers:
         raise InputError(
-            "experts.hosts", seen="a model without a MoELayer", expected="0", remedy="nothing of it can live elsewhere"
+            "experts.hosts", seen="a model without a MoELayer", expected="auto or 0",
+            remedy="nothing of it can live elsewhere",
         )
     shapes = [_shape(layer.experts) for layer in layers]
     rules = PlacementRules(config.placement, config.replicas, config.rebalance_every)
