@@ -76,8 +76,8 @@ def idle_keys(experts: ExpertsConfig, facts: ExpertFacts | None, *, place: Any, 
     if not 0 < most < experts.replicas:
         return []
     return [
-        f"experts.replicas {experts.replicas} is more than {holders} {title}s can hold: {most} are made in a layer, and"
-        " every one of them then holds each expert"
+        f"experts.replicas {experts.replicas} is more than {holders} {title}s can hold: there is room for {most} in a"
+        f" layer, one of each expert on every other {title}"
     ]
 
 

@@ -145,7 +145,7 @@ def _told_of_own(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
     if hosts.value == "none":
         return replace(hosts, reason=f"experts.num_experts is null: {builder} is taken for a model without experts")
     if spec.experts.hosts == "auto":
-        why = f"{builder} keeps its experts; experts.hosts a number or colocated asks it to hand them over"
+        why = f"the experts of {builder} stay in every worker; experts.hosts N or colocated asks it to hand them over"
         return replace(hosts, reason=why)
     if uses_hosts(spec) and not seen:
         later = f"whether {builder} hands its experts over is known after start (or plan --build)"

@@ -224,7 +224,7 @@ def _check_experts_used(spec: JobSpec) -> None:
         for key, (value, expected) in asked.items():
             if value not in (None, "auto", 0):
                 raise InputError(
-                    f"experts.{key}", seen=f"{describe(value)} with {builder}",
+                    f"experts.{key}", seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
                     expected=f"{expected}, as this model has no experts",
                     remedy="experts.models:moe_gpt and experts.models:moe_mlp have some",
                 )  # fmt: skip

@@ -221,13 +221,15 @@ def _check_left(asked: Any, scale: ScaleConfig, machines: Machines, inventory: I
         return
     takers = "a worker needs one" if scale.workers == "auto" else f"the workers take {least}"
     keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
-    expected = f"at most {there - least}" if there > least and not isinstance(asked, dict) else "fewer, or colocated"
+    most = f"at most {there - least}" if there > least else "0 or colocated"
+    expected = "fewer, or colocated" if isinstance(asked, dict) else most
+    gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
     title = kinds_text(asked) if isinstance(asked, dict) else str(asked)
     raise InputError(
         "experts.hosts", seen=title if scale.workers == "auto" else f"{title} beside {workers} workers",
-        expected=f"{expected}: of {there} {'GPU' if there == 1 else 'GPUs'} each host takes one, and {takers}",
-        remedy=f"lower {keys}, or take experts.hosts colocated, which needs no GPU beside the workers;"
-        f" there are: {inventory.describe()}",
+        expected=f"{expected}: {gpus}, each host takes one, and {takers}",
+        remedy=f"lower {keys}, or take experts.hosts colocated, which needs no GPU beside the workers'"
+        f" ({inventory.describe()})",
     )  # fmt: skip
 
 

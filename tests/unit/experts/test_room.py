@@ -59,10 +59,10 @@ def test_a_model_is_refused_before_the_start() -> None:
     ("place", "section", "says"),
     [
         (0, {"rebalance_every": 5}, ["rebalance_every 5 changes nothing: every worker holds all experts"]),
-        (1, {"rebalance_every": 5, "replicas": 1}, ["rebalance_every 5 changes nothing: the one host", "replicas 1 chan"]),
+        (1, {"rebalance_every": 5, "replicas": 1}, ["rebalance_every 5 changes nothing: the one host", "replicas 1"]),
         ("colocated", {"replicas": 2}, ["replicas 2 changes nothing: the one worker holds all experts"]),
-        (2, {"replicas": 7}, ["replicas 7 is more than 2 hosts can hold: 6 are made in a layer"]),
-        ({"A100": 1, "T4": 1}, {"replicas": 7}, ["replicas 7 is more than 2 hosts can hold: 6"]),
+        (2, {"replicas": 7}, ["replicas 7 is more than 2 hosts can hold: there is room for 6 in"]),
+        ({"A100": 1, "T4": 1}, {"replicas": 7}, ["replicas 7 is more than 2 hosts can hold: there is room for 6"]),
         (2, {"replicas": 6, "rebalance_every": 5}, []),
         (2, {"replicas": 1, "placement": "round_robin"}, ["replicas 1 changes nothing: experts.placement round_robin"]),
         ("none", {"replicas": 1, "rebalance_every": 5}, []),

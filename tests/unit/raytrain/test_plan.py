@@ -531,7 +531,8 @@ def test_a_worker_does_not_hold_what_hosts_do() -> None:
 def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() -> None:
     made = mixture(2)
     told = reason(made, "step_time")
-    assert value(made, "step_time").startswith("about ") and "an estimate, not measured" in told
+    assert value(made, "step_time").endswith(" at assumed rates") and "an estimate, not measured" in told
+    assert "without elementwise work" in told
     assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s a core in fp32" in told
     on_gpu = mixture("colocated", FOUR_GPUS)
     assert "colocated" in reason(on_gpu, "step_time") and "A100" in reason(on_gpu, "step_time")
@@ -625,7 +626,7 @@ def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
     [
         (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type that is there", "T4")),
         (TWO_KINDS, {"T4": 9}, {}, ("seen 9 T4", "at most 8")),
-        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("of 12 GPUs each host takes one, and a worker needs one",)),
+        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("12 GPUs, each host takes one, and a worker needs one",)),
         (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 beside 7 workers", "the workers take 7", "scale.workers")),
         (machines(node(gpus=[gpu(0, "A100"), gpu(1, "T4")])), {"T4": 1}, {}, ("GPUs of several kinds", "a number")),
         (CPU, {"A100": 2}, {}, ("seen 2 A100", "on CPUs")),
@@ -677,9 +678,9 @@ def test_threads_count_the_workers_and_hosts_that_are_on_a_node() -> None:
 
 
 def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> None:
-    small, large_ones = ([replace(gpu(index, name), memory_bytes=room * GIB) for index in range(4)]
+    slow, fast = ([replace(gpu(index, name), memory_bytes=room * GIB) for index in range(4)]
                          for name, room in (("T4", 1), ("A100", 80)))  # fmt: skip
-    both = machines(node(gpus=large_ones), node("b", gpus=small))
+    both = machines(node(gpus=fast), node("b", gpus=slow))
     large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
     assert len(plan(both, model_facts=large).warnings) == 2, "16 GiB, and two kinds of GPU"
     assert plan(both, model_facts=large, experts_hosts={"T4": 4}).warnings == []
@@ -688,9 +689,9 @@ def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> Non
 @pytest.mark.parametrize(
     ("asked", "scale", "says"),
     [
-        (100, {}, "seen 100, expected at most 7: of 8 GPUs each host takes one, and a worker needs one; lower experts"),
-        (8, {"workers": 4}, "seen 8 beside 4 workers, expected at most 4: of 8 GPUs each host takes one, and the work"),
-        (1, {"workers": 8}, "seen 1 beside 8 workers, expected fewer, or colocated: of 8 GPUs each host takes one, an"),
+        (100, {}, "seen 100, expected at most 7: there are 8 GPUs, each host takes one, and a worker needs one"),
+        (8, {"workers": 4}, "seen 8 beside 4 workers, expected at most 4: there are 8 GPUs, each host"),
+        (1, {"workers": 8}, "seen 1 beside 8 workers, expected 0 or colocated: there are 8 GPUs, each host"),
         ({"A100": 10**9}, {}, "seen 1000000000 A100, expected at most 4"),
     ],
 )
