@@ -16,7 +16,7 @@ from pydantic import Field
 
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
-from experts.plan import check_section
+from experts.plan import check_section, check_used
 from jobs.job_file import read_job
 from raytrain.config import (
     DataConfig,
@@ -213,27 +213,7 @@ def _check_across(spec: JobSpec) -> None:
         expected = "null where nothing is evaluated"
         raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
     check_section(experts)
-    _check_experts_used(spec)
-
-
-def _check_experts_used(spec: JobSpec) -> None:
-    """Keys of experts where there are none, or none that could move."""
-    builder, experts = spec.model.builder or "", spec.experts
-    if builder.startswith("raytrain."):
-        asked = {"num_experts": (experts.num_experts, "null"), "hosts": (experts.hosts, "auto or 0")}
-        for key, (value, expected) in asked.items():
-            if value not in (None, "auto", 0):
-                raise InputError(
-                    f"experts.{key}", seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
-                    expected=f"{expected}, as this model has no experts",
-                    remedy="experts.models:moe_gpt and experts.models:moe_mlp have some",
-                )  # fmt: skip
-    idle = {"replicas": (experts.replicas, "0", "copies of experts live on hosts"),
-            "rebalance_every": (experts.rebalance_every, "null", "what every worker holds has nowhere to move")}
-    for key, (value, expected, remedy) in idle.items():
-        if value and experts.hosts == 0:
-            expected = f"{expected} where experts.hosts is 0"
-            raise InputError(f"experts.{key}", seen=describe(value), expected=expected, remedy=remedy)
+    check_used(experts, model.builder)
 
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
