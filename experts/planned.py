@@ -86,10 +86,12 @@ def _costs(facts: ExpertFacts) -> Costs:
 
 
 def expert_costs(shapes: Sequence[LayerShape], optim: OptimConfig, *, dtype: str) -> Costs:
-    """Bytes and work of each expert under this optimizer; a replica has weights and gradients."""
+    """Bytes and work of each expert under this optimizer; a replica has weights and gradients, a move takes weights
+    and optimizer state along."""
 
     def cost(shape: LayerShape, expert: int) -> ExpertCost:
         taken = trained_bytes(shape.numel(expert), optim, dtype=dtype)
-        return ExpertCost(taken.kept, taken.weights + taken.gradients, shape.row_work(expert))
+        replica, moved = taken.weights + taken.gradients, taken.weights + taken.optimizer
+        return ExpertCost(taken.kept, replica, shape.row_work(expert), moved)
 
     return [[cost(shape, expert) for expert in range(shape.num_experts)] for shape in shapes]
