@@ -250,7 +250,7 @@ class ExpertDirectory:
             return ""
         if now > before.num_hosts:
             return f"{now} hosts again hold the experts; equal within rounding only"
-        gone = "; ".join(place.why for place in self._places if place.about is None)
+        gone = "; ".join(f"host {index}: {it.why}" for index, it in enumerate(self._places) if it.about is None)
         return (
             f"no new host came within {self._host_wait_s:g} s (retry.host_wait_s; {gone}): {now} of "
             f"{self._number} hosts hold all experts; equal within rounding only"

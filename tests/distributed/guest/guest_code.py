@@ -119,7 +119,9 @@ class Fragile:
 
 
 class KillsHost:
-    """Kills one expert host of this machine in the middle of the run, once: the oldest, not the one that stands by."""
+    """Kills expert hosts of this machine in the middle of the run, once: the oldest, not the one that stands by."""
+
+    number = 1
 
     def metrics(self, row: dict[str, Any]) -> None:
         note = Path(__file__).parent / "host killed"
@@ -136,4 +138,11 @@ class KillsHost:
             except OSError:
                 continue
         note.touch()
-        os.kill(min(hosts)[1], signal.SIGKILL)
+        for _, pid in sorted(hosts)[: self.number]:
+            os.kill(pid, signal.SIGKILL)
+
+
+class KillsTwoHosts(KillsHost):
+    """Two at once."""
+
+    number = 2
