@@ -21,7 +21,7 @@ def moe_job(guest_job: Job, text: Path, **sections: Any) -> dict[str, Any]:
     return job
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     fit: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Job, place: Any, tiny_text: Path
 ) -> None:
@@ -31,9 +31,8 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
         return {**job, "name": name, "telemetry": {"observers": [f"guest_code:{kills}"]}}
 
     unbroken = fit({**job("unbroken"), "telemetry": {}})
-    finished = run_cli(
-        "train", str(place.write(job("broken", kills="KillsTwoHosts"))), cwd=place.folder, env=place.env
-    )
+    broken_job = str(place.write(job("broken", kills="KillsTwoHosts")))
+    finished = run_cli("train", broken_job, cwd=place.folder, env=place.env, timeout=240)
     assert finished.code == 0, finished.text
     broken = place.run
     assert (place.folder / "host killed").exists()
