@@ -1,7 +1,7 @@
 """Rank 0's side of moving experts: it keeps the measured load, decides every so many steps, and tells what comes next.
 
-The decision is `experts.rebalance.decide`, made in a thread from the load of the windows so far and the speed of the
-hosts in the last one. What it decides is told in instalments, each small enough to travel while one step computes.
+The decision is `experts.placement.rebalance.decide`, made in a thread from the load of the windows so far and the speed
+of the hosts in the last one. What it decides is told in instalments, each small enough to travel while one step computes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from experts.placement import Costs, HostSpec, Placement
-from experts.rebalance import Decision, action_of, changed_shares, decide, instalments, predict
-from experts.starting import PlacementRules
+from experts.placement.rebalance import Decision, action_of, changed_shares, decide, instalments, predict
+from experts.placement.starting import PlacementRules
+from experts.placement.values import Costs, HostSpec, Placement
 from experts.vote import Tally
 from raytrain.elsewhere import Notice
 

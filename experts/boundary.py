@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from experts.migration import Migration
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.replicas import gradient_legs, gradients_of, send_fresh_weights, travelled
 from experts.shard import ExpertShard
 from experts.transport.protocol import Transport

@@ -13,9 +13,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from experts.generation import join_as_worker
 from experts.membership import Membership
-from experts.placement import HostSpec, Placement
+from experts.placement.starting import PlacementRules
+from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules
 from raytrain.elsewhere import Death
 from raytrain.errors import RaytrainError
 

@@ -17,9 +17,9 @@ import ray.exceptions
 
 from experts.generation import open_store
 from experts.host import ExpertHost, Place
-from experts.placement import Placement
+from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, starting_placement
 from raytrain.errors import RaytrainError, RunError, StateLost
 
 JOIN_S = 300.0

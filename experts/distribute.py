@@ -17,12 +17,12 @@ from experts.dispatch import PooledExperts
 from experts.expert import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer
 from experts.membership import Membership
-from experts.placement import HostSpec
+from experts.placement.starting import PlacementRules, costs_of
+from experts.placement.values import HostSpec
 from experts.planned import expert_costs
 from experts.pool import ExpertPool
 from experts.save import locate
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, costs_of
 from experts.window import LoadWindow
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from experts.balancer import Balances
-from experts.placement import HostSpec, Placement
+from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, starting_placement
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
 from raytrain.elsewhere import Death

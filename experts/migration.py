@@ -22,7 +22,7 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.replicas import Leg
 from experts.shapes import Key
 from experts.shard import ExpertShard

@@ -7,9 +7,9 @@ from typing import Any
 
 from cluster.inventory import Device
 from experts.config import ExpertsConfig
-from experts.placement import Costs, ExpertCost, HostSpec
+from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, PlacementRules, place_first
+from experts.placement.values import Costs, ExpertCost, HostSpec
 from experts.shapes import LayerShape
-from experts.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, PlacementRules, place_first
 from raytrain.config import OptimConfig
 from raytrain.plan_hosts import number_of_hosts
 from raytrain.plan_memory import trained_bytes

@@ -11,7 +11,6 @@ from raytrain.errors import RunError
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 
-
 SAID = ("death",)
 """Kinds of events whose reason also reaches the terminal, as what rank 0 prints does."""
 

@@ -27,11 +27,11 @@ import experts.host
 from experts.generation import connect, join_as_worker, open_store
 from experts.host import ExpertHost
 from experts.membership import Membership
-from experts.placement import Placement
+from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.values import Placement
 from experts.pool import ExpertPool
 from experts.serve import HostServer
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, first_placement
 from experts.transport.protocol import Header, Op
 from raytrain.elsewhere import Death
 from raytrain.errors import StateLost
@@ -324,7 +324,8 @@ class Asks:
             generation=self.generation, rank=self.rank, workers=self.story.workers,
             placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
             lost=lost, deaths=[Death(**row) for row in told["deaths"]],
-            heard=lambda: self.pipe.send(("heard", len(told["deaths"]))), balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
+            heard=lambda: self.pipe.send(("heard", len(told["deaths"]))),
+            balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
         )  # fmt: skip
 
 

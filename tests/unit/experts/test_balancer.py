@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from experts.balancer import Balancer
-from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.starting import PlacementRules
+from experts.placement.starting import PlacementRules
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from experts.vote import Tally
 
 HOSTS = [HostSpec(host, 1.0, None) for host in range(2)]
@@ -24,7 +24,10 @@ def tally(placement: Placement, counts: list[float], *, sent: float = 0.0) -> Ta
     )  # fmt: skip
 
 
-def told(start: Placement, counts: list[float], *, replicas: int, sent: float = 0.0) -> list[tuple[str, dict[str, Any]]]:
+Row = tuple[str, dict[str, Any]]
+
+
+def told(start: Placement, counts: list[float], *, replicas: int, sent: float = 0.0) -> list[Row]:
     """The events of one decision, taken after step 2 and in force with step 4."""
     balancer = Balancer(PlacementRules("lpt", replicas, every=2), COSTS, HOSTS)
     placement = start

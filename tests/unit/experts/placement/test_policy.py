@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from experts.eplb import eplb_physical
-from experts.packing import copy_counts
-from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.policy import new_expert_host, place
-from experts.rebalance import MARGIN, decide, predict, step_seconds
+from experts.placement.eplb import eplb_physical
+from experts.placement.packing import copy_counts
+from experts.placement.policy import new_expert_host, place
+from experts.placement.rebalance import MARGIN, decide, predict, step_seconds
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
 
 COST = ExpertCost(home_bytes=16, replica_bytes=2, work=1.0)

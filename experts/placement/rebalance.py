@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experts.lpt import Limits, plan
-from experts.packing import NoRoom
-from experts.placement import Costs, HostSpec, LayerPlacement, Move, Placement
-from experts.policy import Load, Policy, place
-from experts.shares import reshare
+from experts.placement.lpt import Limits, plan
+from experts.placement.packing import NoRoom
+from experts.placement.policy import Load, Policy, place
+from experts.placement.shares import reshare
+from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement
 
 #: Weight of the newest window in the forecast. Over synthetic drifts and sampling noise 1, 0.85 and 0.7 gave the same
 #: max over mean in the next window (1.1130, 1.1123, 1.1127), slower averages more (0.5: 1.120, 0.3: 1.139).
