@@ -1,7 +1,7 @@
 """Rank 0's side of moving experts: it keeps the measured load, decides every so many steps, and tells what comes next.
 
 The decision is `experts.placement.rebalance.decide`, made in a thread from the load of the windows so far and the speed
-of the hosts in the last one. What it decides is told in instalments, each small enough to travel while one step computes.
+of the hosts in the last one. What it decides is told in instalments, each small enough to travel while a step computes.
 """
 
 from __future__ import annotations
