@@ -8,10 +8,10 @@ import pytest
 
 from cluster.inventory import Device
 from experts.config import ExpertsConfig
+from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, PlacementRules, first_placement, starting_placement
 from experts.placement.values import HostSpec
 from experts.planned import check_room, idle_keys
 from experts.shapes import LayerShape
-from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, PlacementRules, first_placement, starting_placement
 from raytrain.errors import InputError
 from raytrain.plan_values import ExpertFacts
 
