@@ -9,7 +9,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from raytrain.checkpoint import LoadedCheckpoint
+from raytrain.errors import StateLost
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
@@ -41,14 +44,20 @@ def settle_precision(
         push({"phase": "measuring precisions"})
         chosen, trials = session.measure_precision(list(planned.bounds))
         session.use_precision(chosen.value)
-        _write(session, run, "precision", chosen, trials, reporter)
+        if session.workers.rank == 0:
+            _write(run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
     return session.precision or ""
 
 
 def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session."""
+    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session.
+
+    Raises:
+        torch.OutOfMemoryError, StateLost: the measurement failed here, or on a host. It ends the attempt, for the
+            others wait in the middle of an exchange; where two were in flight, the next attempt takes one.
+    """
     if not isinstance(session.job.plan.inflight, Deferred):
         return
     own = _measured(run).get("inflight") if session.workers.rank == 0 else None
@@ -57,17 +66,23 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
         session.use_inflight(Resolved(known["value"], known["reason"]))
         return
     push({"phase": "measuring micro-batches in flight"})
-    chosen, seconds = session.measure_inflight()
+    try:
+        chosen, seconds = session.measure_inflight()
+    except (torch.OutOfMemoryError, StateLost) as error:
+        if session.step.inflight == 2:  # the next attempt, in which nothing waits any more for this one, takes one
+            why = f"2 in flight failed while measured ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            _write(run, "inflight", Resolved(1, why), {}, reporter)
+        raise
     session.use_inflight(chosen)
-    _write(session, run, "inflight", chosen, seconds, reporter)
+    if session.workers.rank == 0:
+        _write(run, "inflight", chosen, seconds, reporter)
 
 
 def _measured(run: RunFolder) -> dict[str, Any]:
     return run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
 
 
-def _write(session: Session, run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
-    if session.workers.rank == 0:
-        record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
-        run.write_json(run.memory_probe, {**_measured(run), what: record})
-        reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)
+def _write(run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
+    record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
+    run.write_json(run.memory_probe, {**_measured(run), what: record})
+    reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)

@@ -46,8 +46,10 @@ def untouched(trainable: Trainable, device: torch.device) -> Iterator[None]:
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
         set_rng_state(generators, device)
-        if trainable.elsewhere is not None:
-            trainable.elsewhere.discard()
+    if trainable.window is not None:
+        trainable.window.forget()
+    if trainable.elsewhere is not None:  # after a failure nothing: the others may wait in the middle of an exchange
+        trainable.elsewhere.discard()
 
 
 def compare_precisions(
