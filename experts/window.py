@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.load import LoadBook
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.planned import expert_costs
 from experts.pool import ExpertPool
 from raytrain.window_log import WindowRow
@@ -47,6 +47,11 @@ class LoadWindow:
             return []
         spent, self._told = self.pool.group.seconds - self._told, self.pool.group.seconds
         return [spent, *self.pool.traffic.take()]
+
+    def forget(self) -> None:
+        """No trace of a measurement; its counts went with the routers' buffers."""
+        if self.book.trace is not None:
+            self.book.trace.forget()
 
     def close(self, step: int, device: list[float], workers: list[list[float]]) -> WindowRow:
         """The row, and `transport_s` (mean of the workers, a step) and `host_imbalance` (most rows over mean)."""

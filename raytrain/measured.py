@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from raytrain.allocator import give_back_freed_memory
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.errors import RunError
+from raytrain.errors import RunError, StateLost
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
 from raytrain.measurement import Candidate, Measurement
@@ -50,14 +52,20 @@ def settle_precision(
         push({"phase": "measuring precisions"})
         chosen, trials = session.measure_precision(list(planned.bounds))
         session.use_precision(chosen.value)
-        _write(session, run, "precision", chosen, trials, reporter)
+        if session.workers.rank == 0:
+            _write(run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
     return session.precision or ""
 
 
 def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session."""
+    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session.
+
+    Raises:
+        torch.OutOfMemoryError, StateLost: the measurement failed here, or on a host. It ends the attempt, for the
+            others wait in the middle of an exchange; where two were in flight, the next attempt takes one.
+    """
     if not isinstance(session.job.plan.inflight, Deferred):
         return
     known = shared_record(session, run, "inflight")
@@ -65,9 +73,16 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
         session.use_inflight(Resolved(known["value"], known["reason"]))
         return
     push({"phase": "measuring micro-batches in flight"})
-    chosen, seconds = session.measure_inflight()
+    try:
+        chosen, seconds = session.measure_inflight()
+    except (torch.OutOfMemoryError, StateLost) as error:
+        if session.step.inflight == 2:  # the next attempt, in which nothing waits any more for this one, takes one
+            why = f"2 in flight failed while measured ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            _write(run, "inflight", Resolved(1, why), {}, reporter)
+        raise
     session.use_inflight(chosen)
-    _write(session, run, "inflight", chosen, seconds, reporter)
+    if session.workers.rank == 0:
+        _write(run, "inflight", chosen, seconds, reporter)
 
 
 def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
@@ -142,12 +157,14 @@ def measure_micro_batch(
     before = session.step.inflight
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # what keeps more is measured
-    while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
-        candidate = Candidate(session.precision, asked.rows)
-        found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
-        # a loss that is not finite takes as much memory as any other; the run itself has rules for it
-        tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
-    session.step.inflight = before
+    try:
+        while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
+            candidate = Candidate(session.precision, asked.rows)
+            found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
+            # a loss that is not finite takes as much memory as any other; the run itself has rules for it
+            tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
+    finally:
+        session.step.inflight = before
     chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
     if chosen is None:
         raise _nothing_fits(tried[-1][1], budget)
@@ -182,8 +199,7 @@ def write_measured(run: RunFolder, what: str, record: dict[str, Any]) -> None:
     run.write_json(run.memory_probe, {**read_measured(run), what: record})
 
 
-def _write(session: Session, run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
-    if session.workers.rank == 0:
-        record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
-        write_measured(run, what, record)
-        reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)
+def _write(run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
+    record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
+    write_measured(run, what, record)
+    reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)

@@ -20,8 +20,16 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
-from raytrain.plan_machines import Machines, choose_machines, choose_precision
+from raytrain.plan_hosts import (
+    beside_hosts,
+    choose_hosts,
+    choose_inflight,
+    choose_strategy,
+    hosts_by_node,
+    kinds_text,
+    taken_by_hosts,
+)
+from raytrain.plan_machines import Machines, choose_machines, choose_precision, warn_of_kinds
 from raytrain.plan_memory import ShareOut, doubt_of_memory, estimate_bytes
 from raytrain.plan_steps import (
     choose_batches,
@@ -144,6 +152,8 @@ def _shown(name: str, choice: Choice) -> str:
             return "yes" if value else "no"
         if isinstance(value, float):
             return f"{value:g}"
+        if isinstance(value, dict):
+            return kinds_text(value)
         if isinstance(value, int):
             return size_text(value) if name in IN_BYTES else f"{value:,}"
         return str(value)
@@ -189,13 +199,14 @@ def make_plan(
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    workers = beside_hosts(alone, experts_hosts, scale, machines)
+    workers = beside_hosts(alone, experts_hosts, scale, machines, inventory)
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
-    choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
+    left = machines.without(taken_by_hosts(hosts.value, machines, inventory))
+    choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    allowed = _allowed(cluster, machines, inventory, workers=workers.value)
+    allowed = _allowed(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
@@ -206,7 +217,7 @@ def make_plan(
     settled = leave_to_memory(loop, batches, doubt=doubt)
     _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
     return Plan(
-        **{**choices, **settled, **length, **estimates},
+        **choices, **settled, **length, **estimates,
         step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
@@ -223,11 +234,13 @@ def make_plan(
 
 
 def _machine_choices(
-    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, inventory: Inventory, workers: Resolved,
-    hosts: Resolved, warnings: list[str],
+    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, left: Machines, inventory: Inventory,
+    workers: Resolved, hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
-    """What depends on the machines and the number of workers alone."""
-    counts = spread(workers.value, machines, inventory)
+    """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
+    warn_of_kinds(left, warnings)
+    counts = spread(workers.value, left, inventory)
+    beside = hosts_by_node(hosts, counts, machines, inventory)
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -236,7 +249,7 @@ def _machine_choices(
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
-        "threads": choose_threads(scale, counts, machines, inventory, warnings, hosts=separate(hosts)),
+        "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
         "precision": choose_precision(precision, machines, inventory, warnings),
     }
 

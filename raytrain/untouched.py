@@ -26,9 +26,9 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
     generators = rng_state(device)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     modes = [(part, part.training) for part in module.modules()]
-    unnoticed = contextlib.nullcontext() if trainable.unnoticed is None else trainable.unnoticed(worst=worst)
+    routing = trainable.worst_case() if worst and trainable.worst_case is not None else contextlib.nullcontext()
     try:
-        with unnoticed:
+        with routing:
             yield
     finally:
         with torch.no_grad():
@@ -40,8 +40,10 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
         set_rng_state(generators, device)
-        if trainable.elsewhere is not None:
-            trainable.elsewhere.discard()
+    if trainable.window is not None:
+        trainable.window.forget()
+    if trainable.elsewhere is not None:  # after a failure nothing: the others may wait in the middle of an exchange
+        trainable.elsewhere.discard()
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def noisy() -> Session:
 
 
 def moe() -> Session:
-    experts = {"num_experts": 4, "top_k": 2, "hosts": 0}
+    experts = {"num_experts": 4, "top_k": 2, "hosts": 0, "trace_every": 1}
     data = {"train": token_rows(48), "eval_fraction": 0.0}
     model = {**MOE, "dropout": 0.1}
     return make_session(model, data, loop={"max_steps": 8, "micro_batch_size": 8}, experts=experts, seed=4)
@@ -101,6 +101,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "generators": digest(rng_state(session.device)),
         "data": digest(order, session.state.to_json()),
         "modes": [part.training for part in module.modules()],
+        "traces": [part.seen is None for part in module.modules() if isinstance(part, TopKRouter)],
         "scale": digest(session.step.scale.value),
         "parts": digest(session.parts()),
         "groups": repr([{**group, "params": 0} for o in session.optimizers for group in o.param_groups]),
