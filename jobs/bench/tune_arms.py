@@ -23,7 +23,7 @@ from raytrain.session import Session
 from raytrain.untouched import restored_steps, untouched
 
 PRECISIONS = ("fp32", "bf16")
-CLASSES = 10
+CLASSES, VOCABULARY = 10, 256
 #: As Lightning's tuner does it: so many training steps and so many validation batches of each size.
 DOUBLING_STEPS = 3
 MEMORY_FRACTION = 0.9
@@ -40,12 +40,13 @@ def wide_job(options: TuneOptions, *, size: int) -> dict[str, Any]:
 
 
 def narrow_job(options: TuneOptions, *, size: int) -> dict[str, Any]:
-    """A GPT of two narrow layers on drawn bytes."""
+    """A GPT of two narrow layers on drawn tokens."""
     draw = torch.Generator().manual_seed(options.seed)
     context, rows = options.narrow_context, options.narrow_top
-    tokens = torch.randint(97, 123, ((rows + 2) * context,), generator=draw, dtype=torch.uint8)
-    sizes = {"layers": 2, "heads": 4, "width": options.narrow, "context": context}
-    return _job(options, {"builder": "raytrain.models.gpt:gpt", **sizes}, bytes(tokens.tolist()), size, rows)
+    tokens = torch.randint(VOCABULARY, (rows, context + 1), generator=draw)
+    data = {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
+    sizes = {"layers": 2, "heads": 4, "width": options.narrow, "context": context, "vocab_size": VOCABULARY}
+    return _job(options, {"builder": "raytrain.models.gpt:gpt", **sizes}, data, size, rows)
 
 
 def _job(options: TuneOptions, model: dict[str, Any], data: Any, size: int, rows: int) -> dict[str, Any]:
