@@ -5,12 +5,15 @@ It is one worker without Ray Train, experts in-process; `train` confirms what is
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
+import ray.exceptions
 import torch
 from ray import cloudpickle, tune
 
@@ -44,6 +47,7 @@ class BatchOrders:
         budget_bytes: what a process may take; None: nobody knows.
         workers: of the run that the figures are for.
         goodput: the noise scale decides, and is not advice alone.
+        link: the `RunLink` actor by which the driver has trials leave.
         fraction, limit: `cluster.memory_fraction` and `cluster.memory_limit`, for a device's allocator.
     """
 
@@ -57,11 +61,13 @@ class BatchOrders:
     limit: int | None
     workers: int
     goodput: bool
+    link: Any
 
 
 def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     """Ray Tune's trainable: reports {"measurement"}, {"gate"} or {"noise"}; running out of memory is a measurement."""
     keep_freed_memory()
+    threading.Thread(target=leave_when_asked, args=(orders.link,), daemon=True, name="stop-watch").start()
     if os.path.isdir(orders.folder):
         os.chdir(orders.folder)
     make_importable(orders.folder)
@@ -90,6 +96,13 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
         wanted.candidate, budget_bytes=orders.budget_bytes, passes=wanted.passes, with_memory=wanted.with_memory
     )
     return {"measurement": measurement.to_json(), "signature": signature_of(session, workers=orders.workers).to_json()}
+
+
+def leave_when_asked(link: Any) -> None:
+    """A measurement that was broken off is worth nothing: the process ends at once."""
+    with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
+        if ray.get(link.wait_stop.remote()):
+            os._exit(1)
 
 
 def await_freed_memory(device: torch.device) -> None:

@@ -37,6 +37,10 @@ PLANNED_BATCH = 4096
 """At most so large a global batch is planned with where the search is to find it: no worker is left out for it."""
 
 
+LEAVE_S = 10.0
+"""Trials leave within so many seconds after a signal."""
+
+
 @dataclass(frozen=True)
 class BatchSearch:
     """What is searched, and for which run.
@@ -213,13 +217,15 @@ def _try(
 
     from jobs.tuning.batch import BatchOrders, batch_trial
     from jobs.tuning.batch_trials import BatchTrials
-    from jobs.tuning.sweep import make_tuner, run_trials
+    from jobs.tuning.sweep import make_tuner, run_trials, stop_link
+    from raytrain.trainer import make_link
 
     spec, sweep = command.spec, command.the_sweep
     at_a_time = devices_of(spec, search, inventory)
     space = replace(search.space, devices=at_a_time)
     say_search(command, search, at_a_time)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
+    link = make_link()
     orders = BatchOrders(
         job=ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
         data=None if checked.handed is None else ray.put(checked.handed),
@@ -231,6 +237,7 @@ def _try(
         limit=spec.cluster.memory_limit,
         workers=search.workers,
         goodput=spec.tune.objective == "goodput",
+        link=link,
     )
     cores = min((node.cpus for node in inventory.nodes if node.cpus), default=1)
     with SweepTable(command.console, BATCH_COLUMNS, title="measurements") as table:
@@ -252,7 +259,12 @@ def _try(
             resources=resources,
             at_a_time=at_a_time,
         )
-        run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show)
+
+        def stop() -> None:
+            trials.stopping = True
+            stop_link(link)
+
+        run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show, stop=stop, grace_s=LEAVE_S)
 
 
 def devices_of(spec: JobSpec, search: BatchSearch, inventory: Inventory) -> int:

@@ -67,7 +67,7 @@ class BatchTrials:
     ) -> None:  # fmt: skip
         self.space, self.known = space, known
         self._sweep, self._table, self._noise_at, self._most = sweep, table, noise_at, most
-        self._goodput = goodput
+        self._goodput, self.stopping = goodput, False
         self._running: dict[int, Wanted] = {}
         self._began: dict[int, float] = {}
         ended = sweep.ended()
@@ -77,6 +77,8 @@ class BatchTrials:
 
     def propose(self) -> dict[str, Any] | str | None:
         """What the search wants next."""
+        if self.stopping:
+            return DONE
         wanted = self.next()
         if wanted is None:
             return None if self._running else DONE
@@ -118,6 +120,8 @@ class BatchTrials:
         """Writes its line; a crash is a measurement as well, that says so."""
         wanted = Wanted.of(config)
         self._running.pop(wanted.number, None)
+        if self.stopping:
+            return
         found = {name: result[name] for name in KINDS if result.get(name) is not None}
         if not found:
             found = self._failed(wanted, error)

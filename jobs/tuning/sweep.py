@@ -62,14 +62,14 @@ def run_trials(
     sweep: SweepFolder,
     signals: StopSignals,
     show: Callable[[], None],
-    stop: Callable[[], None] | None = None,
-    grace_s: float = 0.0,
+    stop: Callable[[], None],
+    grace_s: float,
 ) -> None:
     """Run trials until there are no more.
 
     Args:
         show: called often, to draw the table.
-        stop: asks the trials that run to save and return; they then have `grace_s` seconds for it.
+        stop: asks the trials that run to end; they then have `grace_s` seconds for it.
 
     Raises:
         Interrupted: a signal came; what has ended stands in trials.jsonl.
@@ -92,9 +92,8 @@ def run_trials(
         sweep.heartbeat()
         show()
         if signals.asked.is_set() and ends is None:
-            ends = time.monotonic() + (grace_s if stop is not None else 0.0)
-            if stop is not None:
-                stop()
+            ends = time.monotonic() + grace_s
+            stop()
         if ends is not None and (signals.times > 1 or time.monotonic() > ends):
             break
     show()
