@@ -83,6 +83,7 @@ def _draw(axes: Any, line: Mapping[str, Any], *, kind: str, spare: str) -> None:
 
 def _mark(axes: Any, panel: Mapping[str, Any]) -> None:
     """What some panels have besides lines: doublings along x, points with words, a limit."""
+    axes.margins(y=0.15 if panel.get("marks") else 0.05)
     if panel.get("doubling"):
         values = sorted({x for line in panel["series"] for x in line["x"]})
         axes.set_xscale("log", base=2)

@@ -87,16 +87,16 @@ def measured(decision: BatchDecision, known: Known, search: BatchSearch) -> dict
 
 def decision_table(decision: BatchDecision) -> Table:
     """Every candidate on which anything was spent, the chosen one marked."""
-    table = Table("precision", "micro-batch", "passes", "rows/s", "95 % interval", "peak predicted", "measured", "",
-                  box=None, pad_edge=False, header_style="bold")  # fmt: skip
+    table = Table("precision", "rows", "passes", "rows/s (95 %)", "peak", "predicted", "", box=None, pad_edge=False,
+                  header_style="bold")  # fmt: skip
     for row in decision.table:
         taken = (row.precision, row.micro_batch_size) == (
             decision.candidate.precision, decision.candidate.micro_batch_size
         )  # fmt: skip
-        between = f"{number_text(row.low)} to {number_text(row.high)}" if row.low is not None else ""
+        off = "" if row.low is None or row.rows_per_s is None else f" ± {number_text(row.rows_per_s - row.low)}"
         table.add_row(
-            row.precision, str(row.micro_batch_size), str(row.passes or ""), number_text(row.rows_per_s), between,
-            bytes_text(row.predicted_peak), bytes_text(row.measured_peak), row.note or ("taken" if taken else ""),
+            row.precision, str(row.micro_batch_size), str(row.passes or ""), number_text(row.rows_per_s) + off,
+            bytes_text(row.measured_peak), bytes_text(row.predicted_peak), row.note or ("taken" if taken else ""),
             style="bold green" if taken else "",
         )  # fmt: skip
     return table

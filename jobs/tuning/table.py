@@ -121,7 +121,7 @@ def whole_text(row: Mapping[str, Any]) -> str:
     return f"{told(row['values'])}: {', '.join(part for part in (*parts, note) if part)}"
 
 
-BATCH_COLUMNS = ("what", "precision", "micro-batch", "rows/s", "peak", "")
+BATCH_COLUMNS = ("what", "precision", "rows", "rows/s", "peak", "")
 WHOLE_COLUMNS = ("steps", "eval loss", "samples/s", "")
 
 
