@@ -1,8 +1,8 @@
 """Bench `tune`: what the search for batch size and precision finds, and what it costs, against two other ways.
 
-A wide GPT and a narrow one. The grid times every size in every precision. Doubling takes fp32 alone through 3 steps and 3 validation batches of
-each size from 2 to the largest. Ours reads memory, confirms a peak and runs the numeric gate besides. All run in this
-process, one after the other in turns, with every kernel warm; what Ray would add to ours is not in it.
+A wide GPT and a narrow one. The grid times every size in every precision. Doubling takes fp32 alone through 3 steps and
+3 validation batches of each size from 2 to the largest. Ours reads memory, confirms a peak and runs the numeric gate
+besides. All run in this process, in turns, with every kernel warm; what Ray would add to ours is not in it.
 """
 
 from __future__ import annotations
