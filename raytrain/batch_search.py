@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from raytrain.batch_decision import BatchDecision, nothing_fits, table_of
-from raytrain.batch_space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal
+from raytrain.batch_space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal, nearest_at_most
 from raytrain.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
 from raytrain.measurement import Candidate, Measurement
 from raytrain.plan_values import Resolved
@@ -26,6 +26,8 @@ __all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"
 HOPELESS = 0.95
 #: A line of memory is read again beyond so many times the sizes that it was drawn through.
 FAR = 2
+#: Rows of a step of the gate, at most: rounding does not need many, and its steps are most of what a search costs.
+GATE_ROWS = 8
 
 
 def next_proposals(
@@ -167,8 +169,8 @@ class _Search:
             return []
         for curve in self._winners():
             if curve.precision not in self.gates:
-                both = [size for size in curve.measured if size in self.lead.measured]
-                size = max((size for size in both if size in self.space.first_sizes()), default=self.lead.measured[0])
+                both = [size for size in curve.fitting() if size in self.lead.fitting()]
+                size = nearest_at_most(both, GATE_ROWS) or self.lead.measured[0]
                 return [Proposal(Candidate(curve.precision, size), passes=0, gate_steps=self.space.gate_steps)]
             if not self._refused(curve):
                 return []

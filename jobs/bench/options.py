@@ -171,17 +171,16 @@ class TuneOptions(BenchOptions):
     """The search for batch size and precision against an exhaustive grid and against doubling until failure."""
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "wide": 32, "wide_top": 16, "narrow": 16, "narrow_top": 16, "narrow_context": 16, "repeats": 2, "blocks": 2,
-        "gate_steps": 2, "block_s": 0.0, "ceilings": [2],
+        "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,
+        "block_s": 0.0, "ceilings": [2],
     }  # fmt: skip
 
     blocks: Count = Field(15, description="repetitions of the chosen point against the grid's best")
     repeats: Count = Field(3, description="times that each way of searching is taken, in turn")
-    wide: Count = Field(1024, description="width of the perceptron's three hidden layers")
-    wide_top: Count = Field(4096, description="rows of its step, and the largest micro-batch; a power of two")
-    narrow: Count = Field(64, description="width of the small GPT")
-    narrow_top: Count = Field(256, description="rows of its step, and the largest micro-batch; a power of two")
-    narrow_context: Count = Field(64, description="tokens of the small GPT's window")
+    wide: Count = Field(256, description="width of one GPT of two layers")
+    narrow: Count = Field(64, description="width of the other")
+    context: Count = Field(64, description="tokens of a window of both")
+    rows: Count = Field(256, description="of a step, and the largest micro-batch that is tried; a power of two")
     free: bool = Field(False, description="the micro-batch is the whole batch of a step, which may be any size")
     gate_steps: Count = Field(20, description="steps of the numeric gate")
     block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")

@@ -1,8 +1,8 @@
 """Bench `tune`: what the search for batch size and precision finds, and what it costs, against two other ways.
 
-The grid times every size in every precision. Doubling takes fp32 alone through 3 steps and 3 validation batches of
-each size from 2 to the largest. Ours reads memory, confirms a peak and runs the numeric gate besides. All run in this
-process, one after the other in turns, with every kernel warm; what Ray would add to ours is not in it.
+A wide GPT and a narrow one. The grid times every size in every precision. Doubling takes fp32 alone through 3 steps and
+3 validation batches of each size from 2 to the largest. Ours reads memory, confirms a peak and runs the numeric gate
+besides. All run in this process, in turns, with every kernel warm; what Ray would add to ours is not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cluster.inventory import local_inventory
 from jobs.bench.measuring import Check, Goal, Measurement, Say, alternate, compare, matrix_units
 from jobs.bench.options import TuneOptions
 from jobs.bench.sessions import SessionArm
-from jobs.bench.tune_arms import PRECISIONS, Bench, Found, narrow_job, wide_job
+from jobs.bench.tune_arms import PRECISIONS, Bench, Found, gpt_job
 from raytrain.batch_space import MOST_SIZES, MOST_STEPS, BatchSpace, sizes_free
 from raytrain.errors import InputError
 from raytrain.measurement import Candidate
@@ -29,16 +29,14 @@ from raytrain.search import WORTHWHILE_GAIN
 #: Goals of issue 5.
 OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4
 
-JobOf = Callable[..., dict[str, Any]]
-
 
 @dataclass
 class _Model:
     """Everything that is found out about one model."""
 
     name: str
+    width: int
     bench: Bench
-    job_of: JobOf
     searches: list[Found] = field(default_factory=list)
     alone: list[Found] = field(default_factory=list)
     grids: list[list[Measured]] = field(default_factory=list)
@@ -62,17 +60,16 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> Measurement:
     """Measure the wide model and the narrow one, then the injected ceilings; see `TuneOptions`.
 
     Raises:
-        InputError: a largest batch that is no power of two.
+        InputError: rows that are no power of two.
     """
-    for key, top in (("wide_top", options.wide_top), ("narrow_top", options.narrow_top)):
-        if top & (top - 1):
-            raise InputError(key, seen=str(top), expected="a power of two")
+    if options.rows & (options.rows - 1):
+        raise InputError("rows", seen=str(options.rows), expected="a power of two")
     found = Measurement("tune", quick, options.model_dump(), "seconds of one search, or of one row of training")
     found.values["matrix_units"] = matrix_units(local_inventory().cpu_flags)
     threads = torch.get_num_threads()
     try:
-        wide = _model(found, options, f"perceptron {options.wide}", wide_job, options.wide_top, say)
-        narrow = _model(found, options, f"gpt {options.narrow}", narrow_job, options.narrow_top, say)
+        wide = _model(found, options, options.wide, say)
+        narrow = _model(found, options, options.narrow, say)
         ceilings = _ceilings(found, options, narrow, say)
     finally:
         torch.set_num_threads(threads)
@@ -80,9 +77,11 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> Measurement:
     return found
 
 
-def _model(found: Measurement, options: TuneOptions, name: str, job_of: JobOf, top: int, say: Say) -> _Model:
-    bench = Bench(job_of(options, size=top), sizes_free(top, 1), options.gate_steps, options.free)
-    model = _Model(name, bench, job_of)
+def _model(found: Measurement, options: TuneOptions, width: int, say: Say) -> _Model:
+    job = gpt_job(options, width=width, size=options.rows)
+    bench = Bench(job, sizes_free(options.rows, 1), options.gate_steps, options.free)
+    name = f"gpt {width}"
+    model = _Model(name, width, bench)
     before, budget = _hash(bench), bench.budget()
     say(f"{name}: {len(bench.sizes)} sizes in {' and '.join(PRECISIONS)}")
     bench.warm_up()
@@ -128,7 +127,7 @@ def _against_the_best(found: Measurement, options: TuneOptions, model: _Model, s
     chosen = model.searches[0].decision.candidate
     say(f"{model.name}: chose {_named(chosen)}; the grid's best is {_named(best)}")
     arms = {
-        f"at {role}, {_named(point)}": _training(options, model.job_of, point)
+        f"at {role}, {_named(point)}": _training(options, model.width, point)
         for role, point in (("the chosen point", chosen), ("the grid's best", best))
     }
     times = alternate(arms, blocks=options.blocks)
@@ -151,10 +150,9 @@ def _named(point: Candidate) -> str:
     return f"{point.precision} x {point.micro_batch_size}"
 
 
-def _training(options: TuneOptions, job_of: JobOf, point: Candidate) -> Callable[[], float]:
+def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[], float]:
     """A block of real training steps at one point; returns the seconds of a row."""
-    size = point.micro_batch_size
-    arm = SessionArm(job_of(options, size=size), precision=point.precision)
+    arm = SessionArm(gpt_job(options, width=width, size=point.micro_batch_size), precision=point.precision)
     rows = arm.session.feed.batches.global_batch
     arm.run(1)
     steps = max(1, min(1000, round(options.block_s / arm.run(1))))

@@ -23,48 +23,30 @@ from raytrain.session import Session
 from raytrain.untouched import restored_steps, untouched
 
 PRECISIONS = ("fp32", "bf16")
-CLASSES, VOCABULARY = 10, 256
+VOCABULARY = 256
 #: As Lightning's tuner does it: so many training steps and so many validation batches of each size.
 DOUBLING_STEPS = 3
 MEMORY_FRACTION = 0.9
 
 
-def wide_job(options: TuneOptions, *, size: int) -> dict[str, Any]:
-    """A perceptron of three wide hidden layers on drawn features."""
+def gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
+    """A GPT of two layers on drawn tokens, in micro-batches of `size` rows."""
     draw = torch.Generator().manual_seed(options.seed)
-    rows = options.wide_top
-    features = torch.randn(rows, options.wide, generator=draw)
-    data = {"x": features, "labels": torch.randint(CLASSES, (rows,), generator=draw)}
-    model = {"builder": "raytrain.models.mlp:mlp", "hidden": [options.wide] * 3, "num_classes": CLASSES}
-    return _job(options, model, data, size, rows)
-
-
-def narrow_job(options: TuneOptions, *, size: int) -> dict[str, Any]:
-    """A GPT of two narrow layers on drawn tokens."""
-    draw = torch.Generator().manual_seed(options.seed)
-    context, rows = options.narrow_context, options.narrow_top
-    tokens = torch.randint(VOCABULARY, (rows, context + 1), generator=draw)
-    data = {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
-    sizes = {"layers": 2, "heads": 4, "width": options.narrow, "context": context, "vocab_size": VOCABULARY}
-    return _job(options, {"builder": "raytrain.models.gpt:gpt", **sizes}, data, size, rows)
-
-
-def _job(options: TuneOptions, model: dict[str, Any], data: Any, size: int, rows: int) -> dict[str, Any]:
     threads = options.threads if isinstance(options.threads, int) else local_inventory().cpus
+    tokens = torch.randint(VOCABULARY, (options.rows, options.context + 1), generator=draw)
+    sizes = {"layers": 2, "heads": 4, "width": width, "context": options.context, "vocab_size": VOCABULARY}
+    batch = size if options.free else options.rows
     return {
         "name": "bench-tune",
         "seed": options.seed,
-        "model": model,
-        "data": {"train": data, "eval_fraction": 0.0},
-        "loop": {
-            "max_steps": 1_000_000,
-            "global_batch_size": size if options.free else rows,
-            "micro_batch_size": size,
-            "log_every": 0,
+        "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
+        "data": {
+            "train": {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}, "eval_fraction": 0.0
         },
+        "loop": {"max_steps": 1_000_000, "global_batch_size": batch, "micro_batch_size": size, "log_every": 0},
         "precision": {"dtype": "fp32"},
         "scale": {"workers": 1, "mode": "cpu", "threads": threads},
-    }
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

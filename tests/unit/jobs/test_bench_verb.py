@@ -122,7 +122,7 @@ def test_accumulation_lowers_the_peak_of_the_same_step(bench: Callable[..., Any]
 def test_the_search_is_held_against_the_grid_and_against_doubling(bench: Callable[..., Any]) -> None:
     document = bench("tune")
     sizes = [1, 2, 4, 8, 16]
-    for name in ("perceptron 32", "gpt 16"):
+    for name in ("gpt 32", "gpt 16"):
         row = document["values"][name]
         assert sorted(row["grid_rows_per_s"]) == sorted(f"{p} x {size}" for p in ("fp32", "bf16") for size in sizes)
         assert row["grid_best"] == max(row["grid_rows_per_s"], key=row["grid_rows_per_s"].get)
@@ -167,7 +167,7 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
         ("loop", ["batch=3"], "batch"),
         ("memory", ["rows=10", "accumulation=4"], "rows"),
         ("precision", ["widths=[0]"], "widths"),
-        ("tune", ["wide_top=24"], "wide_top"),
+        ("tune", ["rows=24"], "rows"),
     ],
 )
 def test_a_wrong_name_or_key_is_named(tmp_path: Path, name: str, keys: list[str], named: str) -> None:
