@@ -34,10 +34,13 @@ from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
-from jobs.driver import train_job
+from jobs.driver import check_on_driver, train_job
 from jobs.plan import plan_job
 from jobs.runtime import Cluster, StopSignals
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from jobs.tuning.batch_command import find_search
+from jobs.tuning.cache import Cache
+from jobs.tuning.points import find_points
 from raytrain.attempts import this_process
 from raytrain.data.sources import open_source
 from raytrain.decode import dump_yaml, encode, parse_override
@@ -360,7 +363,42 @@ def experts(part: str, first: str, second: str, *beside: str) -> Flag:
 SGD = ("optim.name=sgd",)
 OFTEN = ("loop.eval_every=1", "data.eval_fraction=0.5", "optim.lr=0.001")
 UNHELD = ("scale.mode=auto",)
+def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """What a sweep would try, without Ray: its trials, how many beside each other, what of earlier ones it takes."""
+    seen: dict[str, Any] = {"refused": ""}
+    if loaded.spec.tune.space is None:
+        try:
+            seen["budget"] = find_search(loaded, check_on_driver(loaded.spec), BOX).space.budget_bytes
+        except InputError as error:
+            seen["refused"] = error.key
+    else:
+        points = find_points(loaded, BOX)
+        alone = loaded.spec.tune.metric == "samples_per_s"
+        seen["trials"] = [one.overrides for one in points.trials]
+        seen["at a time"] = points.at_a_time(gpus=0, cpus=BOX.cpus, alone=alone)
+    row = {"trial": 1, "outcome": "ok", "budget_bytes": None}
+    Cache(str(place.folder), {}, budget=None, fresh=False).keep([row])
+    seen["known"] = len(Cache(str(place.folder), {}, budget=None, fresh=loaded.spec.tune.fresh).rows)
+    return seen
+
+
+def told(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """What the workers of a run are told."""
+    return vars(train_job(loaded.spec, plan_job(loaded, inventory=BOX), RunFolder(str(place.folder)), attempt=1))
+
+
+FOUND = "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu}"
+RATES = ("tune.space.optim.lr=[0.1, 0.2, 0.3]",)
+
 FLAGS = {
+    "tune.objective": Flag(searched, "refused", "throughput", "goodput"),
+    "tune.space": Flag(searched, "trials", "{optim.lr: [0.1]}", "{optim.lr: [0.1, 0.2]}"),
+    "tune.metric": Flag(searched, "at a time", "eval_loss", "samples_per_s", RATES),
+    "tune.scheduler": Flag(searched, "trials", "none", "asha", RATES),
+    "tune.max_trials": Flag(searched, "trials", "1", "2", RATES),
+    "tune.fresh": Flag(searched, "known", "false", "true"),
+    "tune.found": Flag(told, "found", "null", FOUND),
+    "cluster.memory_limit": Flag(searched, "budget", "null", "2000000000"),
     "name": Flag(commanded, "name", "one", "two"),
     "seed": Flag(trained, "losses", "1", "2"),
     "model.builder": Flag(trained, "parameters", "raytrain.models.mlp:mlp", "experts.models:moe_mlp"),
@@ -446,8 +484,6 @@ REFUSED = {
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 
 LATER = {
-    "tune.objective": ("goodput", "the verb tune"), "tune.space": ("{optim.lr: [0.1]}", "the verb tune"),
-    "tune.max_trials": ("3", "the verb tune"), "tune.fresh": ("true", "the verb tune"),
     "infer.input": ("in.jsonl", "the verb infer"), "infer.output": ("out", "the verb infer"),
     "infer.batch_size": ("8", "the verb infer"), "infer.max_samples": ("9", "the verb infer"),
     "telemetry.every": ("1.0", "telemetry/<node>.jsonl (DESIGN 3)"),
@@ -539,7 +575,7 @@ def attributes_read() -> list[tuple[str, str]]:
 def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_nowhere(key: str) -> None:
     """An entry of LATER goes as soon as somebody reads its key."""
     section = key.partition(".")[0]
-    if section in ("tune", "infer"):
+    if section == "infer":
         with pytest.raises(InputError, match="not built yet"):
             refuse_later(load_spec().spec, section)
     readers = [where for where, attribute in attributes_read() if attribute == key]
