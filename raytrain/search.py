@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from statistics import fmean, median
 from typing import Any
 
 from raytrain.plan_values import Resolved
@@ -12,6 +15,8 @@ WORTHWHILE_GAIN = 0.03
 #: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
+#: A loss scale that begins too high skips a few steps: as many more than the reference may be skipped, or this share.
+SKIPS, SKIP_SHARE = 2, 0.1
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,60 @@ class PrecisionTrial:
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """A lower precision held against the reference: real steps from one state, on the same data.
+
+    Attributes:
+        losses, norms: of each step, the norm before clipping; `reference_*` are the reference's.
+        skipped: steps dropped for a gradient that was not finite.
+        error: why it could not be run at all, or None.
+    """
+
+    precision: str
+    reference: str
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    reference_norms: tuple[float, ...] = ()
+    skipped: int = 0
+    reference_skipped: int = 0
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `from_json` of it equals this."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> GateReport:
+        """What `to_json` wrote; lists become tuples."""
+        series = {name: tuple(row[name]) for name in ("losses", "reference_losses", "norms", "reference_norms")}
+        return cls(**{**row, **series})
+
+
+def gate_refusal(report: GateReport) -> str:
+    """Why a precision does not pass its gate; "" where it does.
+
+    Its loss over the last quarter of the steps must be the reference's within `LOSS_TOLERANCE`, the median ratio of the
+    gradient norms within `NORM_BAND`, and hardly more steps may be skipped.
+    """
+    if report.error is not None:
+        return report.error
+    steps = len(report.losses)
+    if report.skipped > report.reference_skipped + max(SKIPS, math.floor(SKIP_SHARE * steps)):
+        return f"{report.skipped} of {steps} steps were not finite, {report.reference_skipped} in {report.reference}"
+    tail = -max(1, steps // 4)
+    loss, wanted = fmean(report.losses[tail:]), fmean(report.reference_losses[tail:])
+    if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
+        return f"its loss after {steps} steps, {loss:.6g}, is not the reference's {wanted:.6g}"
+    pairs = zip(report.norms, report.reference_norms, strict=True)
+    ratios = [norm / other for norm, other in pairs if math.isfinite(norm) and 0 < other < math.inf]
+    ratio = median(ratios) if ratios else 1.0
+    if not NORM_BAND[0] <= ratio <= NORM_BAND[1]:
+        return f"its gradient norm is {ratio:.3g} times the reference's"
+    return ""
 
 
 def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:

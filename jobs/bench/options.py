@@ -167,6 +167,26 @@ class ExpertsOptions(BenchOptions):
     micro_batches: Count = Field(4, description="of one of its steps")
 
 
+class TuneOptions(BenchOptions):
+    """The search for batch size and precision against an exhaustive grid and against doubling until failure."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,
+        "block_s": 0.0, "ceilings": [2],
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions of the chosen point against the grid's best")
+    repeats: Count = Field(3, description="times that each way of searching is taken, in turn")
+    wide: Count = Field(256, description="width of one GPT of two layers")
+    narrow: Count = Field(64, description="width of the other")
+    context: Count = Field(64, description="tokens of a window of both")
+    rows: Count = Field(256, description="of a step, and the largest micro-batch that is tried; a power of two")
+    free: bool = Field(False, description="the micro-batch is the whole batch of a step, which may be any size")
+    gate_steps: Count = Field(20, description="steps of the numeric gate")
+    block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
+    ceilings: list[Count] = Field([4, 8], description="budgets are set so that so many rows of the GPT just fit")
+
+
 BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "loop": (LoopOptions, "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"),
     "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
@@ -180,5 +200,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "recovery": (RecoveryOptions, "how long a run stands still when an expert host dies, against a dead worker"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
+    "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
+             "until failure"),
 }  # fmt: skip
 """Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""

@@ -119,6 +119,24 @@ def test_accumulation_lowers_the_peak_of_the_same_step(bench: Callable[..., Any]
     assert four["losses"] == pytest.approx(one["losses"], rel=1e-4) and math.isfinite(sum(four["losses"]))
 
 
+def test_the_search_is_held_against_the_grid_and_against_doubling(bench: Callable[..., Any]) -> None:
+    document = bench("tune")
+    sizes = [1, 2, 4, 8, 16]
+    for name in ("gpt 32", "gpt 16"):
+        row = document["values"][name]
+        assert sorted(row["grid_rows_per_s"]) == sorted(f"{p} x {size}" for p in ("fp32", "bf16") for size in sizes)
+        assert row["grid_best"] == max(row["grid_rows_per_s"], key=row["grid_rows_per_s"].get)
+        for one in row["searches"]:
+            assert one["decision"]["complete"] and max(one["decision"]["steps"].values()) <= 25
+            assert len({str(m["candidate"]) for m in one["measurements"]}) <= 12
+    (ceiling,) = document["values"]["ceilings"]
+    assert ceiling["fits"] == 2 and ceiling["chosen"] <= 2 and ceiling["measured_peak"] <= ceiling["budget"]
+    goals = {ratio["name"].partition(": ")[2]: ratio["goal"] for ratio in document["ratios"]}
+    assert goals["time of the search / of the grid"]["at_most"] == 0.25
+    assert goals["time of the search in fp32 / of doubling"]["at_most"] == 0.4
+    assert goals["throughput at the choice / at the grid's best"]["at_least"] == 0.95
+
+
 # ---------------------------------------------------------------- the verb
 
 
@@ -149,6 +167,7 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
         ("loop", ["batch=3"], "batch"),
         ("memory", ["rows=10", "accumulation=4"], "rows"),
         ("precision", ["widths=[0]"], "widths"),
+        ("tune", ["rows=24"], "rows"),
     ],
 )
 def test_a_wrong_name_or_key_is_named(tmp_path: Path, name: str, keys: list[str], named: str) -> None:

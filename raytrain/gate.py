@@ -1,0 +1,107 @@
+"""The numeric gate: real optimizer steps in two precisions from one state on the same rows; everything is put back.
+
+One batch shows whether a precision computes nearly the same gradient. Whether it trains as well shows only over steps,
+where rounding adds up, weights move by less than the format can hold, and a loss scale finds its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from raytrain.errors import RunError
+from raytrain.measurement import Candidate
+from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.search import GateReport
+from raytrain.session import Session
+from raytrain.step import StepOutput
+from raytrain.untouched import restored_steps, untouched
+
+
+def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: int) -> GateReport:
+    """Train `steps` steps in the candidate's precision and in the reference's, each from where the session stands.
+
+    A step is one micro-batch of the candidate's size on each worker; rows, dropout and learning rate are those of the
+    run. Collective over the workers. Weights, optimizer state, buffers, generators and the order of the data are the
+    same afterwards.
+
+    Args:
+        session: prepared in a precision that keeps weights in the same format as both.
+
+    Raises:
+        RunError: parts of the model live in other processes, which cannot be put back.
+    """
+    if session.trainable.elsewhere is not None:
+        raise RunError("the numeric gate needs the whole model in the workers: experts.hosts=0")
+    size, workers = candidate.micro_batch_size, session.workers
+    taken = session.feed.batches.rows_from(session.state.cursor, size * steps * workers.world)
+    rows = np.split(taken, steps)
+    try:
+        wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
+    except RuntimeError as error:  # an operation without a kernel in this dtype, or out of memory: that is a result
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return GateReport(candidate.precision, reference, error=reason)
+    return GateReport(
+        precision=candidate.precision,
+        reference=reference,
+        losses=other[0],
+        reference_losses=wanted[0],
+        norms=other[1],
+        reference_norms=wanted[1],
+        skipped=other[2],
+        reference_skipped=wanted[2],
+    )
+
+
+def _trained(
+    session: Session, precision: str, rows: list[np.ndarray]
+) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    """Losses and gradient norms of the steps taken, and how many steps were skipped; the same on every worker."""
+    step, feed, workers, first = session.step, session.feed, session.workers, session.state.step
+    last = int(session.job.planned("max_steps"))
+    outputs: list[StepOutput] = []
+    with _as_it_was(session), _computing_in(session, precision):
+        for number, part in enumerate(rows, start=1):
+            own = np.split(part, workers.world)[workers.rank]
+            weight = max(1, feed.weight(part))
+            at = max(1, min(first + number, last))
+            outputs.append(step.run(iter([feed.one(own)]), global_weight=weight, step=at, passes=1))
+    losses = torch.stack([output.loss for output in outputs]).tolist()
+    total = [sum(column) for column in zip(*workers.gather_floats(losses), strict=True)]
+    norms = torch.stack([output.norm.to(torch.float64) for output in outputs]).tolist()
+    skipped = sum(bool(output.skip) for output in outputs)
+    return tuple(total), tuple(norm if math.isfinite(norm) else math.nan for norm in norms), skipped
+
+
+@contextlib.contextmanager
+def _computing_in(session: Session, precision: str) -> Iterator[None]:
+    """The session's step in another precision, with a loss scale of its own."""
+    step = session.step
+    kept = step.policy, step.scale
+    step.policy = policy_for(precision)
+    step.scale = LossScale(session.device, enabled=step.policy.scales_loss)
+    apply_matmul(step.policy)
+    try:
+        yield
+    finally:
+        step.policy, step.scale = kept
+        apply_matmul(kept[0])
+
+
+@contextlib.contextmanager
+def _as_it_was(session: Session) -> Iterator[None]:
+    """Real steps inside leave everything that a checkpoint holds as it was."""
+    trainable = session.trainable
+    parts = trainable.state_parts() if trainable.state_parts else {}
+    kept = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    try:
+        with untouched(trainable, session.device), restored_steps(session.optimizers):
+            yield
+    finally:
+        for name, part in parts.items():
+            part.load_state_dict(kept[name])

@@ -1,0 +1,48 @@
+"""The norms behind the noise scale are those of the real gradients, and measuring them changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lab import MLP, class_rows, make_session, train
+from test_gate import everything
+from test_probe_is_neutral import moe, noisy
+
+from raytrain.noise_probe import measure_norms
+from raytrain.noise_scale import noise_scale
+from raytrain.session import Session
+
+
+@pytest.mark.parametrize("build", [noisy, moe])
+def test_measuring_changes_nothing(build: Any) -> None:
+    session = build()
+    before = everything(session)
+    pairs = measure_norms(session, micro_batch_size=4, micro_batches=3, draws=2)
+    assert everything(session) == before
+    assert [(pair.small_rows, pair.big_rows) for pair in pairs] == [(4, 12), (4, 12)]
+    assert train(session)[0].losses == train(build())[0].losses
+
+
+def squares_of(session: Session, rows: Any) -> float:
+    micro = session.feed.one(rows)
+    loss = session.trainable.loss(session.trainable.module, micro.batch).loss
+    gradients = torch.autograd.grad(loss, list(session.trainable.module.parameters()))
+    return float(sum(gradient.square().sum() for gradient in gradients))
+
+
+def test_they_are_the_norms_of_the_mean_gradients() -> None:
+    data = {"train": class_rows(64), "eval_fraction": 0.0}
+    session = make_session(MLP, data, precision="fp64")
+    pairs = measure_norms(session, micro_batch_size=4, micro_batches=4, draws=2)
+    rows = session.feed.batches.rows_from(session.state.cursor, 32)
+    for pair, part in zip(pairs, (rows[:16], rows[16:]), strict=True):
+        assert pair.small_squares == pytest.approx(squares_of(session, part[:4]), rel=1e-12)
+        assert pair.big_squares == pytest.approx(squares_of(session, part), rel=1e-12)
+    assert noise_scale(pairs).rows > 0
+
+
+def test_one_micro_batch_tells_nothing() -> None:
+    with pytest.raises(ValueError, match="two micro-batches"):
+        measure_norms(noisy(), micro_batch_size=4, micro_batches=1)
