@@ -23,6 +23,7 @@ from raytrain.config import (
 from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
 from raytrain.plan_machines import Machines, choose_machines, choose_precision
 from raytrain.plan_memory import ShareOut, estimate_bytes
+from raytrain.plan_shares import choose_shares, splits
 from raytrain.plan_steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -54,7 +55,8 @@ IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere.
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `shares` where
+    they are asked to be equal.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -73,6 +75,7 @@ class Plan:
     micro_batch_size: Choice
     accumulation: Choice
     effective_batch: Choice
+    shares: Choice | None = field(default=None, kw_only=True)
     steps_per_epoch: Choice
     max_steps: Choice
     warmup_steps: Choice
@@ -192,7 +195,8 @@ def make_plan(
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
     choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
-    batches = choose_batches(loop, workers=workers.value, warnings=warnings)
+    pieces = splits(scale, workers=workers.value)
+    batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=pieces)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     allowed = _allowed(cluster.memory_fraction, machines, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
@@ -203,9 +207,14 @@ def make_plan(
     )  # fmt: skip
     _warn_of_memory(estimates["memory"], allowed, warnings)
     decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
+    shares = choose_shares(
+        scale, loop, machines, inventory, decided, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
+    )
+    known = decided if shares is None else {**decided, "shares": shares}
     return Plan(
         **decided,
-        step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
+        shares=shares,
+        step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),

@@ -55,10 +55,10 @@ def choose_machines(scale: ScaleConfig, inventory: Inventory, warnings: list[str
         device = Resolved("cuda", f"{count} usable: {', '.join(names)}")
         chosen = "cuda" if text == "auto" else text
         accelerator = Resolved(chosen, "every GPU there is" if text == "auto" else "scale.accelerator")
-        if len(names) > 1:
+        if len(names) > 1 and scale.shares == "equal":
             warnings.append(
                 f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
-                " scale.accelerator picks one kind"
+                " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
             )
     return Machines(mode, device, accelerator, pool)
 

@@ -25,11 +25,14 @@ from raytrain.gradients import Workers
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.optim import Schedule, build_optimizers
+from raytrain.pace import measure_paces
 from raytrain.plan import Resolved
+from raytrain.plan_values import Choice
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe import compare_inflight, compare_precisions
 from raytrain.recompute import recompute
 from raytrain.search import choose_inflight, choose_precision
+from raytrain.shares import Pace, Shares, choose_shares
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
 
@@ -113,6 +116,7 @@ class Session:
             device=self.device,
             storage=job.planned("storage"),
         )
+        batches.shares = _shares(job.plan.shares)
         return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
 
     def measure_precision(self, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
@@ -154,6 +158,24 @@ class Session:
         """From now on, and in whatever session follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, inflight=chosen))
         self.step.inflight = chosen.value
+
+    def measure_shares(self, sizes: list[int]) -> tuple[Resolved, list[Pace]]:
+        """`scale.shares: auto` on the real model and its first rows; changes nothing it measures.
+
+        Args:
+            sizes: of a pass; the first is the micro-batch, whoever has no room for another goes without.
+        """
+        batches = self.feed.batches
+        order = batches.split.order(batches.seed, self.state.cursor.epoch)
+        paces = measure_paces(
+            self.step, lambda size: self.feed.one(order[:size]), sizes=sizes, workers=self.workers, device=self.device
+        )
+        return choose_shares(paces, total=batches.global_batch, micro_batch=sizes[0]), paces
+
+    def use_shares(self, chosen: Resolved) -> None:
+        """From now on, and in whatever session follows this one after a rewind."""
+        self.job = replace(self.job, plan=replace(self.job.plan, shares=chosen))
+        self.feed.batches.shares = _shares(chosen)
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 
@@ -256,3 +278,9 @@ class Session:
         from cluster.telemetry import process_memory
 
         return process_memory().peak
+
+
+def _shares(choice: Choice | None) -> Shares | None:
+    """What was measured; None while it is not, and where it came out equal."""
+    measured = isinstance(choice, Resolved) and choice.value != "equal"
+    return Shares.from_json(choice.value) if measured else None
