@@ -6,14 +6,13 @@ A restarted or resumed attempt takes what was measured first.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
 from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
-from raytrain.pace import device_kind
+from raytrain.measured_layers import settle_layers
 from raytrain.plan import Deferred, Resolved
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
@@ -40,12 +39,14 @@ def settle_precision(
         known = _measured(run).get("precision", {}).get("value")
     if known is None and isinstance(planned, Deferred):
         session.prepare("fp32")
+        settle_layers(session, run, precisions=planned.bounds, reporter=reporter)
         push({"phase": "measuring precisions"})
         chosen, trials = session.measure_precision(list(planned.bounds))
         session.use_precision(chosen.value)
         _write(session, run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
+    settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
     return session.precision or ""
 
 
@@ -62,38 +63,6 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
     chosen, seconds = session.measure_inflight()
     session.use_inflight(chosen)
     _write(session, run, "inflight", chosen, seconds, reporter)
-
-
-def settle_shares(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """Each worker's share of a batch, where the plan leaves it open; needs a prepared session.
-
-    An attempt on the same machines, rank by rank, takes the shares that the first one measured, and sums in its order.
-    """
-    if not isinstance(session.job.plan.shares, Deferred):
-        return
-    micro = session.feed.batches.micro_batch
-    kind = device_kind(session.device)
-    places = [place.decode() for place in session.workers.gather_bytes(f"{socket.gethostname()} {kind}".encode())]
-    about = {"places": places, "micro_batch_size": micro}
-    own = _measured(run).get("shares") if session.workers.rank == 0 else None
-    known = json.loads(session.workers.gather_bytes(json.dumps(own).encode())[0])
-    if known is not None and known["trials"]["of"] == about:
-        session.use_shares(Resolved(known["value"], known["reason"]))
-        return
-    push({"phase": "measuring workers"})
-    chosen, paces = session.measure_shares(_sizes(session, micro, places))
-    session.use_shares(chosen)
-    trials = {"of": about, "paces": [pace.to_json() for pace in paces]}
-    _write(session, run, "shares", chosen, trials, reporter)
-
-
-def _sizes(session: Session, micro: int, places: list[str]) -> list[int]:
-    """Rows of a pass to try: on GPUs of several kinds each may have room for more than the smallest of them."""
-    several = session.device.type == "cuda" and len({place.partition(" ")[2] for place in places}) > 1
-    if not several or session.job.loop.micro_batch_size != "auto":
-        return [micro]
-    most = max(micro, int(session.job.planned("global_batch_size")) // session.workers.world)
-    return [micro << power for power in range((most // micro).bit_length())]
 
 
 def _measured(run: RunFolder) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from raytrain.config import (
     ScaleConfig,
 )
 from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
-from raytrain.plan_machines import Machines, choose_machines, choose_precision
+from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision
 from raytrain.plan_memory import ShareOut, estimate_bytes
 from raytrain.plan_shares import choose_shares, splits
 from raytrain.plan_steps import (
@@ -56,7 +56,7 @@ class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
     Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `shares` where
-    they are asked to be equal.
+    they are asked to be equal, `fp32_layers` where none is asked for.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -71,6 +71,7 @@ class Plan:
     backend: Choice
     threads: Choice
     precision: Choice
+    fp32_layers: Choice | None = field(default=None, kw_only=True)
     global_batch_size: Choice
     micro_batch_size: Choice
     accumulation: Choice
@@ -142,6 +143,8 @@ def _shown(name: str, choice: Choice) -> str:
     """A value, or what it may become."""
     if isinstance(choice, Resolved):
         value = choice.value
+        if isinstance(value, list):
+            return ", ".join(map(str, value)) or "none"
         if isinstance(value, bool):
             return "yes" if value else "no"
         if isinstance(value, float):
@@ -214,6 +217,7 @@ def make_plan(
     return Plan(
         **decided,
         shares=shares,
+        fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),

@@ -183,6 +183,25 @@ def choose_precision(
     return Resolved(precision.dtype, "precision.dtype")
 
 
+def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: list[str]) -> Choice | None:
+    """Layers that stay in fp32; None where none is asked for.
+
+    Args:
+        chosen: the format of the rest.
+    """
+    if precision.fp32_layers == []:
+        return None
+    may_be = chosen.bounds if isinstance(chosen, Deferred) else (chosen.value,)
+    if not {"bf16", "fp16"}.intersection(may_be):
+        if precision.fp32_layers != "auto":
+            warnings.append(f"precision.fp32_layers changes nothing: everything computes in {may_be[0]}")
+        return Resolved([], f"everything computes in {may_be[0]}")
+    if precision.fp32_layers == "auto":
+        how = "measured at the start, one layer at a time in half precision"
+        return Deferred(how, (), "as few as bring the loss of the real model into the band of fp32's")
+    return Resolved(list(precision.fp32_layers), "precision.fp32_layers")
+
+
 def _measured_precision(
     machines: Machines, inventory: Inventory, capability: tuple[int, int] | None
 ) -> Choice:

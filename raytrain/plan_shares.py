@@ -81,7 +81,8 @@ def _expected(
         room = min(gpu.memory_bytes for gpu in gpus if gpu.name == kind) * fraction
         most = equal_share if loop.micro_batch_size == "auto" else micro
         sizes[kind] = _largest(micro, most, facts, choices["memory"], room)
-    made = Shares(micro, tuple(sizes[gpu.name] for gpu in gpus), tuple(sizes[gpu.name] / rates[gpu.name] for gpu in gpus))
+    rows = tuple(sizes[gpu.name] for gpu in gpus)
+    made = Shares(micro, rows, tuple(size / rates[gpu.name] for size, gpu in zip(rows, gpus, strict=True)))
     gain = gain_over_equal(made, total=total, plain_s=[micro / rates[gpu.name] for gpu in gpus])
     spans = made.spans(total, micro_batch=micro)
     told = []

@@ -22,17 +22,17 @@ from raytrain.device import need_data, rng_state, seed_everything, set_determini
 from raytrain.evaluation import evaluate
 from raytrain.feed import Feed
 from raytrain.gradients import Workers
+from raytrain.layer_precision import LayerPrecision
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.optim import Schedule, build_optimizers
-from raytrain.pace import measure_paces
 from raytrain.plan import Resolved
 from raytrain.plan_values import Choice
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe import compare_inflight, compare_precisions
 from raytrain.recompute import recompute
 from raytrain.search import choose_inflight, choose_precision
-from raytrain.shares import Pace, Shares, choose_shares
+from raytrain.shares import Shares
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
 
@@ -68,6 +68,8 @@ class Session:
             workers.use(elsewhere.workers_group)
         if job.loop.activation_checkpointing:
             recompute(self.trainable)
+        self.layers = LayerPrecision(self.trainable.module, self.device)
+        self.layers.keep(_settled(job.plan.fp32_layers) or [])
         self.state = LoopState()
         self.precision: str | None = None
 
@@ -119,6 +121,13 @@ class Session:
         batches.shares = _shares(job.plan.shares)
         return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
 
+    def settle(self, **choices: Resolved) -> None:
+        """Take over what was measured of `fp32_layers` or `shares`: from now on, and in whatever session follows this
+        one after a rewind."""
+        self.job = replace(self.job, plan=replace(self.job.plan, **choices))
+        self.layers.keep(_settled(self.job.plan.fp32_layers) or [])
+        self.feed.batches.shares = _shares(self.job.plan.shares)
+
     def measure_precision(self, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
         """`precision.dtype: auto` on the real model: needs `prepare("fp32")` first; changes nothing it measures."""
         handles, _ = self.feed.window(self.state.cursor)
@@ -158,24 +167,6 @@ class Session:
         """From now on, and in whatever session follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, inflight=chosen))
         self.step.inflight = chosen.value
-
-    def measure_shares(self, sizes: list[int]) -> tuple[Resolved, list[Pace]]:
-        """`scale.shares: auto` on the real model and its first rows; changes nothing it measures.
-
-        Args:
-            sizes: of a pass; the first is the micro-batch, whoever has no room for another goes without.
-        """
-        batches = self.feed.batches
-        order = batches.split.order(batches.seed, self.state.cursor.epoch)
-        paces = measure_paces(
-            self.step, lambda size: self.feed.one(order[:size]), sizes=sizes, workers=self.workers, device=self.device
-        )
-        return choose_shares(paces, total=batches.global_batch, micro_batch=sizes[0]), paces
-
-    def use_shares(self, chosen: Resolved) -> None:
-        """From now on, and in whatever session follows this one after a rewind."""
-        self.job = replace(self.job, plan=replace(self.job.plan, shares=chosen))
-        self.feed.batches.shares = _shares(chosen)
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 
@@ -280,7 +271,12 @@ class Session:
         return process_memory().peak
 
 
+def _settled(choice: Choice | None) -> Any:
+    """The value of what is decided, None for what is not."""
+    return choice.value if isinstance(choice, Resolved) else None
+
+
 def _shares(choice: Choice | None) -> Shares | None:
-    """What was measured; None while it is not, and where it came out equal."""
-    measured = isinstance(choice, Resolved) and choice.value != "equal"
-    return Shares.from_json(choice.value) if measured else None
+    """None while nothing is measured, and where it came out equal."""
+    value = _settled(choice)
+    return None if value in (None, "equal") else Shares.from_json(value)

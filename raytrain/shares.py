@@ -51,8 +51,9 @@ class Shares:
 
     def spans(self, total: int, *, micro_batch: int) -> list[range]:
         """Rows of each rank in a window of so many; they follow each other. The last micro-batch may be shorter."""
-        ends = [min(total, micro_batch * units) for units in accumulate(apportion(-(-total // micro_batch), self.row_s))]
-        return [range(begin, end) for begin, end in zip([0, *ends], ends)]
+        taken = apportion(-(-total // micro_batch), self.row_s)
+        ends = [min(total, micro_batch * units) for units in accumulate(taken)]
+        return [range(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def passes(self, total: int, *, rank: int, micro_batch: int) -> list[range]:
         """This rank's rows in a window of so many, pass by pass: as few as can be, of whole micro-batches, alike."""
@@ -135,7 +136,8 @@ def choose_shares(paces: Sequence[Pace], *, total: int, micro_batch: int) -> Res
     rows = tuple(sizes[pace.kind] for pace in paces)
     chosen = Shares(micro_batch, rows, tuple(pace.pass_s[size] for pace, size in zip(paces, rows, strict=True)))
     gain = gain_over_equal(chosen, total=total, plain_s=[pace.pass_s[micro_batch] for pace in paces])
-    told = f"the slowest worker needs {max(chosen.row_s) / min(chosen.row_s):.2f} times as long for a row as the fastest"
+    ratio = max(chosen.row_s) / min(chosen.row_s)
+    told = f"the slowest worker needs {ratio:.2f} times as long for a row as the fastest"
     if gain < 1 + WORTHWHILE:
         return Resolved("equal", f"{told}: unequal shares of {total} rows would save {max(0.0, 1 - 1 / gain):.0%}")
     return Resolved(chosen.to_json(), f"{told}; {shown(chosen, total)}: {gain:.2f} times as fast as equal shares")
@@ -150,7 +152,11 @@ def _best_size(paces: Sequence[Pace], micro_batch: int) -> int:
 
 
 def shown(shares: Shares, total: int) -> str:
-    """Rows and passes of the ranks, equal neighbours together: "ranks 0-3: 48 rows in 6 passes, rank 4: 8 rows in 2"."""
+    """Rows and passes of the ranks, equal neighbours together: "ranks 0-3: 48 rows in 6 passes, rank 4: 8 rows in 2".
+
+    Args:
+        total: rows of the window.
+    """
     groups: list[tuple[int, int, str]] = []
     for rank in range(len(shares.rows)):
         passes = shares.passes(total, rank=rank, micro_batch=shares.micro_batch)

@@ -27,7 +27,8 @@ from raytrain.export import export
 from raytrain.faults import fault_of, read_faults, write_fault
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
-from raytrain.measured import settle_inflight, settle_precision, settle_shares
+from raytrain.measured import settle_inflight, settle_precision
+from raytrain.measured_shares import settle_shares
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred
 from raytrain.rank_log import rank_log
@@ -143,7 +144,7 @@ class Worker:
             session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
         )
         settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
-        settle_shares(session, self.run_folder, reporter=reporter, push=self._push)
+        settle_shares(session, self.run_folder, reporter=reporter)
         if loaded is not None:
             session.restore(loaded)
         if self.workers.rank == 0:

@@ -21,6 +21,7 @@ from torch import nn
 from jobs.bench.lines import dial
 from jobs.bench.sessions import Losses, session_of
 from raytrain.allocator import keep_freed_memory
+from raytrain.measured_shares import measure_shares, rows_of_each
 from raytrain.session import Session
 from raytrain.shares import Shares
 from raytrain.step import MicroBatch
@@ -70,11 +71,11 @@ class Member:
 
     def _measure(self) -> dict[str, Any]:
         batches = self.session.feed.batches
-        chosen, paces = self.session.measure_shares([batches.micro_batch])
-        self._measured = None if chosen.value == "equal" else Shares.from_json(chosen.value)
-        spans = [] if self._measured is None else self._measured.spans(batches.global_batch, micro_batch=batches.micro_batch)
-        rows = [len(span) for span in spans]
-        return {"reason": chosen.reason, "rows": rows, "pass_s": [pace.pass_s[batches.micro_batch] for pace in paces]}
+        chosen, paces = measure_shares(self.session, [batches.micro_batch])
+        self.session.settle(shares=chosen)
+        self._measured = batches.shares
+        pass_s = [pace.pass_s[batches.micro_batch] for pace in paces]
+        return {"reason": chosen.reason, "rows": rows_of_each(self.session), "pass_s": pass_s}
 
     def _gradient_gap(self) -> float:
         """In float64: the largest difference between the gradient summed over unequal shares and that of this process

@@ -8,9 +8,9 @@ from typing import Any
 from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
+from raytrain import measured_shares
 from raytrain.checkpoint import load
 from raytrain.gradients import Workers
-from raytrain.measured import settle_shares
 from raytrain.plan import Resolved
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
@@ -37,7 +37,7 @@ def session_of(
         run=run,
     )
     if shares is not None:
-        session.use_shares(Resolved(shares, "given"))
+        session.settle(shares=Resolved(shares, "given"))
     return session
 
 
@@ -95,15 +95,15 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
         _slow_down(session)
     before = _everything(session)
     reporter = Rows()
-    settle_shares(session, run, reporter=reporter, push=lambda status: None)
+    measured_shares.settle_shares(session, run, reporter=reporter)
     after = _everything(session)
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
-    again.measure_shares = _not_again  # type: ignore[method-assign]
-    settle_shares(again, run, reporter=reporter, push=lambda status: None)
+    measured_shares.measure_shares = _not_again
+    measured_shares.settle_shares(again, run, reporter=reporter)
     shares = session.feed.batches.shares
     return {
         "untouched": before == after,
-        "rows": None if shares is None else [len(span) for span in shares.spans(GLOBAL, micro_batch=MICRO)],
+        "rows": measured_shares.rows_of_each(session),
         "same": shares == again.feed.batches.shares and isinstance(shares, Shares),
         "events": reporter.events,
         "record": run.read_json(run.memory_probe)["shares"] if rank == 0 else None,
@@ -128,5 +128,5 @@ def _slow_down(session: Session) -> None:
     session.trainable.loss = loss
 
 
-def _not_again(sizes: list[int]) -> Any:
+def _not_again(session: Session, sizes: list[int]) -> Any:
     raise AssertionError(f"measured once more, {sizes}")

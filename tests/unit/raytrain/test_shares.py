@@ -90,7 +90,8 @@ def test_each_kind_has_a_size_of_its_own_where_it_fits_and_pays() -> None:
     made = choose_shares([Pace("A", big), Pace("B", small), Pace("A", big)], total=160, micro_batch=4)
     shares = Shares.from_json(made.value)
     assert shares.rows == (16, 4, 16), "8 rows are within 5 % but not within 3 % of the best rate"
-    tight = choose_shares([Pace("A", big), Pace("B", small), Pace("A", {**big, 16: INFINITE})], total=160, micro_batch=4)
+    full = Pace("A", {**big, 16: INFINITE})
+    tight = choose_shares([Pace("A", big), Pace("B", small), full], total=160, micro_batch=4)
     assert Shares.from_json(tight.value).rows == (8, 4, 8), "one of its kind had no room for 16"
 
 
@@ -98,7 +99,9 @@ def test_equal_neighbours_are_shown_together() -> None:
     assert shown(Shares(4, (8, 8, 4), (1.0, 1.0, 1.0)), 40) == "ranks 0-1: 16 rows in 2 passes, rank 2: 8 rows in 2"
 
 
-@pytest.mark.parametrize(("rows", "pass_s"), [((1, 0), (1.0, 1.0)), ((1,), (1.0, 1.0)), ((1, 1), (1.0, 0.0)), ((), ())])
+@pytest.mark.parametrize(
+    ("rows", "pass_s"), [((1, 0), (1.0, 1.0)), ((1,), (1.0, 1.0)), ((1, 1), (1.0, 0.0)), ((), ())]
+)
 def test_impossible_shares_are_refused(rows: tuple[int, ...], pass_s: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="shares of"):
         Shares(4, rows, pass_s)
