@@ -28,7 +28,11 @@ VARIABLES = (
 """What can change a run's speed or its numbers; nothing secret is among them."""
 
 
-def ray_environment(*, local_cluster: bool = True) -> dict[str, str]:
+DEATH_NOTICE = "A worker died or was killed while executing a task by an unexpected system error"
+"""Begins a paragraph that Ray prints on the driver for every process that dies."""
+
+
+def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[str, str]:
     """Variables to set before the first ``import ray``, and their values.
 
     A variable the user has set wins; merge with ``{**ray_environment(), **os.environ}``. The reasons, all
@@ -39,6 +43,10 @@ def ray_environment(*, local_cluster: bool = True) -> dict[str, str]:
     statistics are not ours to send. `CUDA_DEVICE_ORDER` makes an index mean the same GPU for torch, Ray and NVML.
     On a local cluster every port is kept on loopback, which Ray otherwise does not do, and nobody watches for the
     preemption of a machine that is ours alone.
+
+    Args:
+        quiet: of a process that died, the driver prints no line of Ray's (`DEATH_NOTICE`): the run tells of it in its
+            own words. Other lines of Ray's, and all of what workers print, come through.
     """
     variables = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
@@ -52,6 +60,8 @@ def ray_environment(*, local_cluster: bool = True) -> dict[str, str]:
     if local_cluster:
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    if quiet:
+        variables["RAY_DEDUP_LOGS_SKIP_REGEX"] = DEATH_NOTICE
     return variables
 
 

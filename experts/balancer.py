@@ -1,7 +1,7 @@
 """Rank 0's side of moving experts: it keeps the measured load, decides every so many steps, and tells what comes next.
 
-The decision is `experts.rebalance.decide`, made in a thread from the load of the windows so far and the speed of the
-hosts in the last one. What it decides is told in instalments, each small enough to travel while one step computes.
+The decision is `experts.placement.rebalance.decide`, made in a thread from the load of the windows so far and the speed
+of the hosts in the last one. What it decides is told in instalments, each small enough to travel while a step computes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from experts.placement import Costs, HostSpec, Placement
-from experts.rebalance import Decision, decide, instalments, predict
-from experts.starting import PlacementRules
+from experts.placement.rebalance import Decision, action_of, changed_shares, decide, instalments, predict
+from experts.placement.starting import PlacementRules
+from experts.placement.values import Costs, HostSpec, Placement
 from experts.vote import Tally
 from raytrain.elsewhere import Notice
 
@@ -28,7 +28,6 @@ FIRST_BYTES_PER_S = 2e8
 SHARE_OF_STEP = 0.3
 #: ... which moves so much anyway.
 LEAST_BYTES = 1 << 20
-
 
 
 class Balances(Protocol):
@@ -118,7 +117,7 @@ class Balancer:
         self._error: BaseException | None = None
         self._queue: list[Placement] = []
         self._told: tuple[int, Placement, Placement] | None = None
-        self._moving_s, self._bytes_per_s = 0.0, FIRST_BYTES_PER_S
+        self._moving_s, self._sent_bytes, self._bytes_per_s = 0.0, 0, FIRST_BYTES_PER_S
         self._notices: list[Notice] = []
         self._placement: Placement | None = None
 
@@ -130,12 +129,13 @@ class Balancer:
         if self._told is not None or not self._queue or self._placement is None:
             return None
         self._told = step, self._placement, self._queue.pop(0)
-        self._moving_s = 0.0
+        self._moving_s, self._sent_bytes = 0.0, 0
         return self._told[2]
 
     def committed(self, step: int, agreed: Tally, placement: Placement, *, refused: str) -> None:
         """See `Balances`."""
         self._moving_s += max(agreed.moving_s, default=0.0)
+        self._sent_bytes += int(sum(agreed.sent_bytes))
         self._placement = placement
         if self._told is not None and step > self._told[0]:
             self._end_move(step, refused=refused)
@@ -201,10 +201,12 @@ class Balancer:
             self._queue = []
             self._notices.append(("move_refused", {"step": step, "version": told.version, "reason": refused}))
             return
-        moves = before.moves_to(told, self.costs)
-        size = sum(move.bytes for move in moves if move.kind == "home")
+        moves, size = before.moves_to(told, self.costs), self._sent_bytes
         if size and self._moving_s > 0:
             self._bytes_per_s = 0.5 * (self._bytes_per_s + size / self._moving_s)
-        changes = [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves]
-        row = {"step": step, "version": told.version, "bytes": size, "seconds": self._moving_s, "changes": changes}
-        self._notices.append(("move", row))
+        row = {
+            "what": action_of(moves), "step": step, "version": told.version, "bytes": size, "seconds": self._moving_s,
+            "changes": [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves],
+            "shares": changed_shares(before, told),
+        }  # fmt: skip
+        self._notices.append(("move" if moves else "shares", row))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from experts.migration import Migration
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.replicas import gradient_legs, gradients_of, send_fresh_weights, travelled
 from experts.shard import ExpertShard
 from experts.transport.protocol import Transport
@@ -50,8 +50,9 @@ class StepEnd:
         notice = put_own(vector) if put_own is not None else None
         if self.shard is not None:
             self.layout.put_squares(vector, self.shard.squares())
-            seconds = {"busy": self.shard.busy.take(), "moving": self.migration.seconds()}
-            self.layout.put_seconds(vector, self.shard.host, **seconds)
+            moving_s, sent_bytes = self.migration.take_spent()
+            busy_s = self.shard.busy.take()
+            self.layout.put_spent(vector, self.shard.host, busy_s=busy_s, moving_s=moving_s, sent_bytes=sent_bytes)
         self.group.sum_(vector)
         agreed = tally(self.layout, vector, step=step, members=self.group.size)
         if self.shard is not None:

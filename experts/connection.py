@@ -13,9 +13,10 @@ from ray.exceptions import RayError, RayTaskError
 
 from experts.generation import join_as_worker
 from experts.membership import Membership
-from experts.placement import HostSpec, Placement
+from experts.placement.starting import PlacementRules
+from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules
+from raytrain.elsewhere import Death
 from raytrain.errors import RaytrainError
 
 
@@ -53,6 +54,8 @@ class HostConnection:
             run_path=self.run_path,
             workers_group=own,
             lost=lost,
+            deaths=[Death(**row) for row in told["deaths"]],
+            heard=lambda: self.directory.heard.remote(told["deaths_known"]),
             note=told["note"],
             hosts=[HostSpec(**row) for row in told["specs"]],
             switched=lambda placement: self.directory.switched.remote(told["generation"], placement.to_json()),

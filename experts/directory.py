@@ -17,9 +17,9 @@ import ray.exceptions
 
 from experts.generation import open_store
 from experts.host import ExpertHost, Place
-from experts.placement import Placement
+from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, starting_placement
 from raytrain.errors import RaytrainError, RunError, StateLost
 
 JOIN_S = 300.0
@@ -62,6 +62,9 @@ class ExpertDirectory:
         self._lost: dict[int, str] = {}
         self._joined: dict[int, dict[str, Any]] = {}
         self._refused: dict[int, RaytrainError] = {}
+        self._deaths: list[dict[str, Any]] = []
+        self._deaths_heard = 0
+        """So many of them are on record."""
         self._placement: Placement | None = None
         """In force; the next generation of as many hosts goes on with it."""
         self._me = ray.get_runtime_context().current_actor
@@ -119,6 +122,10 @@ class ExpertDirectory:
     def _replace(self, index: int, *, why: str) -> None:
         """A host is gone: another process in its place, where one may come; the generation that it was in is over."""
         place = self._places[index]
+        rank = self._members.index(index) if index in self._members else index
+        about = place.about or {}
+        where = {"node": str(about.get("node", "")), "pid": about.get("pid")}
+        self._deaths.append({"who": f"expert host {rank}", **where, "time": time.time(), "why": why})
         place.tries += place.about is None
         place.about, place.host, place.why = None, None, why
         if self._host_wait_s and place.tries < TRIES:
@@ -126,7 +133,7 @@ class ExpertDirectory:
             place.host = spare if spare is not None else self._new_host(index)
             self._look_after(index)
         if index in self._members and self._generation in self._joined:
-            self._end_locked(f"expert host {self._members.index(index)} died ({why})")
+            self._end_locked(f"expert host {rank} died ({why})")
         self._lock.notify_all()
 
     def keep_spare(self) -> None:
@@ -229,6 +236,8 @@ class ExpertDirectory:
             "placement": self._placement.to_json(),
             "specs": [asdict(self._places[index].spec(rank)) for rank, index in enumerate(members)],
             "note": self._note(before),
+            "deaths": self._deaths[self._deaths_heard :],
+            "deaths_known": len(self._deaths),
         }
         for rank, index in enumerate(members):
             self._places[index].host.join.remote({**told, "host": rank})
@@ -241,11 +250,15 @@ class ExpertDirectory:
             return ""
         if now > before.num_hosts:
             return f"{now} hosts again hold the experts; equal within rounding only"
-        gone = "; ".join(place.why for place in self._places if place.about is None)
+        gone = "; ".join(f"host {index}: {it.why}" for index, it in enumerate(self._places) if it.about is None)
         return (
             f"no new host came within {self._host_wait_s:g} s (retry.host_wait_s; {gone}): {now} of "
             f"{self._number} hosts hold all experts; equal within rounding only"
         )
+
+    def heard(self, deaths: int) -> None:
+        """The first so many deaths are on record: no later generation is told of them."""
+        self._deaths_heard = deaths
 
     def switched(self, generation: int, placement: dict[str, Any]) -> None:
         """Experts have moved: the generation after this one begins with this placement."""

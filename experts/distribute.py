@@ -5,6 +5,7 @@ The model is built whole first, so that every weight is drawn as in one process;
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from experts.dispatch import PooledExperts
 from experts.expert import GroupedExperts, UnevenExperts, build_experts
 from experts.layer import MoELayer
 from experts.membership import Membership
-from experts.placement import HostSpec
+from experts.placement.starting import PlacementRules, costs_of
+from experts.placement.values import HostSpec
+from experts.planned import expert_costs
 from experts.pool import ExpertPool
 from experts.save import locate
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, costs_of
 from experts.window import LoadWindow
 from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
-from raytrain.elsewhere import Notice
+from raytrain.elsewhere import Death, Notice
 from raytrain.errors import InputError
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
@@ -43,7 +45,8 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     if not layers:
         raise InputError(
-            "experts.hosts", seen="a model without a MoELayer", expected="0", remedy="nothing of it can live elsewhere"
+            "experts.hosts", seen="a model without a MoELayer", expected="auto or 0",
+            remedy="nothing of it can live elsewhere",
         )
     shapes = [_shape(layer.experts) for layer in layers]
     rules = PlacementRules(config.placement, config.replicas, config.rebalance_every)
@@ -54,7 +57,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     pool = ExpertPool(group, membership, shapes=shapes, first=first, balancer=membership.balancer or balancer)
     for number, layer in enumerate(layers):
         layer.experts = PooledExperts(pool, number)
-    experts = DistributedExperts(pool, layers, trainable.module)
+    experts = DistributedExperts(pool, layers, trainable.module, balancer=balancer)
     trainable.optimizers = experts.optimizers
     trainable.agree = pool.agree
     trainable.elsewhere = experts
@@ -83,18 +86,38 @@ def _balancer(membership: Membership, shapes: list[LayerShape], rules: Placement
     return Balancer(rules, costs_of(shapes), hosts)
 
 
+def death_notices(deaths: list[Death], note: str, *, step: int, now: float) -> list[Notice]:
+    """A row for each death, told when `step` was committed as the first one after it."""
+    found: list[Notice] = []
+    for death in deaths:
+        seconds = max(0.0, now - death.time)
+        at = time.strftime("%H:%M:%S", time.localtime(death.time))
+        said = f"{death.title} died at {at}: back to step {step - 1}, step {step} was committed {seconds:.1f} s later"
+        fields = {"who": death.who, "node": death.node, "pid": death.pid, "died_at": death.time, "why": death.why}
+        fields |= {"from_step": step - 1, "step": step, "seconds": seconds}
+        found.append(("death", {**fields, "reason": f"{said}; {note}" if note and death is deaths[-1] else said}))
+    return found
+
+
 class DistributedExperts:
     """The hooks of a distributed model; implements `StateElsewhere`."""
 
-    def __init__(self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module) -> None:
-        self.pool, self.layers, self.module = pool, layers, module
+    def __init__(
+        self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module, *, balancer: Balancer | None = None
+    ) -> None:
+        self.pool, self.layers, self.module, self._balancer = pool, layers, module, balancer
         self.note, self.workers_group, self.turns = pool.member.note, pool.member.workers_group, pool.turns
+        self.deaths = list(pool.member.deaths)
+        self._told = not self.deaths
         self._width = pool.shapes[0].width
 
     def optimizers(self, module: nn.Module, optim: OptimConfig) -> list[torch.optim.Optimizer]:
         """Of the trunk; the experts have theirs where they live, set up with the same section."""
         parameter = next(module.parameters())
         self.pool.configure(optim, dtype=parameter.dtype, device=parameter.device)
+        if self._balancer is not None:  # by now it is known what travels with an expert
+            dtype = "fp64" if parameter.dtype == torch.float64 else "fp32"
+            self._balancer.costs = expert_costs(self.pool.shapes, optim, dtype=dtype)
         return build_optimizers(module, optim, lr=optim.lr)
 
     def idle(self) -> Tensor:
@@ -113,7 +136,12 @@ class DistributedExperts:
 
     def notices(self) -> list[Notice]:
         """See `StateElsewhere`."""
-        return self.pool.notices()
+        found = self.pool.notices()
+        if not self._told and self.pool.member.rank == 0:
+            self._told = True
+            found += death_notices(self.deaths, self.note, step=self.pool.steps, now=time.time())
+            self.pool.member.heard()
+        return found
 
     def discard(self) -> None:
         """See `StateElsewhere`."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from experts.generation import open_group
-from experts.placement import HostSpec, Placement
+from experts.placement.starting import MEMORY_SHARE
+from experts.placement.values import HostSpec, Placement
 from experts.serve import HostServer
-from experts.starting import MEMORY_SHARE
 from experts.transport.process_group import JointGroup
 from raytrain.allocator import keep_freed_memory
 from raytrain.errors import StateLost

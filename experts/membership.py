@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from experts.balancer import Balances
-from experts.placement import HostSpec, Placement
+from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, starting_placement
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
+from raytrain.elsewhere import Death
 from raytrain.gradients import WorkersGroup
 
 
@@ -31,6 +32,7 @@ class Membership:
         lost: why the generation is over, None while it lives.
         switched: told on rank 0 of each placement that came into force.
         hosts: what is known of them; empty for nothing.
+        deaths: of hosts, since the last step that was committed; `heard` is told when that has been written down.
         note: what is different from the generation before; for the record.
         balancer: somebody else to decide where experts live than the `experts` section names.
     """
@@ -45,6 +47,8 @@ class Membership:
     lost: Callable[[], str | None] = lambda: None
     switched: Callable[[Placement], Any] = lambda _placement: None
     hosts: list[HostSpec] = field(default_factory=list)
+    deaths: list[Death] = field(default_factory=list)
+    heard: Callable[[], Any] = lambda: None
     note: str = ""
     balancer: Balances | None = None
 
@@ -63,6 +67,7 @@ class Connection(Protocol):
             RunError: they do not come.
         """
         ...
+
 
 _GENERATIONS = itertools.count(1)
 """Of this process; the workers of a gang join as often as each other."""

@@ -22,7 +22,7 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.replicas import Leg
 from experts.shapes import Key
 from experts.shard import ExpertShard
@@ -47,7 +47,7 @@ class Migration:
         self._next: Placement | None = None
         self._pending: Pending | None = None
         self._told: dict[int, list[int]] = {}
-        self._seconds = 0.0
+        self._seconds, self._bytes = 0.0, 0
 
     @property
     def next(self) -> Placement | None:
@@ -100,9 +100,10 @@ class Migration:
             self._pending.wait()
         self._next = self._pending = None
 
-    def seconds(self) -> float:
-        """This member's since the last call, in which it did not compute."""
-        taken, self._seconds = self._seconds, 0.0
+    def take_spent(self) -> tuple[float, int]:
+        """Of this member since the last call: seconds in which it did not compute, bytes of experts that it sent."""
+        taken = self._seconds, self._bytes
+        self._seconds, self._bytes = 0.0, 0
         return taken
 
     def add_seconds(self, more: float) -> None:
@@ -130,6 +131,7 @@ class Migration:
         for target in sorted({leg.target for leg in legs if leg.source == host}):
             assert shard is not None
             packed[target] = _pack(shard, [leg.key for leg in legs if (leg.source, leg.target) == (host, target)])
+        self._bytes += sum(map(len, packed.values()))
         sources = sorted({leg.source for leg in legs if leg.target == host and host is not None})
         send, receive, sizes = ([0] * group.size for _ in range(3))
         for target, data in packed.items():

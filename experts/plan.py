@@ -10,6 +10,7 @@ from typing import Any
 from experts.config import ExpertsConfig
 from experts.kinds import weight_shapes
 from raytrain.errors import InputError
+from raytrain.expected import describe
 from raytrain.models.sizes import (
     FLOAT_BYTES,
     BuilderKeys,
@@ -68,6 +69,32 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
                 remedy="there is no shared expert",
             )
     return number
+
+
+def check_used(experts: ExpertsConfig, builder: str | None) -> None:
+    """Keys of the section where the builder makes no experts, or where none could move.
+
+    Raises:
+        InputError: names the first of them.
+    """
+    if (builder or "").startswith("raytrain."):
+        asked = {"num_experts": (experts.num_experts, "null"), "hosts": (experts.hosts, "auto or 0")}
+        for key, (value, expected) in asked.items():
+            if value not in (None, "auto", 0):
+                raise InputError(
+                    f"experts.{key}",
+                    seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
+                    expected=f"{expected}, as this model has no experts",
+                    remedy="experts.models:moe_gpt and experts.models:moe_mlp have some",
+                )
+    idle = {
+        "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
+        "rebalance_every": (experts.rebalance_every, "null", "what every worker holds has nowhere to move"),
+    }
+    for key, (value, expected, remedy) in idle.items():
+        if value and experts.hosts == 0:
+            expected = f"{expected} where experts.hosts is 0"
+            raise InputError(f"experts.{key}", seen=describe(value), expected=expected, remedy=remedy)
 
 
 def check_experts(experts: ExpertsConfig) -> int:

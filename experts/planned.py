@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from cluster.inventory import Device
 from experts.config import ExpertsConfig
-from experts.placement import Costs, ExpertCost, HostSpec
+from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, PlacementRules, place_first
+from experts.placement.values import Costs, ExpertCost, HostSpec
 from experts.shapes import LayerShape
-from experts.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, PlacementRules, place_first
 from raytrain.config import OptimConfig
+from raytrain.plan_hosts import number_of_hosts
 from raytrain.plan_memory import trained_bytes
 from raytrain.plan_values import ExpertFacts, Held
 
@@ -50,15 +52,46 @@ def check_room(facts: ExpertFacts, experts: ExpertsConfig, devices: Iterable[Dev
     place_first(rules, _costs(facts), specs)
 
 
+def idle_keys(experts: ExpertsConfig, facts: ExpertFacts | None, *, place: Any, workers: int) -> list[str]:
+    """Keys of the section that change nothing, or less than they ask for, where the experts live; each a sentence.
+
+    Args:
+        facts: None where nobody knows the model's sizes.
+        place: as the plan says: "none", 0, "colocated", a number of hosts, or numbers by accelerator type.
+    """
+    if place == "none":
+        return []
+    holders = workers if place == "colocated" else number_of_hosts(place)
+    title = "worker" if place in (0, "colocated") else "host"
+    why = ""
+    if holders < 2:
+        why = f"{'every' if place == 0 else 'the one'} {title} holds all experts"
+    elif experts.placement == "round_robin":
+        why = "experts.placement round_robin neither looks at loads nor makes copies"
+    if why:
+        asked = {"rebalance_every": experts.rebalance_every, "replicas": experts.replicas}
+        return [f"experts.{key} {value} changes nothing: {why}" for key, value in asked.items() if value]
+    numbers = [len(layer) for layer in facts.parameters] if facts else [experts.num_experts or 0]
+    most = min(numbers, default=0) * (holders - 1)
+    if not 0 < most < experts.replicas:
+        return []
+    return [
+        f"experts.replicas {experts.replicas} is more than {holders} {title}s can hold: there is room for {most} in a"
+        f" layer, one of each expert on every other {title}"
+    ]
+
+
 def _costs(facts: ExpertFacts) -> Costs:
     return [[ExpertCost(HOME_BYTES * one, REPLICA_BYTES * one, 6.0 * one) for one in row] for row in facts.parameters]
 
 
 def expert_costs(shapes: Sequence[LayerShape], optim: OptimConfig, *, dtype: str) -> Costs:
-    """Bytes and work of each expert under this optimizer; a replica has weights and gradients."""
+    """Bytes and work of each expert under this optimizer; a replica has weights and gradients, a move takes weights
+    and optimizer state along."""
 
     def cost(shape: LayerShape, expert: int) -> ExpertCost:
         taken = trained_bytes(shape.numel(expert), optim, dtype=dtype)
-        return ExpertCost(taken.kept, taken.weights + taken.gradients, shape.row_work(expert))
+        replica, moved = taken.weights + taken.gradients, taken.weights + taken.optimizer
+        return ExpertCost(taken.kept, replica, shape.row_work(expert), moved)
 
     return [[cost(shape, expert) for expert in range(shape.num_experts)] for shape in shapes]

@@ -17,7 +17,7 @@ from torch import Tensor
 from experts.balancer import Balances
 from experts.boundary import StepEnd
 from experts.membership import Membership
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.routes import LayerRoutes, Route
 from experts.save import ExpertFiles, Snapshot, await_files
 from experts.serve import header_words

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.shapes import Key
 from experts.shard import ExpertShard
 from experts.transport.protocol import Transport

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from experts.placement import LayerPlacement, Placement
+from experts.placement.values import LayerPlacement, Placement
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.boundary import StepEnd
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.save import ExpertFiles, Snapshot
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard

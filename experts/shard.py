@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from experts.busy import BusyTime
 from experts.layer_shard import LayerShard
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.routes import LayerRoutes
 from experts.shapes import Key, LayerShape
 from raytrain.config import OptimConfig

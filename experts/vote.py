@@ -17,12 +17,13 @@ from experts.shard import Commit
 from experts.transport.protocol import HeaderMismatch
 
 HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
+SPENT = ("busy_s", "moving_s", "sent_bytes")
 
 
 @dataclass(frozen=True)
 class VoteLayout:
     """Where what stands in the vector: the head, the routed rows and drops of each layer, a square for each expert,
-    and the seconds that each holder of experts has computed and moved experts since the last vote.
+    and of each holder of experts since the last vote: seconds computed, seconds moving experts, bytes of them sent.
 
     `notice` is the length in bytes of what rank 0 has to tell everybody after the commit.
     """
@@ -46,13 +47,13 @@ class VoteLayout:
         return slice(self.counts.stop, self.counts.stop + sum(self.experts))
 
     @property
-    def seconds(self) -> slice:
-        """(busy, moving) of each holder."""
-        return slice(self.squares.stop, self.squares.stop + 2 * self.holders)
+    def spent(self) -> slice:
+        """(busy seconds, moving seconds, bytes sent) of each holder."""
+        return slice(self.squares.stop, self.squares.stop + len(SPENT) * self.holders)
 
     def empty(self, step: int) -> Tensor:
         """This member's part, still without anything but the step."""
-        vector = torch.zeros(self.seconds.stop, dtype=torch.float64)
+        vector = torch.zeros(self.spent.stop, dtype=torch.float64)
         vector[0] = step
         return vector
 
@@ -61,16 +62,16 @@ class VoteLayout:
         for (layer, expert), value in squares.items():
             vector[self.squares.start + sum(self.experts[:layer]) + expert] = value
 
-    def put_seconds(self, vector: Tensor, holder: int, *, busy: float, moving: float) -> None:
+    def put_spent(self, vector: Tensor, holder: int, *, busy_s: float, moving_s: float, sent_bytes: int) -> None:
         """Fill in this holder's."""
-        vector[self.seconds.start + 2 * holder] = busy
-        vector[self.seconds.start + 2 * holder + 1] = moving
+        begin = self.spent.start + len(SPENT) * holder
+        vector[begin : begin + len(SPENT)] = torch.tensor([busy_s, moving_s, sent_bytes], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Tally:
     """What the sum says: global norm before clipping, whether everybody skips, the counts, scale and learning rate;
-    bytes of rank 0's notice; seconds that each holder computed and moved experts."""
+    bytes of rank 0's notice; what each holder spent, see `VoteLayout.spent`."""
 
     norm: Tensor
     skip: Tensor
@@ -80,6 +81,7 @@ class Tally:
     notice: int
     busy_s: list[float]
     moving_s: list[float]
+    sent_bytes: list[float]
 
     def commit(self, max_grad_norm: float | None) -> Commit:
         """For an optimizer on a host: the same numbers as in the workers' own step."""
@@ -100,7 +102,7 @@ def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tal
     scale = float(vector[3])
     norm = (vector[1] + vector[layout.squares].sum() * scale * scale).sqrt()
     skip = ~torch.isfinite(norm) | (vector[2] > 0)
-    seconds = vector[layout.seconds].view(-1, 2)
+    busy_s, moving_s, sent_bytes = vector[layout.spent].view(-1, len(SPENT)).T.tolist()
     return Tally(
         norm,
         skip,
@@ -108,6 +110,7 @@ def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tal
         inverse_scale=scale,
         lr=float(vector[4]),
         notice=int(vector[5]),
-        busy_s=seconds[:, 0].tolist(),
-        moving_s=seconds[:, 1].tolist(),
+        busy_s=busy_s,
+        moving_s=moving_s,
+        sent_bytes=sent_bytes,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.load import LoadBook
-from experts.placement import Placement
+from experts.placement.values import Placement
 from experts.planned import expert_costs
 from experts.pool import ExpertPool
 from raytrain.window_log import WindowRow

@@ -106,7 +106,16 @@ def train(arguments: tuple[str, ...], resume: str | None, verbose: bool) -> None
 @click.option("--full", is_flag=True, help="list the keys left at their defaults too")
 @click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead")
 def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inventory_file: str | None) -> None:
-    """Show what a run would do, with every reason; starts nothing."""
+    """Show what a run would do, with every reason; starts nothing.
+
+    \b
+    NODES.yaml is a list of machines; gpus and capability may be left out:
+    - host: a
+      cpus: 32
+      memory_gib: 128
+      gpus: [{name: A100, memory_gib: 80, capability: 8.0, count: 4}]
+    - {host: b, cpus: 16, memory_gib: 64}
+    """
     from jobs.plan import plan_verb
 
     path, overrides = split_arguments(arguments)

@@ -12,7 +12,7 @@ from jobs.facts import facts_of_model
 from jobs.spec import JobSpec
 from raytrain.data.sources import Source, open_source
 from raytrain.errors import InputError, RaytrainError
-from raytrain.models.registry import call_builder, resolve, to_trainable
+from raytrain.models.registry import call_builder, resolve, takes, to_trainable
 from raytrain.plan import DataFacts, ModelFacts
 from raytrain.train_job import source_facts
 from raytrain.trainable import Trainable
@@ -96,6 +96,27 @@ class Asked:
         raise Joins("a builder joins")
 
 
+def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, elsewhere: bool) -> None:
+    """That a model of the user's own makes of the `experts` section what was asked for.
+
+    Args:
+        elsewhere: its experts are to live outside the workers, or be shared out over them.
+
+    Raises:
+        InputError: it is never told the number of experts, or keeps them all.
+    """
+    builder, number = spec.model.builder, spec.experts.num_experts
+    told = builder is not None and takes(resolve(builder, "model.builder"), "experts")
+    if number is not None and not told:
+        raise InputError(
+            "experts.num_experts", seen=f"{number} with {builder or 'a module'}, which is not told of it",
+            expected="null, or a builder with a parameter `experts`",
+            remedy="the section is handed to a builder's parameter of that name",
+        )  # fmt: skip
+    if elsewhere:
+        check_joins(spec, shapes)
+
+
 def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
     """That a user's builder, given a connection, hands its experts over; it would train them in the workers silently.
 
@@ -109,7 +130,8 @@ def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
         return
     raise InputError(
         "experts.hosts", seen=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
-        expected="0", remedy="a builder hands them over with experts.distribute.distribute(trainable, experts)",
+        expected="auto or 0, which leave them in every worker",
+        remedy="a builder hands them over with experts.distribute.distribute(trainable, experts)",
     )  # fmt: skip
 
 

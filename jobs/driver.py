@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experts.membership import Connection
-from jobs.built import build, check_joins, facts_from, opened
+from jobs.built import build, check_experts, facts_from, opened
 from jobs.plan import uses_hosts
 from jobs.spec import JobSpec
 from raytrain.attempts import this_process
@@ -49,8 +49,7 @@ def check_on_driver(spec: JobSpec) -> Checked:
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
-    if uses_hosts(spec):
-        check_joins(spec, source_facts(source))
+    check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
     model_facts, data_facts = facts_from(spec, source)
     return Checked(sent, model_facts, data_facts)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
-from experts.planned import check_room, shared_out
+from experts.planned import check_room, idle_keys, shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
@@ -90,9 +90,12 @@ def plan_job(
     """
     spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
     if build and (model_facts is None or data_facts is None):
-        from jobs.built import facts_from, opened
+        from jobs.built import check_experts, facts_from, opened
+        from raytrain.train_job import source_facts
 
-        built, read = facts_from(spec, opened(spec))
+        source = opened(spec)
+        built, read = facts_from(spec, source)
+        check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
         model_facts, data_facts = model_facts or built, data_facts or read
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
@@ -118,7 +121,12 @@ def plan_job(
     on_gpu = isinstance(plan.device, Resolved) and plan.device.value == "cuda"
     if on_gpu and separate(plan.hosts) and sized is not None and sized.experts is not None:
         check_room(sized.experts, spec.experts, machines.devices(), hosts=separate(plan.hosts))
-    return replace(plan, config=encode(spec), sources=dict(loaded.sources))
+    assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # known before any start
+    facts = sized.experts if sized is not None else None
+    idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
+    warnings = [*plan.warnings, *idle]
+    hosts = _told_of_own(plan.hosts, spec, seen=model_facts is not None)
+    return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
 
 
 def _asked_hosts(spec: JobSpec) -> Any:
@@ -129,6 +137,22 @@ def _asked_hosts(spec: JobSpec) -> Any:
     return spec.experts.hosts if ours or spec.experts.hosts != "auto" else 0
 
 
+def _told_of_own(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
+    """The choice with what is not known of a builder of the user's own; `seen` where it was built."""
+    builder = spec.model.builder or "your module"
+    if builder.startswith(("experts.", "raytrain.")):
+        return hosts
+    if hosts.value == "none":
+        return replace(hosts, reason=f"experts.num_experts is null: {builder} is taken for a model without experts")
+    if spec.experts.hosts == "auto":
+        why = f"the experts of {builder} stay in every worker; experts.hosts N or colocated asks it to hand them over"
+        return replace(hosts, reason=why)
+    if uses_hosts(spec) and not seen:
+        later = f"whether {builder} hands its experts over is known after start (or plan --build)"
+        return replace(hosts, reason=f"{hosts.reason}; {later}")
+    return hosts
+
+
 def uses_hosts(spec: JobSpec) -> bool:
     """Whether a user's own builder is to hand its experts over; ours always do."""
     ours = (spec.model.builder or "").startswith("experts.")
@@ -136,8 +160,10 @@ def uses_hosts(spec: JobSpec) -> bool:
 
 
 def has_experts(spec: JobSpec) -> bool:
-    """Whether the model is one of ours with experts, or a user's that is told their number."""
-    return (spec.model.builder or "").startswith("experts.") or spec.experts.num_experts is not None
+    """Whether the model is one of ours with experts, or a user's that is told their number or where they live."""
+    builder, asked = spec.model.builder or "", spec.experts
+    told = asked.num_experts is not None or asked.hosts not in ("auto", 0)
+    return builder.startswith("experts.") or (told and not builder.startswith("raytrain."))
 
 
 def visible_devices(plan: Plan, inventory: Inventory) -> str | None:

@@ -51,9 +51,9 @@ class TrainingDisplay:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Lines that rank 0's code printed."""
+        """Lines that rank 0's code printed, each as it is."""
         for line in text.splitlines():
-            self._console.print(line, markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, status: dict[str, Any]) -> None:
         """The newest status; call often, it prints seldom."""

@@ -69,7 +69,7 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
         yield from _already_connected(verbose=verbose)
         return
     local = address == "local"
-    for name, value in ray_environment(local_cluster=local).items():
+    for name, value in ray_environment(local_cluster=local, quiet=not verbose).items():
         os.environ.setdefault(name, value)
     folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
     options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}

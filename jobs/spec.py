@@ -16,7 +16,7 @@ from pydantic import Field
 
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
-from experts.plan import check_section
+from experts.plan import check_section, check_used
 from jobs.job_file import read_job
 from raytrain.config import (
     DataConfig,
@@ -100,8 +100,8 @@ class LoadedSpec:
 def load_spec(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None
 ) -> LoadedSpec:
-    """Reads a job: default < file (or mapping) < command line. Without either, the built-in recipe, whose model or
-    data section gives way whole to another `model.builder` or `data.source` of the command line.
+    """Reads a job: default < file (or mapping) < command line. Without either, the built-in recipe, whose model and
+    experts give way whole to another `model.builder` of the command line, and whose data to another `data.source`.
 
     Args:
         path: a JOB.yaml; it never inherits the built-in recipe.
@@ -139,9 +139,9 @@ def load_spec(
 
 
 def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The built-in recipe without the keys of a model or source that the command line puts another in place of."""
+    """The built-in recipe without the keys of a model, its experts or a source that the command line replaces."""
     given = {parse_override(text)[0] for text in overrides}
-    replaced = {"model": {"model.builder"}, "data": {"data.source"}}
+    replaced = {"model": {"model.builder"}, "experts": {"model.builder"}, "data": {"data.source"}}
     return {name: {} if given & replaced.get(name, set()) else section for name, section in recipe.items()}
 
 
@@ -213,9 +213,7 @@ def _check_across(spec: JobSpec) -> None:
         expected = "null where nothing is evaluated"
         raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
     check_section(experts)
-    if experts.replicas and experts.hosts == 0:
-        expected, remedy = "0 where experts.hosts is 0", "copies of experts live on hosts"
-        raise InputError("experts.replicas", seen=describe(experts.replicas), expected=expected, remedy=remedy)
+    check_used(experts, model.builder)
 
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -13,16 +14,42 @@ Notice = tuple[str, dict[str, Any]]
 """(kind, fields) of an event."""
 
 
+@dataclass(frozen=True)
+class Death:
+    """A process that held state and is no more.
+
+    Attributes:
+        who: as people call it.
+        node, pid: where it was; empty and None where it never stood.
+        time: when that was noticed, in unix seconds.
+        why: in the words of who noticed.
+    """
+
+    who: str
+    node: str
+    pid: int | None
+    time: float
+    why: str
+
+    @property
+    def title(self) -> str:
+        """Who and where, in one line."""
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.who}{where}{f' (pid {self.pid})' if self.pid else ''}"
+
+
 class StateElsewhere(Protocol):
     """Every call is one of all workers, but for `finish_save`, which rank 0's writer makes, and those that say so.
 
     Attributes:
         note: what is different about where it lives since the time before, for the record; mostly nothing.
+        deaths: who has died since the last step that was committed and before this came to be, in order.
         workers_group: where the workers' own group must end together with theirs; None = torch's default group.
         turns: given away in every pass before it waits for other processes, so that two passes can take turns.
     """
 
     note: str
+    deaths: list[Death]
     workers_group: WorkersGroup | None
     turns: Turns
 
@@ -31,7 +58,8 @@ class StateElsewhere(Protocol):
         ...
 
     def notices(self) -> list[Notice]:
-        """What has happened since the last call, for `events.jsonl`; asked after each step, no collective."""
+        """What has happened since the last call, for `events.jsonl`; asked after each step, no collective. After the
+        first step a "death" for each of `deaths`, with the seconds that it took."""
         ...
 
     def idle(self) -> Tensor:

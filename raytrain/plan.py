@@ -20,8 +20,16 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan_hosts import beside_hosts, choose_hosts, choose_inflight, choose_strategy, separate
-from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision
+from raytrain.plan_hosts import (
+    beside_hosts,
+    choose_hosts,
+    choose_inflight,
+    choose_strategy,
+    hosts_by_node,
+    kinds_text,
+    taken_by_hosts,
+)
+from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
 from raytrain.plan_memory import ShareOut, estimate_bytes
 from raytrain.plan_shares import choose_shares, splits
 from raytrain.plan_steps import (
@@ -149,6 +157,8 @@ def _shown(name: str, choice: Choice) -> str:
             return "yes" if value else "no"
         if isinstance(value, float):
             return f"{value:g}"
+        if isinstance(value, dict):
+            return kinds_text(value)
         if isinstance(value, int):
             return size_text(value) if name in IN_BYTES else f"{value:,}"
         return str(value)
@@ -194,14 +204,15 @@ def make_plan(
     total = choose_global_batch(loop, data_facts)
     machines = choose_machines(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    workers = beside_hosts(alone, experts_hosts, scale, machines)
+    workers = beside_hosts(alone, experts_hosts, scale, machines, inventory)
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
-    choices = _machine_choices(scale, precision, machines, inventory, workers, hosts, warnings)
+    left = machines.without(taken_by_hosts(hosts.value, machines, inventory))
+    choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     pieces = splits(scale, workers=workers.value)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=pieces)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    allowed = _allowed(cluster.memory_fraction, machines, inventory, workers=workers.value)
+    allowed = _allowed(cluster.memory_fraction, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
@@ -211,7 +222,7 @@ def make_plan(
     _warn_of_memory(estimates["memory"], allowed, warnings)
     decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
     shares = choose_shares(
-        scale, loop, machines, inventory, decided, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
+        scale, loop, left, inventory, decided, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
     )
     known = decided if shares is None else {**decided, "shares": shares}
     return Plan(
@@ -236,11 +247,14 @@ def make_plan(
 
 
 def _machine_choices(
-    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, inventory: Inventory, workers: Resolved,
-    hosts: Resolved, warnings: list[str],
+    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, left: Machines, inventory: Inventory,
+    workers: Resolved, hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
-    """What depends on the machines and the number of workers alone."""
-    counts = spread(workers.value, machines, inventory)
+    """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
+    if scale.shares == "equal":
+        warn_of_kinds(left, warnings)
+    counts = spread(workers.value, left, inventory)
+    beside = hosts_by_node(hosts, counts, machines, inventory)
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -249,7 +263,7 @@ def _machine_choices(
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
-        "threads": choose_threads(scale, counts, machines, inventory, warnings, hosts=separate(hosts)),
+        "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
         "precision": choose_precision(precision, machines, inventory, warnings),
     }
 

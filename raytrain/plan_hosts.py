@@ -5,6 +5,7 @@ Pure: the asked number, the `scale` section, the chosen machines and the invento
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from raytrain.config import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan_machines import Machines, is_named
 from raytrain.plan_values import Choice, Deferred, Resolved
-from raytrain.plan_workers import CPU_OVERLOAD
+from raytrain.plan_workers import CPU_OVERLOAD, cores_of, where_text
 
 CPU_HOSTS = 2
 """On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""
@@ -45,21 +46,63 @@ def choose_hosts(
     if asked == "auto":
         return _auto(machines, inventory)
     if isinstance(asked, dict):
-        _check_kinds(asked, machines, inventory, workers=workers)
-    elif isinstance(asked, int):
-        _check_room(asked, machines, inventory, workers=workers)
-    return Resolved(asked, "experts.hosts")
+        _check_kinds(asked, machines, inventory)
+    elif not machines.on_gpu and isinstance(asked, int):
+        _check_cores(asked, inventory)
+    if machines.on_gpu and number_of_hosts(asked):
+        _check_left(asked, scale, machines, inventory, workers=workers)
+    several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(asked)
+    where = where_text({node: len(gpus) for node, gpus in taken_by_hosts(asked, machines, inventory).items()})
+    return Resolved(asked, f"experts.hosts: {where}" if several else "experts.hosts")
 
 
-def beside_hosts(workers: Resolved, asked: Any, scale: ScaleConfig, machines: Machines) -> Resolved:
+def beside_hosts(
+    workers: Resolved, asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory
+) -> Resolved:
     """`scale.workers: auto` on GPUs leaves one to each host that was asked for."""
-    number = number_of_hosts(asked)
-    if not machines.on_gpu or scale.workers != "auto" or not number or scale.strategy == "data_parallel":
+    if scale.workers != "auto" or scale.strategy == "data_parallel":
         return workers
-    left = len(machines.gpus) - sum(len(found) for found in _taken(asked, machines).values())
+    left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
     if not 0 < left < workers.value:
         return workers
-    return Resolved(left, f"one per GPU, of which {number} go to the expert hosts")
+    return Resolved(left, f"one per GPU that is left; {number_of_hosts(asked)} go to the expert hosts")
+
+
+def taken_by_hosts(asked: Any, machines: Machines, inventory: Inventory) -> dict[str, list[Device]]:
+    """{node: those of its GPUs that hosts take}: the nodes in turn, as Ray spreads them over as many as there are.
+
+    Args:
+        asked: a value of `experts.hosts`. Hosts of a named type may be on GPUs that workers may not have.
+    """
+    taken: dict[str, list[Device]] = {}
+    if not machines.on_gpu or not number_of_hosts(asked):
+        return taken
+    for kind, number in asked.items() if isinstance(asked, dict) else [(None, asked)]:
+        nodes = machines.pool if kind is None else [(node, node.devices) for node in inventory.nodes]
+        for _ in range(number):
+            free = [
+                (node.host, gpu)
+                for node, devices in nodes
+                for gpu in devices
+                if (kind is None or is_named(gpu, kind)) and gpu not in taken.get(node.host, ())
+            ]
+            if not free:
+                break
+            name, gpu = min(free, key=lambda pair: len(taken.get(pair[0], ())))
+            taken.setdefault(name, []).append(gpu)
+    return taken
+
+
+def hosts_by_node(
+    hosts: Resolved, counts: Mapping[str, int], machines: Machines, inventory: Inventory
+) -> dict[str, int]:
+    """Processes of hosts on each node, in turn; on CPUs first where the workers, `counts`, have the fewest cores."""
+    if machines.on_gpu:
+        return {node: len(gpus) for node, gpus in taken_by_hosts(hosts.value, machines, inventory).items()}
+    cores = cores_of(inventory)
+    names = sorted((name for name in cores if cores[name]), key=lambda name: cores[name] / (counts.get(name, 0) + 1))
+    names = names or list(counts)
+    return dict(Counter(names[number % len(names)] for number in range(number_of_hosts(hosts.value))))
 
 
 def choose_strategy(scale: ScaleConfig, hosts: Resolved) -> Resolved:
@@ -78,7 +121,12 @@ def separate(hosts: Choice) -> int:
 
 def number_of_hosts(asked: Any) -> int:
     """Of a value of `experts.hosts`; 0 where they are no processes of their own."""
-    return len(kinds_of_hosts(asked)) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
+    return sum(asked.values()) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
+
+
+def kinds_text(asked: Mapping[str, int]) -> str:
+    """Hosts by accelerator type in words."""
+    return ", ".join(f"{number} {kind}" for kind, number in asked.items())
 
 
 def kinds_of_hosts(asked: Any) -> list[str | None]:
@@ -111,6 +159,10 @@ def choose_inflight(
             " loop.activation_checkpointing false keeps the activations of two micro-batches",
         )  # fmt: skip
     if asked != "auto":
+        if asked == 2 and batches["accumulation"].value == 1:
+            idle = "a step is one micro-batch, and there is no other to compute while its rows travel"
+            warnings.append(f"experts.inflight 2 changes nothing: {idle}; lower loop.micro_batch_size")
+            return Resolved(asked, f"experts.inflight, which changes nothing: {idle}")
         kept = "; the activations of two micro-batches are kept" if asked == 2 else ""
         return Resolved(asked, f"experts.inflight{kept}")
     if batches["accumulation"].value == 1:
@@ -130,33 +182,19 @@ def _auto(machines: Machines, inventory: Inventory) -> Resolved:
     return Resolved("colocated", f"{len(machines.gpus)} GPUs: each holds its share of the experts beside the rest")
 
 
-def _check_room(asked: int, machines: Machines, inventory: Inventory, *, workers: int) -> None:
-    there = f"there are: {inventory.describe()}"
-    if machines.on_gpu and asked + workers > len(machines.gpus):
-        raise InputError(
-            "experts.hosts", seen=f"{asked} beside {workers} workers",
-            expected=f"at most {max(0, len(machines.gpus) - workers)}, a GPU for each worker and each host",
-            remedy=f"lower experts.hosts or scale.workers, or take experts.hosts colocated; {there}",
-        )  # fmt: skip
-    if not machines.on_gpu and asked > CPU_OVERLOAD * max(1, inventory.cpus):
+def _check_cores(asked: int, inventory: Inventory) -> None:
+    if asked > CPU_OVERLOAD * max(1, inventory.cpus):
         expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
-        raise InputError("experts.hosts", seen=str(asked), expected=expected, remedy=there)
+        remedy = f"lower experts.hosts; there are: {inventory.describe()}"
+        raise InputError("experts.hosts", seen=str(asked), expected=expected, remedy=remedy)
 
 
-def _taken(asked: Any, machines: Machines) -> dict[str, list[Device]]:
-    """Of the GPUs that workers may have, those that go to hosts."""
-    if not isinstance(asked, dict):
-        return {"": machines.gpus[:asked]}
-    return {kind: [gpu for gpu in machines.gpus if is_named(gpu, kind)][:number] for kind, number in asked.items()}
-
-
-def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory, *, workers: int) -> None:
+def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory) -> None:
     there = f"there are: {inventory.describe()}"
-    title = ", ".join(f"{number} {kind}" for kind, number in asked.items())
     if not machines.on_gpu:
         raise InputError(
-            "experts.hosts", seen=title, expected="a number, as this run is on CPUs", remedy=f"{there}"
-        )  # fmt: skip
+            "experts.hosts", seen=kinds_text(asked), expected="a number, as this run is on CPUs", remedy=there
+        )
     for kind, number in asked.items():
         mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
         have = sum(is_named(device, kind) for node in mine for device in node.devices)
@@ -169,18 +207,36 @@ def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory
                 "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
                 expected="a number", remedy="Ray knows one accelerator type of a machine",
             )  # fmt: skip
-    left = len(machines.gpus) - sum(map(len, _taken(asked, machines).values()))
-    if workers > left:
-        raise InputError(
-            "experts.hosts", seen=f"{title} beside {workers} workers",
-            expected=f"GPUs for the workers as well: {left} of {len(machines.gpus)} are left",
-            remedy=f"lower experts.hosts or scale.workers; {there}",
-        )  # fmt: skip
+
+
+def _check_left(asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int) -> None:
+    """Whether the GPUs that hosts leave are enough for the workers."""
+    there = len(machines.gpus)
+    least = 1 if scale.workers == "auto" else workers
+    if isinstance(asked, dict):
+        left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
+    else:
+        left = there - asked
+    if left >= least:
+        return
+    takers = "a worker needs one" if scale.workers == "auto" else f"the workers take {least}"
+    keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
+    most = f"at most {there - least}" if there > least else "0 or colocated"
+    expected = "fewer, or colocated" if isinstance(asked, dict) else most
+    gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
+    title = kinds_text(asked) if isinstance(asked, dict) else str(asked)
+    raise InputError(
+        "experts.hosts", seen=title if scale.workers == "auto" else f"{title} beside {workers} workers",
+        expected=f"{expected}: {gpus}, each host takes one, and {takers}",
+        remedy=f"lower {keys}, or take experts.hosts colocated, which needs no GPU beside the workers'"
+        f" ({inventory.describe()})",
+    )  # fmt: skip
 
 
 def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
     if scale.strategy == "expert_parallel":
         raise InputError(
             "scale.strategy", seen=f"expert_parallel with {what}", expected="data_parallel or auto",
-            remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts",
+            remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts, and a builder of your own"
+            " where experts.num_experts tells how many",
         )  # fmt: skip

@@ -7,7 +7,8 @@ reason says it, and `warnings` lists it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from cluster.inventory import Device, Inventory, Node
 from raytrain.config import PrecisionConfig, ScaleConfig
@@ -35,6 +36,11 @@ class Machines:
     def on_gpu(self) -> bool:
         return self.device.value == "cuda"
 
+    def without(self, taken: Mapping[str, Sequence[Device]]) -> Machines:
+        """What is left where others have `taken` these devices, by the name of their node."""
+        left = ((node, tuple(one for one in own if one not in taken.get(node.host, ()))) for node, own in self.pool)
+        return replace(self, pool=tuple((node, devices) for node, devices in left if devices))
+
 
 def choose_machines(scale: ScaleConfig, inventory: Inventory, warnings: list[str]) -> Machines:
     """Mode, device and accelerators.
@@ -55,12 +61,17 @@ def choose_machines(scale: ScaleConfig, inventory: Inventory, warnings: list[str
         device = Resolved("cuda", f"{count} usable: {', '.join(names)}")
         chosen = "cuda" if text == "auto" else text
         accelerator = Resolved(chosen, "every GPU there is" if text == "auto" else "scale.accelerator")
-        if len(names) > 1 and scale.shares == "equal":
-            warnings.append(
-                f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
-                " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
-            )
     return Machines(mode, device, accelerator, pool)
+
+
+def warn_of_kinds(machines: Machines, warnings: list[str]) -> None:
+    """Of workers on unlike GPUs."""
+    names = sorted({gpu.name for gpu in machines.gpus})
+    if len(names) > 1:
+        warnings.append(
+            f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
+            " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
+        )
 
 
 def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ...]], ...]:

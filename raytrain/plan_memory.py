@@ -147,7 +147,7 @@ def _experts(
     if place == "none":
         return Resolved(None, "the model has no experts")
     if facts is None:
-        return Deferred(AFTER_MODEL)
+        return Deferred("known after start: only the run reads the sizes of a model's own experts")
     sizes = sorted({one for layer in facts.parameters for one in layer})
     number = sum(map(len, facts.parameters))
     one = trained_bytes(sizes[-1], optim, dtype=dtype)

@@ -5,6 +5,8 @@ Pure: the `scale` section, the chosen machines and the inventory in, choices out
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cluster.inventory import Inventory
 from raytrain.config import ScaleConfig
 from raytrain.errors import InputError
@@ -94,29 +96,44 @@ def spread(workers: int, machines: Machines, inventory: Inventory) -> dict[str, 
 
 def choose_placement(counts: dict[str, int], machines: Machines) -> Resolved:
     """Ray's placement strategy and where the workers then are."""
-    where = ", ".join(f"{count} on {host}" for host, count in counts.items())
-    return Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", where)
+    return Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", where_text(counts))
+
+
+def where_text(counts: Mapping[str, int]) -> str:
+    """How many processes on which nodes."""
+    return ", ".join(f"{count} on {host}" for host, count in counts.items())
 
 
 def choose_threads(
     scale: ScaleConfig, counts: dict[str, int], machines: Machines, inventory: Inventory, warnings: list[str],
-    *, hosts: int = 0,
+    *, beside: Mapping[str, int] | None = None,
 ) -> Resolved:  # fmt: skip
-    """CPU threads of each worker, one number for all: equal thread counts give bit-equal sums.
+    """CPU threads of each process, one number for all: equal thread counts give bit-equal sums.
 
-    `hosts` are further processes, taken to be on the fullest node.
+    Args:
+        counts: workers of each node.
+        beside: further processes of each node, such as the hosts of experts.
     """
-    cores: dict[str, int] = {}
-    for node in inventory.nodes:
-        cores[node.host] = cores.get(node.host, 0) + node.cpus
-    host = min(counts, key=lambda name: cores[name] / counts[name])
-    processes = counts[host] + (0 if machines.on_gpu else hosts)
-    shared = max(1, cores[host] // processes)
-    basis = f"{cores[host]} usable cores / {processes} processes on {host}"
+    cores = cores_of(inventory)
+    others = beside or {}
+    totals = {name: counts.get(name, 0) + others.get(name, 0) for name in [*counts, *others]}
+    host = min(totals, key=lambda name: cores[name] / totals[name])
+    shared = max(1, cores[host] // totals[host])
+    basis = f"{cores[host]} usable cores / {totals[host]} processes on {host}"
+    if others.get(host):
+        basis += f" (workers {counts.get(host, 0)}, expert hosts {others[host]})"
     if isinstance(scale.threads, int):
-        if scale.threads * counts[host] > cores[host]:
+        if scale.threads * totals[host] > cores[host]:
             warnings.append(f"scale.threads {scale.threads} is more than {basis}")
         return Resolved(scale.threads, "scale.threads")
     if machines.on_gpu and shared > GPU_THREADS:
         return Resolved(GPU_THREADS, f"{basis}, at most {GPU_THREADS} feed a GPU")
     return Resolved(shared, basis)
+
+
+def cores_of(inventory: Inventory) -> dict[str, int]:
+    """Usable cores of each node."""
+    cores: dict[str, int] = {}
+    for node in inventory.nodes:
+        cores[node.host] = cores.get(node.host, 0) + node.cpus
+    return cores

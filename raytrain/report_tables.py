@@ -16,7 +16,7 @@ from raytrain.report_style import esc
 
 _EVENTS_SHOWN = 200
 _TONES = {
-    "failure": "error", "fault": "error", "stop": "error", "restart": "warning", "attempt": "info",
+    "failure": "error", "fault": "error", "stop": "error", "restart": "warning", "death": "warning", "attempt": "info",
     "checkpoint": "good", "best": "good", "done": "good",
 }  # fmt: skip
 

@@ -11,6 +11,9 @@ from raytrain.errors import RunError
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 
+SAID = ("death",)
+"""Kinds of events whose reason also reaches the terminal, as what rank 0 prints does."""
+
 
 class Superseded(RunError):
     """A newer attempt owns the run folder; this worker must end without writing."""
@@ -79,6 +82,8 @@ class RankZeroReporter:
         self.fence()
         row = event(kind, attempt=self.attempt, **fields)
         self.run.append_event(row)
+        if kind in SAID:
+            print(row["reason"])
         self._observers.event(row)
 
     def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:

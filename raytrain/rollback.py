@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
@@ -98,12 +99,16 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
         run.truncate_metrics(fresh.state.step)
         discard_after(run, fresh.state.step)
     lost = session.state.step - fresh.state.step
-    note = fresh.trainable.elsewhere.note if fresh.trainable.elsewhere is not None else ""
+    deaths, note = [], ""
+    if fresh.trainable.elsewhere is not None:
+        deaths, note = fresh.trainable.elsewhere.deaths, fresh.trainable.elsewhere.note
+    more = [f"{death.who} died ({death.why})" for death in deaths if f"{death.who} died" not in reason]
     return fresh, {
         "what": "rewind",
         "value": fresh.state.step,
         "lost_steps": lost,
-        "reason": f"{reason}; {note}" if note else reason,
+        "reason": "; ".join([reason, *more, *([note] if note else [])]),
+        "died": [asdict(death) for death in deaths],
     }
 
 

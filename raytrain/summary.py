@@ -55,6 +55,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "epochs": len(history(records)) or None,
         "wall_s": number(result.get("wall_s")),
         **{f"{part}_s": spent for part, spent in time_account(records)},
+        "step_planned": records.planned("step_time"),
         "step_ms_p50": p50,
         "step_ms_p95": p95,
         "samples_per_s": percentile(values(records.train, "samples_per_s"), 0.5),

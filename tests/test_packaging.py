@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,13 @@ def test_every_dependency_is_pinned_and_says_what_it_is_for() -> None:
     assert {"torch", "ray", "pytest"} <= {name for name, _ in wanted}
     assert not [name for name, _ in wanted if name.lower() not in pinned]
     assert not [name for name, comment in wanted if "#" not in comment and name != "pytest"]
+
+
+def test_every_folder_of_code_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    files = [path for name in ("cluster", "raytrain", "experts", "jobs") for path in (ROOT / name).rglob("*.py")]
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in files}
+    assert set(project["tool"]["setuptools"]["packages"]) == found
 
 
 def test_no_file_names_a_machine() -> None:

@@ -25,11 +25,11 @@ from experts.config import ExpertsConfig
 from experts.dispatch import PooledExperts
 from experts.distribute import distribute
 from experts.load import LoadBook
+from experts.placement.starting import PlacementRules, first_placement
 from experts.pool import ExpertPool, Membership
 from experts.serve import HostServer
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard
-from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup
 from experts.window import LoadWindow
 from jobs.bench.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from experts.config import ExpertsConfig
+from experts.placement.starting import PlacementRules
 from experts.plan import hidden_widths
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules
 from jobs.bench.lines import ADDRESS, Arms
 from jobs.bench.loop_arms import borrowed_environment, make_text
 from jobs.bench.measuring import Goal, Measurement, Say, alternate, compare, equal_series

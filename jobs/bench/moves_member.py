@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experts.membership import Membership
-from experts.placement import HostSpec, Placement
+from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.values import HostSpec, Placement
 from experts.router import TopKRouter
 from experts.serve import HostServer
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard
-from experts.starting import PlacementRules, starting_placement
 from experts.transport.process_group import JointGroup
 from jobs.bench.lines import dial
 from jobs.bench.sessions import Losses, session_of

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experts.eplb import eplb_physical
-from experts.placement import ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.policy import Load, Policy, place
-from experts.rebalance import predict
-from experts.shares import reshare
+from experts.placement.eplb import eplb_physical
+from experts.placement.policy import Load, Policy, place
+from experts.placement.rebalance import predict
+from experts.placement.shares import reshare
+from experts.placement.values import ExpertCost, HostSpec, LayerPlacement, Placement
 from jobs.bench.measuring import Check, Goal, Measurement, Say, compare
 from jobs.bench.options import PlacementOptions
 from jobs.bench.traces import Window, draw_trace, read_trace

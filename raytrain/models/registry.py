@@ -82,6 +82,12 @@ def check_shadowing(folder: str | None = None) -> None:
             )
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a builder has a parameter of that name, which a section of the job or a fact of the source fills."""
+    return any(one.name == name and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+               for one in _parameters(function))
+
+
 def call_builder(
     function: Callable[..., Any],
     keys: Mapping[str, Any],

@@ -27,12 +27,13 @@ import experts.host
 from experts.generation import connect, join_as_worker, open_store
 from experts.host import ExpertHost
 from experts.membership import Membership
-from experts.placement import Placement
+from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.values import Placement
 from experts.pool import ExpertPool
 from experts.serve import HostServer
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, first_placement
 from experts.transport.protocol import Header, Op
+from raytrain.elsewhere import Death
 from raytrain.errors import StateLost
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock
@@ -55,7 +56,7 @@ class Story:
 
     Attributes:
         every: steps between checkpoints.
-        deaths: of hosts, each by its own SIGKILL, at a point above.
+        deaths: of hosts, each by its own SIGKILL, at a point above; several at one point all at once.
         mistakes: of workers: a call too many ("order"), another "version" or "generation" in their headers.
         moves: steps at whose vote every layer's first expert is told to change its host.
     """
@@ -73,11 +74,12 @@ class Story:
 @dataclass
 class Told:
     """What the members made of it: each worker's record, by rank; (member, generation, error, message, seconds since
-    the cause) of every end of a generation on every member; what happened, in order."""
+    the cause) of every end of a generation on every member; what happened, in order; rank 0's rewinds and deaths."""
 
     records: dict[int, Any]
     ends: list[tuple[str, int, str, str, float]]
     happened: list[Fate]
+    events: list[tuple[str, dict[str, Any]]]
 
 
 # ---------------------------------------------------------------- the stand-in for the directory
@@ -96,7 +98,8 @@ class Lead:
         self.waiting: set[str] = set()
         self.generation, self.over = 0, True
         self.cause = 0.0
-        self.told = Told({}, [], [])
+        self.deaths: list[dict[str, Any]] = []
+        self.told = Told({}, [], [], [])
 
     def run(self) -> Told:
         """Until every worker has returned; the test fails where a member fails or the limit is reached."""
@@ -147,6 +150,7 @@ class Lead:
             "generation": self.generation, "workers": self.story.workers, "hosts": self.story.hosts,
             "address": self.address, "interface": "lo", "device": "cpu",
             "placement": first_placement([4] * MOE["layers"], hosts=self.story.hosts).to_json(),
+            "deaths": list(self.deaths),
         }  # fmt: skip
         for member, end in self.ends.items():
             number = int(member.split()[1])
@@ -157,6 +161,8 @@ class Lead:
         if self.processes[name].exitcode != -signal.SIGKILL or not name.startswith("host"):
             pytest.fail(f"{name} ended with exit code {self.processes[name].exitcode}")
         del self.ends[name]
+        who, pid = f"expert {name}", self.processes[name].pid
+        self.deaths.append({"who": who, "node": "here", "pid": pid, "time": time.time(), "why": "SIGKILL"})
         self._end(f"{name} died")
         self._start(name)
 
@@ -174,8 +180,19 @@ class Lead:
                 end.send(("abort", self.generation, reason))
 
     def _fate(self, _name: str, fate: Fate, moment: float) -> None:
-        self.told.happened.append(fate)
+        if fate in self.told.happened:
+            return
+        together = [other for other in self.story.deaths if other[:2] == fate[:2]]
+        self.told.happened += together or [fate]
         self.cause = moment
+        for other in together:
+            self.processes[f"host {other[2]}"].kill()
+
+    def _event(self, _name: str, kind: str, fields: dict[str, Any]) -> None:
+        self.told.events.append((kind, fields))
+
+    def _heard(self, _name: str, deaths: int) -> None:
+        del self.deaths[:deaths]
 
     def _ended(self, name: str, generation: int, error: str, message: str, moment: float) -> None:
         self.told.ends.append((name, generation, error, message, moment - self.cause))
@@ -306,14 +323,16 @@ class Asks:
         return group, Membership(
             generation=self.generation, rank=self.rank, workers=self.story.workers,
             placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
-            lost=lost, balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
+            lost=lost, deaths=[Death(**row) for row in told["deaths"]],
+            heard=lambda: self.pipe.send(("heard", len(told["deaths"]))),
+            balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
         )  # fmt: skip
 
 
 def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], pipe: Connection) -> None:
     """Train to the end, back to the newest checkpoint whenever a generation is over, as `raytrain.worker` does."""
     connection = Asks(rank, story, address, pipe)
-    session, run, rows = session_of(rank, story, connection), RunFolder(story.run_path), Rows()
+    session, run, rows = session_of(rank, story, connection), RunFolder(story.run_path), Events(pipe)
     rewinds = Rewinds(run, limit=3)
     fates = [fate for fate in fates if fate[2] == rank]
     while True:
@@ -327,12 +346,26 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
             end = (connection.generation, type(error).__name__, str(error), time.monotonic())
             pipe.send(("ended", *end))
             saver.abandon()
-            session, _ = rewinds.back(session, error)
+            session, decision = rewinds.back(session, error)
+            if rank == 0:
+                pipe.send(("event", "rewind", decision))
             rows.rows = [row for row in rows.rows if row["step"] <= session.state.step]
             continue
         saver.close()
         pipe.send(("returned", record(session, rows)))
         return
+
+
+class Events(Rows):
+    """Sends on what is told of deaths."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if kind == "death":
+            self.pipe.send(("event", kind, fields))
 
 
 def session_of(rank: int, story: Story, connection: Asks) -> Session:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lab import MOE, Rows, make_job, token_rows, train
 
 from experts.membership import Membership
-from experts.placement import LayerPlacement, Placement
+from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.values import LayerPlacement, Placement
 from experts.serve import HostServer
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, first_placement
 from experts.transport.process_group import JointGroup, gloo
 from experts.transport.protocol import Header, Op
 from experts.vote import Tally

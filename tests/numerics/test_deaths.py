@@ -76,6 +76,21 @@ def test_a_run_goes_on_after_a_header_mismatch(mistakes: Told, unbroken: Told) -
     check_same(mistakes, unbroken)
 
 
+def test_two_hosts_killed_at_once_are_both_named_and_the_series_is_as_it_was(tmp_path: Path, unbroken: Told) -> None:
+    both = ((BETWEEN, 10, 0), (BETWEEN, 10, 1))
+    made = Lead(Story(str(tmp_path / "run"), steps=STEPS, deaths=both)).run()
+    assert sorted(made.happened) == sorted(both)
+    check_same(made, unbroken)
+    names = {"expert host 0", "expert host 1"}
+    rewind = [fields for kind, fields in made.events if kind == "rewind"][-1]
+    assert {row["who"] for row in rewind["died"]} == names and all(f"{who} died" in rewind["reason"] for who in names)
+    deaths = [fields for kind, fields in made.events if kind == "death"]
+    assert len(deaths) == 2 and {row["who"] for row in deaths} == names, "each told once"
+    for row in deaths:
+        assert (row["from_step"], row["step"]) == (8, 9) and row["seconds"] > 0
+        assert f"{row['who']} on here (pid {row['pid']}) died at" in row["reason"]
+
+
 def test_a_death_while_experts_move_leaves_the_old_placement_in_force(tmp_path: Path, unbroken: Told) -> None:
     """The generation after it begins with the placement before the move, goes back, and moves again."""
     story = Story(str(tmp_path / "run"), steps=STEPS, moves=(6, 14), deaths=((MOVE, 15, 1),))

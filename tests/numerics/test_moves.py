@@ -15,7 +15,7 @@ from exchange import Scene, act, placement_of, play
 from gang import run_gang
 from test_exchange import check_equal, played
 
-from experts.placement import Placement
+from experts.placement.values import Placement
 
 MOVES = ((3, 11), (5, 12), (8, 13), (12, 14), (13, 15))
 SCENES: dict[str, Scene] = {

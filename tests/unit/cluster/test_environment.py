@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,12 @@ from cluster.inventory import local_inventory
 def test_ray_stays_on_loopback_only_where_the_cluster_is_local() -> None:
     assert ray_environment()["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in ray_environment(local_cluster=False)
+
+
+def test_only_a_quiet_command_hides_what_ray_says_of_a_death() -> None:
+    said = "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot"
+    assert re.search(ray_environment(quiet=True)["RAY_DEDUP_LOGS_SKIP_REGEX"], said)
+    assert "RAY_DEDUP_LOGS_SKIP_REGEX" not in ray_environment()
 
 
 def test_ray_is_polled_often_and_prints_once() -> None:

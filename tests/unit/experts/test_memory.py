@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from experts.config import ExpertsConfig
-from experts.placement import LayerPlacement, Placement
+from experts.placement.starting import first_placement
+from experts.placement.values import LayerPlacement, Placement
 from experts.plan import expert_facts
 from experts.planned import expert_costs, shared_out
 from experts.router import TopKRouter
 from experts.shapes import LayerShape
 from experts.shard import Commit, ExpertShard
-from experts.starting import first_placement
 from raytrain.config import OptimConfig
 from raytrain.plan_memory import held_bytes, trained_bytes
 from raytrain.plan_values import ExpertFacts
@@ -27,7 +27,7 @@ GROWN = """
 import os, sys, torch
 from experts.shapes import LayerShape
 from experts.shard import Commit, ExpertShard
-from experts.starting import first_placement
+from experts.placement.starting import first_placement
 from raytrain.config import OptimConfig
 
 def resident():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.inventory import Device
 from experts.config import ExpertsConfig
-from experts.placement import HostSpec
-from experts.planned import check_room
+from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, PlacementRules, first_placement, starting_placement
+from experts.placement.values import HostSpec
+from experts.planned import check_room, idle_keys
 from experts.shapes import LayerShape
-from experts.starting import HOME_BYTES, MEMORY_SHARE, PlacementRules, first_placement, starting_placement
 from raytrain.errors import InputError
 from raytrain.plan_values import ExpertFacts
 
@@ -51,3 +53,28 @@ def test_a_model_is_refused_before_the_start() -> None:
         check_room(facts, ExpertsConfig(), [small, small], hosts=2)
     check_room(facts, ExpertsConfig(), [small, large], hosts=1)
     check_room(facts, ExpertsConfig(), [unknown, small], hosts=2)
+
+
+@pytest.mark.parametrize(
+    ("place", "section", "says"),
+    [
+        (0, {"rebalance_every": 5}, ["rebalance_every 5 changes nothing: every worker holds all experts"]),
+        (1, {"rebalance_every": 5, "replicas": 1}, ["rebalance_every 5 changes nothing: the one host", "replicas 1"]),
+        ("colocated", {"replicas": 2}, ["replicas 2 changes nothing: the one worker holds all experts"]),
+        (2, {"replicas": 7}, ["replicas 7 is more than 2 hosts can hold: there is room for 6 in"]),
+        ({"A100": 1, "T4": 1}, {"replicas": 7}, ["replicas 7 is more than 2 hosts can hold: there is room for 6"]),
+        (2, {"replicas": 6, "rebalance_every": 5}, []),
+        (2, {"replicas": 1, "placement": "round_robin"}, ["replicas 1 changes nothing: experts.placement round_robin"]),
+        ("none", {"replicas": 1, "rebalance_every": 5}, []),
+    ],
+)
+def test_keys_that_change_nothing_are_told(place: Any, section: dict[str, Any], says: list[str]) -> None:
+    facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0, 0)
+    told = idle_keys(ExpertsConfig(**section), facts, place=place, workers=1)
+    assert len(told) == len(says)
+    assert all(one.startswith(f"experts.{start}") for one, start in zip(told, says, strict=True))
+
+
+def test_as_many_replicas_are_made_as_are_told() -> None:
+    placed = starting_placement(PlacementRules(replicas=7), [SHAPE], hosts(12, 12))
+    assert sum(len(copies) - 1 for copies in placed.layers[0].copies) == 6

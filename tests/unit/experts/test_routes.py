@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from experts.placement import LayerPlacement, Placement
+from experts.placement.starting import first_placement
+from experts.placement.values import LayerPlacement, Placement
 from experts.routes import LayerRoutes
 from experts.shapes import LayerShape
-from experts.starting import first_placement
 from experts.transport.protocol import MAGIC, WORDS, Header, HeaderMismatch, Op, read_headers
 from experts.vote import VoteLayout, tally
 

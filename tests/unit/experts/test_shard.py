@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experts.migration import _digest, _pack, _unpack
-from experts.placement import LayerPlacement, Placement
+from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import Key, LayerShape
 from experts.shard import Commit, ExpertShard
 from raytrain.config import OptimConfig

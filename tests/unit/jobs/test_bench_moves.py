@@ -26,6 +26,13 @@ def test_experts_move_and_the_losses_stay_the_same_bit_for_bit(tmp_path: Path) -
     homes = [change for move in values["moves"] for change in move["changes"] if change[0] == "home"]
     assert homes, "no expert moved"
     assert all(move["bytes"] > 0 and move["seconds"] > 0 for move in values["moves"] if move["bytes"])
+    done, compared = iter(values["moves"]), 0
+    for decision in values["decisions"]:
+        legs = [move for _, move in zip(range(decision["instalments"]), done, strict=False)]
+        if legs and len(legs) == decision["instalments"]:  # the last ones may be under way when the bench ends
+            measured, compared = sum(move["bytes"] for move in legs), compared + 1
+            assert decision["bytes"] <= measured < 1.1 * decision["bytes"], "names and shapes come on top"
+    assert compared, "no decision was carried out"
     assert len(values["step_times"]["moving"]) == 32
     assert values["after_switch"] == _after_switches(
         values["step_times"]["moving"], [move["step"] for move in values["moves"]]

@@ -30,9 +30,9 @@ from rich.console import Console
 from torch import nn
 
 from cluster.inventory import Device, Inventory, Node
-from experts.placement import HostSpec
+from experts.placement.starting import PlacementRules, starting_placement
+from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
-from experts.starting import PlacementRules, starting_placement
 from jobs.__main__ import main
 from jobs.driver import train_job
 from jobs.plan import plan_job

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,16 @@ def test_a_key_below_a_key_is_shown_with_its_value() -> None:
 
     config = {"name": "x", "experts": {"hosts": {"A100": 2, "T4": 8}}}
     assert [_lookup(config, key) for key in ("name", "experts.hosts.A100", "experts.hosts.T4")] == ["x", 2, 8]
+
+
+def test_the_machines_shown_in_the_readme_and_in_the_help_can_be_read(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from jobs.__main__ import main
+
+    shown = CliRunner().invoke(main, ["plan", "--help"]).output
+    helped = textwrap.dedent(shown.partition("left out:\n")[2].partition("\n\n")[0])
+    told = (ROOT / "README.md").read_text().partition("`gpus` and `capability` may be left out:\n\n```yaml\n")[2]
+    found = [inventory_from_file(write(tmp_path / "nodes.yaml", text)) for text in (helped, told.partition("```")[0])]
+    assert found[0] == found[1] and len(found[0].devices()) == 4
+    assert [node.host for node in found[0].nodes] == ["a", "b"]

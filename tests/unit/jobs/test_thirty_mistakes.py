@@ -107,6 +107,11 @@ MISTAKES = {
     "gate of no shared expert": Mistake("experts.shared_gate", "experts: {shared_gate: true}",
                                         says=("experts.shared_expert: true",)),
     "replicas without hosts": Mistake("experts.replicas", "experts: {hosts: 0, replicas: 1}"),
+    "moves without hosts": Mistake("experts.rebalance_every", "experts: {hosts: 0, rebalance_every: 5}",
+                                   says=("null where experts.hosts is 0",)),
+    "experts of a dense model": Mistake("experts.num_experts", "experts: {num_experts: 4}",
+                                        says=("raytrain.models.gpt:gpt", "experts.models:moe_gpt")),
+    "hosts of a dense model": Mistake("experts.hosts", "experts: {hosts: colocated}", says=("auto or 0",)),
     "patience without evaluation": Mistake("loop.patience", "loop: {patience: 2}",
                                            overrides=["data.eval_fraction=0"], says=("data.eval_fraction",)),
     # what comes later

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from jobs.driver import check_on_driver
-from jobs.spec import load_spec
+from jobs.plan import plan_job
+from jobs.spec import LoadedSpec, load_spec
 from raytrain.errors import InputError
+from raytrain.plan import Plan, Resolved
 
 CODE = """
 import torch
@@ -40,22 +42,35 @@ def dense(num_features):
 """
 
 
-def check(builder: str, hosts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job(
+    builder: str, hosts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *, number: int | None = 4
+) -> LoadedSpec:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     (folder / "own_experts.py").write_text(CODE)
-    job = {
+    made = {
         "model": {"builder": f"own_experts:{builder}"},
         "data": {"source": "own_experts:rows"},
-        "experts": {"num_experts": 4, "hosts": hosts},
+        "experts": {"num_experts": number, "hosts": hosts},
     }
-    check_on_driver(load_spec(mapping=job).spec)
+    return load_spec(mapping=made)
+
+
+def check(builder: str, hosts: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *, number: int | None = 4) -> None:
+    check_on_driver(job(builder, hosts, folder, monkeypatch, number=number).spec)
+
+
+def why(plan: Plan) -> str:
+    assert isinstance(plan.hosts, Resolved)
+    return plan.hosts.reason
 
 
 def test_a_builder_that_ignores_the_hosts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for builder in ("ignores", "dense"):
-        with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:\w+, which keeps its experts"):
-            check(builder, 2, tmp_path, monkeypatch)
+    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:ignores.* auto or 0") as caught:
+        check("ignores", 2, tmp_path, monkeypatch)
+    assert "experts.distribute.distribute" in str(caught.value)
+    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:dense, which keeps its experts"):
+        check("dense", 2, tmp_path, monkeypatch, number=None)
     with pytest.raises(InputError, match=r"experts\.hosts: seen colocated with own_experts:ignores"):
         check("ignores", "colocated", tmp_path, monkeypatch)
     check("ignores", 0, tmp_path, monkeypatch)
@@ -65,6 +80,27 @@ def test_a_builder_that_ignores_the_hosts_is_refused(tmp_path: Path, monkeypatch
 def test_a_builder_that_hands_its_experts_over_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check("joins", 2, tmp_path, monkeypatch)
     check("joins", "colocated", tmp_path, monkeypatch)
+
+
+def test_a_builder_that_is_not_told_the_number_of_experts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match=r"experts\.num_experts: seen 4 with own_experts:dense, which is not"):
+        check("dense", "auto", tmp_path, monkeypatch)
+    check("dense", "auto", tmp_path, monkeypatch, number=None)
+
+
+def test_plan_says_what_it_does_not_know_of_a_builder_and_sees_it_with_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = job("ignores", 2, tmp_path, monkeypatch)
+    assert "whether own_experts:ignores hands its experts over is known after start" in why(plan_job(asked))
+    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:ignores"):
+        plan_job(asked, build=True)
+    joins = plan_job(job("joins", 2, tmp_path, monkeypatch), build=True)
+    assert isinstance(joins.hosts, Resolved) and (joins.hosts.value, joins.hosts.reason) == (2, "experts.hosts")
+    assert "stay in every worker" in why(plan_job(job("ignores", "auto", tmp_path, monkeypatch)))
+    assert "experts.num_experts is null" in why(plan_job(job("dense", "auto", tmp_path, monkeypatch, number=None)))
 
 
 def test_experts_of_another_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

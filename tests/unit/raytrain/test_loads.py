@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from experts.starting import first_placement
+from experts.placement.starting import first_placement
 from raytrain.findings import diagnose
 from raytrain.loads import activation_spec, device_spec, housing_of, loads_of
 from raytrain.plots import activations, devices

@@ -531,7 +531,8 @@ def test_a_worker_does_not_hold_what_hosts_do() -> None:
 def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() -> None:
     made = mixture(2)
     told = reason(made, "step_time")
-    assert value(made, "step_time").startswith("about ") and "an estimate, not measured" in told
+    assert value(made, "step_time").endswith(" at assumed rates") and "an estimate, not measured" in told
+    assert "without elementwise work" in told
     assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s a core in fp32" in told
     on_gpu = mixture("colocated", FOUR_GPUS)
     assert "colocated" in reason(on_gpu, "step_time") and "A100" in reason(on_gpu, "step_time")
@@ -625,8 +626,8 @@ def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
     [
         (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type that is there", "T4")),
         (TWO_KINDS, {"T4": 9}, {}, ("seen 9 T4", "at most 8")),
-        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("beside 12 workers", "0 of 12 are left", "scale.workers")),
-        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 beside 7 workers", "6 of 12 are left", "scale.workers")),
+        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("12 GPUs, each host takes one, and a worker needs one",)),
+        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 beside 7 workers", "the workers take 7", "scale.workers")),
         (machines(node(gpus=[gpu(0, "A100"), gpu(1, "T4")])), {"T4": 1}, {}, ("GPUs of several kinds", "a number")),
         (CPU, {"A100": 2}, {}, ("seen 2 A100", "on CPUs")),
     ],
@@ -638,6 +639,64 @@ def test_hosts_by_accelerator_that_cannot_be_had_are_refused(
         plan(inventory, experts_hosts=asked, scale=scale)
     assert caught.value.key == "experts.hosts"
     assert [words for words in says if words not in str(caught.value)] == []
+
+
+FOUR_AND_FOUR = machines(
+    node(gpus=[gpu(index, "A100") for index in range(4)]), node("b", gpus=[gpu(index, "T4") for index in range(4)])
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "placed", "lives"),
+    [
+        ({"A100": 2}, "4 on b, 2 on a", "2 on a"),
+        ({"T4": 4}, "4 on a", "4 on b"),
+        ({"A100": 1, "T4": 2}, "3 on a, 2 on b", "1 on a, 2 on b"),
+        (3, "3 on b, 2 on a", "2 on a, 1 on b"),
+    ],
+)
+def test_workers_are_placed_on_what_the_hosts_leave(asked: Any, placed: str, lives: str) -> None:
+    made = plan(FOUR_AND_FOUR, experts_hosts=asked)
+    assert reason(made, "placement") == placed and reason(made, "hosts") == f"experts.hosts: {lives}"
+
+
+def test_hosts_by_accelerator_are_shown_in_words_and_kept_as_a_mapping() -> None:
+    made = plan(FOUR_AND_FOUR, experts_hosts={"A100": 2, "T4": 1})
+    assert {name: shown for name, shown, _ in made.rows()}["hosts"] == "2 A100, 1 T4"
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))).hosts == made.hosts
+
+
+def test_threads_count_the_workers_and_hosts_that_are_on_a_node() -> None:
+    uneven = machines(node(cpus=4, gpus=[gpu(index, "A100") for index in range(4)]),
+                      node("b", cpus=16, gpus=[gpu(index, "T4") for index in range(4)]))  # fmt: skip
+    made = plan(uneven, experts_hosts={"A100": 2}, scale={"workers": 3})
+    assert reason(made, "placement") == "3 on b" and value(made, "threads") == 2
+    assert reason(made, "threads") == "4 usable cores / 2 processes on a (workers 0, expert hosts 2)"
+    on_cpu = plan(machines(node(cpus=16), node("b", cpus=8)), experts_hosts=1)
+    assert reason(on_cpu, "threads") == "8 usable cores / 2 processes on b (workers 1, expert hosts 1)"
+    assert value(on_cpu, "threads") == 4
+
+
+def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> None:
+    slow, fast = ([replace(gpu(index, name), memory_bytes=room * GIB) for index in range(4)]
+                         for name, room in (("T4", 1), ("A100", 80)))  # fmt: skip
+    both = machines(node(gpus=fast), node("b", gpus=slow))
+    large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
+    assert len(plan(both, model_facts=large).warnings) == 2, "16 GiB, and two kinds of GPU"
+    assert plan(both, model_facts=large, experts_hosts={"T4": 4}).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "scale", "says"),
+    [
+        (100, {}, "seen 100, expected at most 7: there are 8 GPUs, each host takes one, and a worker needs one"),
+        (8, {"workers": 4}, "seen 8 beside 4 workers, expected at most 4: there are 8 GPUs, each host"),
+        (1, {"workers": 8}, "seen 1 beside 8 workers, expected 0 or colocated: there are 8 GPUs, each host"),
+        ({"A100": 10**9}, {}, "seen 1000000000 A100, expected at most 4"),
+    ],
+)
+def test_too_many_hosts_are_told_what_there_is_and_who_takes_it(asked: Any, scale: dict[str, Any], says: str) -> None:
+    assert says in refused("experts.hosts", inventory=FOUR_AND_FOUR, experts_hosts=asked, scale=scale)
 
 
 @pytest.mark.parametrize("inventory", [CPU, FOUR_GPUS, with_capability(None)])
@@ -677,8 +736,11 @@ def test_micro_batches_in_flight_are_planned_where_experts_live_elsewhere() -> N
     assert value(asked, "memory") == value(single, "memory") + 4 * 10
     assert [name for name, _, _ in asked.rows()].index("inflight") == list(asked.choices()).index("hosts") + 1
     assert Plan.from_json(asked.to_json()) == asked
-    (warning,) = plan(experts_hosts=0, experts_inflight=2).warnings
-    assert "experts.inflight 2 changes nothing" in warning
+    for idle in (plan(experts_hosts=0, experts_inflight=2), plan(experts_hosts=1, experts_inflight=2)):
+        (warning,) = [text for text in idle.warnings if "inflight" in text]
+        assert "experts.inflight 2 changes nothing" in warning
+    whole = plan(experts_hosts=1, experts_inflight=2)
+    assert "a step is one micro-batch" in reason(whole, "inflight") and "kept" not in reason(whole, "inflight")
 
 
 def test_auto_measures_micro_batches_in_flight_or_says_why_not() -> None:

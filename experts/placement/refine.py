@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from experts.packing import Change, Layout
-from experts.shares import Division, divide
+from experts.placement.packing import Change, Layout
+from experts.placement.shares import Division, divide
 
 #: A layout this near the bound is not improved: the load drifts by more until the next window.
 GOOD = 0.005

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from experts.placement import ExpertCost, LayerPlacement
+from experts.placement.values import ExpertCost, LayerPlacement
 
 #: Rounds of evening out, at most, and the gain of a round, relative, under which they end; the pushes do the rest.
 SWEEPS, SETTLED = 12, 1e-3

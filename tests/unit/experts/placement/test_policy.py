@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from experts.eplb import eplb_physical
-from experts.packing import copy_counts
-from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.policy import new_expert_host, place
-from experts.rebalance import MARGIN, decide, predict, step_seconds
+from experts.placement.eplb import eplb_physical
+from experts.placement.packing import copy_counts
+from experts.placement.policy import new_expert_host, place
+from experts.placement.rebalance import MARGIN, decide, predict, step_seconds
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
 
 COST = ExpertCost(home_bytes=16, replica_bytes=2, work=1.0)
@@ -267,6 +267,9 @@ def decision(current: Placement, load: list[list[float]], hosts: list[HostSpec],
 def test_a_skewed_load_moves_and_an_even_one_keeps() -> None:
     hosts, load = hosts_of(1.0, 1.0), [[100.0, 1.0, 100.0, 1.0]]
     current = place("round_robin", load, hosts, costs_of(load), 0)
+    costs = [[ExpertCost(16, 2, 1.0, moved_bytes=12)] * 4]
+    charged = decide(current, load, hosts, costs, "lpt", 0, steps_until_next=100, step_s=0.1, bytes_per_s=1e3)
+    assert charged.bytes == 12 * len(charged.moves) > 0, "gradients do not travel"
     found = decision(current, load, hosts)
     assert found.action == "move" and found.gain == pytest.approx(200 / 101, rel=1e-3)
     assert found.bytes == sum(move.bytes for move in found.moves) > 0 and found.placement.version == 1
@@ -287,7 +290,9 @@ def test_replicas_change_without_moving_a_home_where_that_is_cheaper() -> None:
     hosts, load = hosts_of(1.0, 1.0), [[200.0, 1.0, 1.0, 1.0]]
     current = Placement(4, 2, (LayerPlacement(((0,), (1,), (0,), (1,)), ((1.0,),) * 4),))
     found = decision(current, load, hosts, replicas=1)
-    assert found.action == "replicas" and found.placement.version == 5 and found.bytes == COST.replica_bytes
+    assert found.action == "replicas" and found.placement.version == 5
+    assert found.bytes == 0, "a replica gets its weights with every commit anyway"
+    assert [move.kind for move in found.moves] == ["replica_added"] and found.moves[0].bytes == COST.replica_bytes
     homes = [found.placement.home_of(0, expert) for expert in range(4)]
     assert homes == [0, 1, 0, 1] and len(found.placement.layers[0].copies[0]) == 2
 
@@ -296,7 +301,7 @@ def test_other_shares_alone_cost_nothing() -> None:
     hosts, load = hosts_of(1.0, 1.0), [[100.0, 10.0]]
     current = Placement(0, 2, (LayerPlacement(((0, 1), (1,)), ((0.9, 0.1), (1.0,))),))
     found = decision(current, load, hosts, replicas=1, bytes_per_s=1e-6)
-    assert (found.action, found.moves, found.bytes) == ("replicas", (), 0)
+    assert (found.action, found.moves, found.bytes) == ("shares", (), 0)
     assert found.placement.layers[0].shares[0] == pytest.approx((0.55, 0.45), abs=0.01)
 
 

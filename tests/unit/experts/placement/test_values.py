@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from experts.placement import ExpertCost, HostSpec, LayerPlacement, Move, Placement, split_rows
-from experts.shares import divide, reshare
+from experts.placement.shares import divide, reshare
+from experts.placement.values import ExpertCost, HostSpec, LayerPlacement, Move, Placement, split_rows
 
 COST = ExpertCost(home_bytes=16, replica_bytes=2, work=1.0)
 
@@ -171,7 +171,7 @@ def test_a_long_chain_of_shared_experts_evens_out() -> None:
 
 def test_placing_needs_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, experts.rebalance, experts.policy, experts.placement\n"
+        "import sys, experts.placement.rebalance, experts.placement.policy, experts.placement.values\n"
         "print([name for name in ('torch', 'ray', 'matplotlib', 'pandas') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from experts.lpt import Limits, plan
-from experts.packing import NoRoom
-from experts.placement import Costs, HostSpec, LayerPlacement, Move, Placement
-from experts.policy import Load, Policy, place
-from experts.shares import reshare
+from experts.placement.lpt import Limits, plan
+from experts.placement.packing import NoRoom
+from experts.placement.policy import Load, Policy, place
+from experts.placement.shares import reshare
+from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement
 
 #: Weight of the newest window in the forecast. Over synthetic drifts and sampling noise 1, 0.85 and 0.7 gave the same
 #: max over mean in the next window (1.1130, 1.1123, 1.1127), slower averages more (0.5: 1.120, 0.3: 1.139).
@@ -23,7 +23,7 @@ MARGIN = 1.03
 #: The seconds saved must be this times the seconds that the bytes take: those are certain, the forecast is not.
 PAYS_BACK = 1.5
 
-Action = Literal["keep", "move", "replicas", "both"]
+Action = Literal["keep", "move", "replicas", "both", "shares"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class Decision:
     """What to do at this boundary, taken or not.
 
     Attributes:
-        action: "move" changes homes, "replicas" changes replica sets or shares alone, "both" both.
+        action: "move" changes homes, "replicas" changes replica sets, "both" both; "shares" neither, only how the rows
+            are divided over the copies that there are.
         placement: from now on; the current one for "keep".
         moves: what leads there.
         gain: predicted time of the experts in a step now over that afterwards, of the best candidate also for "keep".
-        bytes: what that candidate moves.
+        bytes: what its moves of homes send. Replicas cost none: their weights travel at every commit anyway.
         reason: one sentence with its numbers.
     """
 
@@ -101,7 +102,8 @@ def decide(
     offers = []
     for candidate in (*others, wanted):
         moves = tuple(current.moves_to(candidate, costs))
-        then, amount = step_seconds(candidate, load_LE, hosts, costs), sum(move.bytes for move in moves)
+        then = step_seconds(candidate, load_LE, hosts, costs)
+        amount = sum(move.bytes for move in moves if move.kind == "home")
         gain = now / then if then > 0 else 1.0
         saved, cost = steps_until_next * step_s * (1 - 1 / gain), amount / bytes_per_s
         offers.append(_Offer(candidate, moves, gain, amount, saved, cost))
@@ -112,7 +114,7 @@ def decide(
         f"{best.bytes} bytes take {best.cost:.3g} s"
     )
     if good:
-        return Decision(_action(best.moves), best.placement, best.moves, best.gain, best.bytes, told)
+        return Decision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, told)
     if best.gain < MARGIN:
         why = f"{told}: less than {MARGIN:g} times is within the drift"
     else:
@@ -148,10 +150,27 @@ def _smaller(
     yield Placement(number, current.num_hosts, tuple(layers))
 
 
-def _action(moves: Sequence[Move]) -> Action:
+def action_of(moves: Sequence[Move]) -> Action:
+    """What a change of placement with these moves is."""
+    if not moves:
+        return "shares"
     homes = any(move.kind == "home" for move in moves)
     replicas = any(move.kind != "home" for move in moves)
     return ("both" if replicas else "move") if homes else "replicas"
+
+
+def changed_shares(before: Placement, after: Placement) -> list[list[Any]]:
+    """[layer, expert, {host: part of its rows} before, the same after] of experts with copies, where they differ."""
+    found: list[list[Any]] = []
+    for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
+        for expert in range(len(old.copies)):
+            was, now = (
+                {str(host): part for host, part in zip(one.copies[expert], one.shares[expert], strict=True)}
+                for one in (old, new)
+            )
+            if was != now and max(len(was), len(now)) > 1:
+                found.append([layer, expert, was, now])
+    return found
 
 
 def instalments(
@@ -163,7 +182,7 @@ def instalments(
     on the way fits the memory of the hosts, where some order does; experts that would not are left to the last.
     """
     moving = [
-        (layer, expert, costs[layer][expert].home_bytes)
+        (layer, expert, costs[layer][expert].travels)
         for layer, (old, new) in enumerate(zip(current.layers, target.layers, strict=True))
         for expert, (before, after) in enumerate(zip(old.copies, new.copies, strict=True))
         if before[0] != after[0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experts.packing import IDLE, UNLIMITED, LayerTask, Layout, NoRoom, fresh, pack_bytes, retarget
-from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.refine import Search
-from experts.shares import divide, shares_of
+from experts.placement.packing import IDLE, UNLIMITED, LayerTask, Layout, NoRoom, fresh, pack_bytes, retarget
+from experts.placement.refine import Search
+from experts.placement.shares import divide, shares_of
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 
 #: Operations of the local search in one plan, and at most in one layer; about 5 microseconds each.
 PLAN_BUDGET, LAYER_BUDGET = 120_000, 20_000

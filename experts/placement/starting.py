@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.policy import Policy, place
+from experts.placement.policy import Policy, place
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from experts.shapes import LayerShape
 
 HOME_BYTES = 16

@@ -41,11 +41,21 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class ExpertCost:
-    """What one expert of one layer needs: bytes of its home, bytes of a replica, work (FLOPs) of one row."""
+    """What one expert of one layer needs: bytes of its home, bytes of a replica, work (FLOPs) of one row.
+
+    Attributes:
+        moved_bytes: that travel when its home moves, weights and optimizer state without gradients; None = all of it.
+    """
 
     home_bytes: int
     replica_bytes: int
     work: float
+    moved_bytes: int | None = None
+
+    @property
+    def travels(self) -> int:
+        """Bytes that a move of its home sends."""
+        return self.home_bytes if self.moved_bytes is None else self.moved_bytes
 
 
 Costs = Sequence[Sequence[ExpertCost]]
@@ -61,7 +71,8 @@ class Move:
     Attributes:
         source, target: hosts. A dropped replica has its host in both. A replica added where the home was until now
             costs nothing: it is what stays there, so source and target are the same too.
-        bytes: what is sent from source to target.
+        bytes: what is sent from source to target on its account. A replica's weights travel with those that every
+            commit sends to all replicas, so that a move of homes alone is charged for.
     """
 
     layer: int
@@ -228,7 +239,7 @@ class Placement:
 def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int], cost: ExpertCost) -> list[Move]:
     """From one list of hosts to another. A replica that becomes the home is part of the home's move."""
     old, new = before[0], after[0]
-    found = [Move(layer, expert, "home", old, new, cost.home_bytes)] if old != new else []
+    found = [Move(layer, expert, "home", old, new, cost.travels)] if old != new else []
     for host in after[1:]:
         if host == old:
             found.append(Move(layer, expert, "replica_added", host, host, 0))

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from experts.eplb import eplb_physical
-from experts.lpt import Limits, plan
-from experts.packing import NoRoom
-from experts.placement import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
+from experts.placement.eplb import eplb_physical
+from experts.placement.lpt import Limits, plan
+from experts.placement.packing import NoRoom
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
 
 Policy = Literal["auto", "lpt", "eplb", "round_robin"]
