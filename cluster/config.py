@@ -51,3 +51,6 @@ class ClusterConfig(Section):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="part of a device's memory the job may take"
     )
+    memory_limit: Count | None = Field(
+        default=None, description="bytes of its device, or of memory on a CPU, one worker may take; null: the fraction"
+    )

@@ -87,7 +87,7 @@ def environment_record(
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": sys.version.split()[0],
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
         "cpu_model": inventory.cpu_model,
         "cpu_flags": dict(inventory.cpu_flags),
         "cores": inventory.cpus,
@@ -118,7 +118,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

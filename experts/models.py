@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from experts.plan import (
 from experts.router import TopKRouter
 from experts.trace import traced
 from experts.window import LoadWindow
+from experts.worst import unnoticed
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -203,5 +205,6 @@ def _trainable(
         log_metrics=book.metrics,
         window=LoadWindow(book),
         state_parts=lambda: {"load": book},
+        unnoticed=partial(unnoticed, module),
     )
     return trainable if experts.connection is None else distribute(trainable, experts)

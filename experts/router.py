@@ -86,6 +86,9 @@ class TopKRouter(nn.Module):
         # the last entry counts drops; int64, so that sums over ranks are exact and casts leave it alone
         pending = torch.zeros(num_experts + 1, dtype=torch.int64)
         self.register_buffer("pending_counts", pending, persistent=False)
+        self.forced: list[int] | None = None
+        """Experts to send all tokens to, whatever the scores say: the first `top_k` of them, or, with a capacity, all
+        in turn; for measurements only."""
         self.traced = False
         self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
         """Where `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward since it was None."""
@@ -101,6 +104,8 @@ class TopKRouter(nn.Module):
         logits_BSE = self._logits(x_BSD)
         scores_BSE = self._scores(self._perturbed(logits_BSE))
         indices_BSK = (scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
+        if self.forced is not None:
+            indices_BSK = self._by_force(indices_BSK, self.forced)
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
         if self.renormalize:
             weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
@@ -145,6 +150,12 @@ class TopKRouter(nn.Module):
         dtype = torch.float64 if torch.float64 in (x_BSD.dtype, self.weight.dtype) else torch.float32
         with torch.autocast(x_BSD.device.type, enabled=False):
             return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
+
+    def _by_force(self, indices_BSK: Tensor, experts: list[int]) -> Tensor:
+        S, K = indices_BSK.shape[1:]
+        places = torch.arange(S * K if self.capacity_factor is not None else K, device=indices_BSK.device)
+        chosen = torch.tensor(experts, device=indices_BSK.device)[places % len(experts)]
+        return chosen.view(-1, K).expand_as(indices_BSK).contiguous()
 
     def _perturbed(self, logits: Tensor) -> Tensor:
         if not self.training:

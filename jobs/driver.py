@@ -79,4 +79,6 @@ def train_job(
         owner=this_process(),
         first_attempt=attempt,
         builder_sections=sections,
+        cluster=spec.cluster,
+        found=spec.tune.found,
     )

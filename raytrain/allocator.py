@@ -1,14 +1,18 @@
-"""The C allocator of a training process: what a step frees, the next step takes again."""
+"""The C allocator of a training process: what a step frees, the next step takes again; but not while it is measured."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Callable, Iterator
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 2**30
 #: glibc takes no more for the heaps of other threads than the main one, in which Ray trains.
 MAPPED_BYTES = 2**25
+#: Whatever is larger is given back to the kernel as it is freed, so that the resident set is what is in use.
+EXACT_BYTES = 2**16
 
 
 def keep_freed_memory() -> bool:
@@ -20,10 +24,40 @@ def keep_freed_memory() -> bool:
     Returns:
         whether it was set.
     """
+    return _set_thresholds(trim=KEPT_BYTES, mapped=MAPPED_BYTES)
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[bool]:
+    """Inside, freed memory goes back to the kernel at once, so that a peak of the resident set is one of memory in
+    use; afterwards as `keep_freed_memory` says. Slower: nothing is timed inside.
+
+    Yields:
+        whether it was so; what the environment says wins here too.
+    """
+    exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+    try:
+        yield exact
+    finally:
+        if exact:
+            keep_freed_memory()
+
+
+def _set_thresholds(*, trim: int, mapped: int) -> bool:
     if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
         return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES))
+    return bool(mallopt(_M_TRIM_THRESHOLD, trim)) and bool(mallopt(_M_MMAP_THRESHOLD, mapped))
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library; None where it has no such."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None

@@ -190,6 +190,18 @@ class RetryConfig(Section):
     host_wait_s: NonNegative = Field(default=30.0, description="seconds to wait for a new expert host")
 
 
+class TuneFound(Section):
+    """What a search measured; `train` confirms it at its start."""
+
+    signature: Text = Field(description="hash of all that the figures depend on")
+    facts: dict[str, Any] = Field(default={}, description="what the hash is of, for people")
+    precision: Text = Field(description="the precision that was chosen")
+    micro_batch_size: Count = Field(description="samples per forward pass of one worker")
+    step_s: Positive = Field(description="seconds of one optimizer step of one worker")
+    peak_bytes: Count | None = Field(default=None, description="the most one worker had; null: not measured")
+    device: Text = Field(default="cpu", description="name of the device")
+
+
 class TuneConfig(Section):
     """The search over batch size and precision."""
 
@@ -197,6 +209,7 @@ class TuneConfig(Section):
     space: dict[str, Any] | None = Field(default=None, description="key -> values to try; null: batch and precision")
     max_trials: Count | None = Field(default=None, description="at most so many trials")
     fresh: bool = Field(default=False, description="ignore results of earlier searches")
+    found: TuneFound | None = Field(default=None, description="what a search had found, written by it into best.yaml")
 
 
 class InferConfig(Section):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cluster.limits import memory_bytes
 from raytrain.errors import DevicePlacementError
 
 
@@ -37,6 +38,18 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank if local_rank < count else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """"cpu", or the name of the GPU."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU; on a CPU what this process may use of the machine's."""
+    if device.type == "cpu":
+        return memory_bytes()[0]
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def need_data(module: nn.Module) -> None:

@@ -82,9 +82,14 @@ class Feed:
         every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world))
         return max(map(len, every))
 
-    def one(self, rows: np.ndarray) -> MicroBatch:
-        """These training rows as one micro-batch, whoever's they are (the probe)."""
-        return self._gather(self.batches.split, rows)
+    def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
+        """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""
+        return self._gather(self.batches.split if split is None else split, rows)
+
+    def weight(self, rows: np.ndarray) -> int:
+        """The weight of these training rows, gathered only where nothing else tells."""
+        known = self.global_weight(rows)
+        return self.one(rows).weight if known is None else known
 
     def _gather(self, split: Split, rows: np.ndarray) -> MicroBatch:
         known = None if self._weight is not None else split.weights(rows)

@@ -6,19 +6,34 @@ A restarted or resumed attempt takes what was measured first.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raytrain.checkpoint import LoadedCheckpoint
+from raytrain.errors import RunError
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
 from raytrain.measured_layers import settle_layers
+from raytrain.measurement import Candidate, Measurement
+from raytrain.memory import process_budget, processes_here
+from raytrain.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
 from raytrain.plan import Deferred, Resolved
+from raytrain.plan_memory import TINY_PARAMETERS
+from raytrain.plan_values import size_text
+from raytrain.probe import compare_inflight
+from raytrain.probe_record import read_measured, shared_record, write_decision, write_measured
 from raytrain.run_folder import RunFolder
+from raytrain.search import choose_inflight
 from raytrain.session import Session
+from raytrain.shares import SPLITS
+from raytrain.trainable import parameters_of
 
 Push = Callable[[dict[str, Any]], None]
 """Progress for the driver; silent but on rank 0."""
+
+MEASURED_PASSES = 4
+"""So many micro-batches of each worker, at most, show what a second one in flight is worth."""
 
 
 def settle_precision(
@@ -36,14 +51,14 @@ def settle_precision(
     fallen = session.workers.gather_bytes((forced or fallen or "").encode())[0].decode()
     known = fallen or (loaded.state["precision"] if loaded else None)
     if known is None and isinstance(planned, Deferred):
-        known = _measured(run).get("precision", {}).get("value")
+        known = read_measured(run).get("precision", {}).get("value")
     if known is None and isinstance(planned, Deferred):
         session.prepare("fp32")
         settle_layers(session, run, precisions=planned.bounds, reporter=reporter)
         push({"phase": "measuring precisions"})
         chosen, trials = session.measure_precision(list(planned.bounds))
         session.use_precision(chosen.value)
-        _write(session, run, "precision", chosen, trials, reporter)
+        write_decision(session, run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
     settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
@@ -54,23 +69,117 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
     """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session."""
     if not isinstance(session.job.plan.inflight, Deferred):
         return
-    own = _measured(run).get("inflight") if session.workers.rank == 0 else None
-    known = json.loads(session.workers.gather_bytes(json.dumps(own).encode())[0])
+    known = shared_record(session, run, "inflight")
     if known is not None:
-        session.use_inflight(Resolved(known["value"], known["reason"]))
+        session.settle(inflight=Resolved(known["value"], known["reason"]))
         return
     push({"phase": "measuring micro-batches in flight"})
-    chosen, seconds = session.measure_inflight()
-    session.use_inflight(chosen)
-    _write(session, run, "inflight", chosen, seconds, reporter)
+    chosen, seconds = measure_inflight(session)
+    session.settle(inflight=chosen)
+    write_decision(session, run, "inflight", chosen, seconds, reporter)
 
 
-def _measured(run: RunFolder) -> dict[str, Any]:
-    return run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
+def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
+    """One and two micro-batches in flight on the real model and its first ones; changes nothing it measures."""
+    feed, batches = session.feed, session.feed.batches
+    handles, _ = feed.window(session.state.cursor)
+    rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
+    seconds = compare_inflight(
+        session.step,
+        lambda: feed.micro_batches(rows),
+        passes=feed.passes(len(rows)),
+        workers=session.workers,
+        device=session.device,
+    )
+    return choose_inflight(seconds), seconds
 
 
-def _write(session: Session, run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
+def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
+    """`loop.micro_batch_size: auto` where the plan leaves it to memory; needs a prepared session.
+
+    What was measured for the same batch, workers and precision is taken again. A model too small to be in doubt is not
+    measured.
+
+    Raises:
+        RunError: not even one row fits.
+    """
+    job = session.job
+    if not isinstance(job.plan.micro_batch_size, Deferred):
+        return
+    total, world = int(job.planned("global_batch_size")), session.workers.world
+    settings = {"global_batch_size": total, "workers": world, "precision": session.precision}
+    known = shared_record(session, run, "micro_batch")
+    if known is not None and known["settings"] == settings:
+        session.use_micro_batch(Resolved(known["value"], known["reason"]))
+        return
+    sizes = micro_batch_sizes(total, world * _parts(session))
+    share = sizes[-1]
+    if session.device.type == "cpu" and parameters_of(session.trainable.module) < TINY_PARAMETERS:
+        reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
+        session.use_micro_batch(Resolved(share, reason))
+        return
+    push({"phase": "measuring memory"})
+    chosen, record = measure_micro_batch(session, settings)
+    session.use_micro_batch(chosen)
     if session.workers.rank == 0:
-        record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
-        run.write_json(run.memory_probe, {**_measured(run), what: record})
-        reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)
+        write_measured(run, "micro_batch", record)
+        reporter.event("decision", what="micro_batch", value=chosen.value, reason=chosen.reason)
+
+
+def memory_budget(session: Session) -> int | None:
+    """Bytes that each worker may take (`cluster.memory_fraction`, `cluster.memory_limit`), the same on every worker."""
+    cluster = session.job.cluster
+    own = process_budget(
+        session.device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=processes_here()
+    )
+    known = [row[0] for row in session.workers.gather_floats([float(own or 0)]) if row[0]]
+    return int(min(known)) if known else None
+
+
+def measure_micro_batch(
+    session: Session, settings: dict[str, Any], *, sizes: Sequence[int] = (), known: Sequence[Measurement] = ()
+) -> tuple[Resolved, dict[str, Any]]:
+    """The largest micro-batch that fits, and the record of how it was found. Changes nothing it measures.
+
+    Args:
+        settings: what the answer holds for.
+        sizes: to choose from, ascending; all that share the global batch where there are none.
+        known: what has been measured already.
+    Raises:
+        RunError: not even the smallest micro-batch fits.
+    """
+    assert session.precision is not None, "measured after `prepare`"
+    shares = session.workers.world * _parts(session)
+    sizes = sizes or micro_batch_sizes(int(session.job.planned("global_batch_size")), shares)
+    budget = memory_budget(session)
+    tried = [(Next(one.candidate.micro_batch_size, None), one) for one in known]
+    before = session.step.inflight
+    if isinstance(session.job.plan.inflight, Deferred):
+        session.step.inflight = 2  # what keeps more is measured
+    while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
+        candidate = Candidate(session.precision, asked.rows)
+        found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
+        # a loss that is not finite takes as much memory as any other; the run itself has rules for it
+        tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
+    session.step.inflight = before
+    chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
+    if chosen is None:
+        raise _nothing_fits(tried[-1][1], budget)
+    return chosen, settled_record(chosen, tried, budget=budget, settings=settings)
+
+
+def _parts(session: Session) -> int:
+    """Micro-batches of an equal share, where unequal ones are to be measured."""
+    return SPLITS if isinstance(session.job.plan.shares, Deferred) else 1
+
+
+def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
+    rows = last.candidate.micro_batch_size
+    if last.outcome == "error":
+        return RunError(f"a step of {rows} rows cannot be taken: {last.reason}")
+    allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
+    needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
+    return RunError(
+        f"not even a micro-batch of {rows} rows fits{needed}: {last.reason}; raise cluster.memory_fraction or"
+        f" cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
+    )

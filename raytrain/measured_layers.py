@@ -8,7 +8,7 @@ from raytrain.layer_precision import layers_of
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
 from raytrain.precision import policy_for
-from raytrain.probe_record import recall, record
+from raytrain.probe_record import shared_record, write_decision
 from raytrain.run_folder import RunFolder
 from raytrain.sensitivity import MOST_LAYERS, LayerChange, LayerProbe
 from raytrain.session import Session
@@ -26,14 +26,14 @@ def settle_layers(session: Session, run: RunFolder, *, precisions: Sequence[str]
     if half is None:
         session.settle(fp32_layers=Resolved([], "nothing computes in half precision"))
         return
-    known = recall(run, "fp32_layers", workers=session.workers)
+    known = shared_record(session, run, "fp32_layers")
     if known is not None and known["trials"]["precision"] == half:
         session.settle(fp32_layers=Resolved(known["value"], known["reason"]))
         return
     chosen, changes = measure_layers(session, half)
     session.settle(fp32_layers=chosen)
     trials = {"precision": half, "layers": [change.to_json() for change in changes]}
-    record(run, "fp32_layers", chosen, trials, workers=session.workers, reporter=reporter)
+    write_decision(session, run, "fp32_layers", chosen, trials, reporter)
 
 
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:

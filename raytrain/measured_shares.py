@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 
 from raytrain.loop_state import Reporter
+from raytrain.memory import process_budget, processes_here
 from raytrain.pace import device_kind, measure_paces
 from raytrain.plan import Deferred, Resolved
-from raytrain.probe_record import recall, record
+from raytrain.plan_memory import moments
+from raytrain.probe_record import shared_record, write_decision
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.shares import Pace, Shares, choose_shares
@@ -24,14 +26,14 @@ def settle_shares(session: Session, run: RunFolder, *, reporter: Reporter) -> No
     place = f"{socket.gethostname()} {device_kind(session.device)}"
     places = [name.decode() for name in workers.gather_bytes(place.encode())]
     about = {"places": places, "micro_batch_size": micro}
-    known = recall(run, "shares", workers=workers)
+    known = shared_record(session, run, "shares")
     if known is not None and known["trials"]["of"] == about:
         session.settle(shares=Resolved(known["value"], known["reason"]))
         return
     chosen, paces = measure_shares(session, sizes_to_try(session, kinds=len({p.partition(" ")[2] for p in places})))
     session.settle(shares=chosen)
     trials = {"of": about, "paces": [pace.to_json() for pace in paces]}
-    record(run, "shares", chosen, trials, workers=workers, reporter=reporter)
+    write_decision(session, run, "shares", chosen, trials, reporter)
 
 
 def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[Pace]]:
@@ -43,8 +45,9 @@ def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[P
     batches, feed = session.feed.batches, session.feed
     order = batches.split.order(batches.seed, session.state.cursor.epoch)
     paces = measure_paces(
-        session.step, lambda size: feed.one(order[:size]), sizes=sizes, workers=session.workers, device=session.device
-    )
+        session.step, lambda size: feed.one(order[:size]), sizes=sizes, workers=session.workers, device=session.device,
+        room=_room(session) if len(sizes) > 1 else None,
+    )  # fmt: skip
     return choose_shares(paces, total=batches.global_batch, micro_batch=sizes[0]), paces
 
 
@@ -55,6 +58,16 @@ def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
         return [batches.micro_batch]
     most = max(batches.micro_batch, batches.global_batch // session.workers.world)
     return [batches.micro_batch << power for power in range((most // batches.micro_batch).bit_length())]
+
+
+def _room(session: Session) -> int | None:
+    """Bytes for passes on this worker's device: its budget without the optimizer's state, which is not there yet."""
+    cluster, device = session.job.cluster, session.device
+    budget = process_budget(
+        device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=processes_here()
+    )
+    trained = sum(p.numel() * p.element_size() for p in session.trainable.module.parameters() if p.requires_grad)
+    return None if budget is None else budget - moments(session.job.optim) * trained
 
 
 def rows_of_each(session: Session) -> list[int]:

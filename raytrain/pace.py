@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from raytrain.gradients import Workers
-from raytrain.probe import untouched
+from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.shares import Pace
 from raytrain.step import MicroBatch, TrainingStep
+from raytrain.untouched import untouched
 
 #: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
 TIMED_S = 0.5
@@ -26,6 +27,7 @@ def measure_paces(
     sizes: Sequence[int],
     workers: Workers,
     device: torch.device,
+    room: int | None = None,
 ) -> list[Pace]:
     """Seconds of a forward and backward pass on every worker, in the order of the ranks; collective.
 
@@ -36,11 +38,13 @@ def measure_paces(
     Args:
         micro_batch: the same rows on every worker, so many of them.
         sizes: of a pass; only the first must fit.
+        room: bytes that passes of the others may take on this worker's device, None = what it gives.
     """
     found: dict[int, float] = {}
     with untouched(step.trainable, device):
         for size in sizes:
-            seconds = _pass_s(step, micro_batch, size, workers, device, must_fit=size == sizes[0])
+            fits = size == sizes[0] or _fits(step, micro_batch(size), device, room)
+            seconds = _pass_s(step, micro_batch(size), workers, device, fits=fits)
             found[size] = seconds
             if workers.sum_flags([int(seconds == float("inf"))])[0] == workers.world:
                 break  # nobody has room for a larger one
@@ -56,34 +60,37 @@ def device_kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _pass_s(
-    step: TrainingStep, micro_batch: Callable[[int], MicroBatch], size: int, workers: Workers, device: torch.device,
-    *, must_fit: bool,
-) -> float:  # fmt: skip
-    """Mean seconds of this worker's passes of so many rows; infinite where there was no room."""
+def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int | None) -> bool:
+    """Whether a pass takes no more than there is room for."""
+    with exact_memory(device):
+        meter = PeakMeter(device)
+        try:
+            _one_pass(step, micro, device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error, device=device, budget=room):
+                raise
+            return False
+        return room is None or meter.peak() <= room
 
-    def one_pass() -> float:
-        micro = micro_batch(size)
-        began = time.perf_counter()
-        step.backward([MicroBatch(micro.batch, max(1, micro.weight))], global_weight=max(1, micro.weight))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
 
-    fits = True
-    try:
-        one_pass()  # kernels, allocator
-        warm = one_pass()
-    except torch.OutOfMemoryError:
-        if must_fit:
-            raise
-        fits, warm = False, 0.0
-        torch.cuda.empty_cache()
+def _one_pass(step: TrainingStep, micro: MicroBatch, device: torch.device) -> float:
+    began, weight = time.perf_counter(), max(1, micro.weight)
+    step.backward([MicroBatch(micro.batch, weight)], global_weight=weight)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _pass_s(step: TrainingStep, micro: MicroBatch, workers: Workers, device: torch.device, *, fits: bool) -> float:
+    """Mean seconds of this worker's passes of these rows; infinite where they do not fit, and others are measured."""
+    warm = 0.0
+    for _ in range(2 if fits else 0):  # kernels and the allocator first
+        warm = _one_pass(step, micro, device)
     span = max(TIMED_S, PASSES * max(row[0] for row in workers.gather_floats([warm])))
     if not fits:
         return float("inf")
     began, passes = time.perf_counter(), 0
     while passes == 0 or time.perf_counter() - began < span:
-        one_pass()
+        _one_pass(step, micro, device)
         passes += 1
     return (time.perf_counter() - began) / passes

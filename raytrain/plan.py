@@ -30,7 +30,7 @@ from raytrain.plan_hosts import (
     taken_by_hosts,
 )
 from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.plan_memory import ShareOut, estimate_bytes
+from raytrain.plan_memory import ShareOut, doubt_of_memory, estimate_bytes
 from raytrain.plan_shares import choose_shares, splits
 from raytrain.plan_steps import (
     choose_batches,
@@ -41,6 +41,7 @@ from raytrain.plan_steps import (
     choose_lr,
     choose_storage,
     choose_warmup,
+    leave_to_memory,
 )
 from raytrain.plan_time import predict_step
 from raytrain.plan_values import (
@@ -50,13 +51,13 @@ from raytrain.plan_values import (
     ModelFacts,
     Resolved,
     choice_from_json,
+    reason_of,
+    shown,
     size_text,
 )
 from raytrain.plan_workers import choose_placement, choose_threads, count_workers, spread
 
 __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
-
-IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Plan:
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, reason) of each decision, as text for a table; None is what does not apply."""
         known = ((n, c) for n, c in self.choices().items() if not isinstance(c, Resolved) or c.value is not None)
-        return [(name, _shown(name, choice), _reason(choice)) for name, choice in known]
+        return [(name, shown(name, choice), reason_of(choice)) for name, choice in known]
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `Plan.from_json` of it equals this plan."""
@@ -147,54 +148,12 @@ class Plan:
         )
 
 
-def _shown(name: str, choice: Choice) -> str:
-    """A value, or what it may become."""
-    if isinstance(choice, Resolved):
-        value = choice.value
-        if isinstance(value, list):
-            return ", ".join(map(str, value)) or "none"
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        if isinstance(value, float):
-            return f"{value:g}"
-        if isinstance(value, dict):
-            return kinds_text(value)
-        if isinstance(value, int):
-            return size_text(value) if name in IN_BYTES else f"{value:,}"
-        return str(value)
-    if not choice.bounds:
-        return "later"
-    if all(isinstance(bound, str) for bound in choice.bounds):
-        return " or ".join(choice.bounds)
-    low, high = choice.bounds
-    return f"{low:,} to {high:,}" if high is not None else f"{low:,} or more"
-
-
-def _reason(choice: Choice) -> str:
-    if isinstance(choice, Resolved):
-        return choice.reason
-    return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
-
-
 def make_plan(
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    optim: OptimConfig,
-    precision: PrecisionConfig,
-    loop: LoopConfig,
-    save: SaveConfig,
-    scale: ScaleConfig,
-    experts_hosts: Any,
-    experts_inflight: Any,
-    cluster: ClusterConfig,
-    seed: int,
-    inventory: Inventory,
-    model_facts: ModelFacts | None,
-    data_facts: DataFacts | None,
-    name: str = "run",
+    *, model: ModelConfig, data: DataConfig, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig,
+    save: SaveConfig, scale: ScaleConfig, experts_hosts: Any, experts_inflight: Any, cluster: ClusterConfig, seed: int,
+    inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
     share_out: ShareOut | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
 
     `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
@@ -209,24 +168,27 @@ def make_plan(
     left = machines.without(taken_by_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
-    pieces = splits(scale, workers=workers.value)
-    batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=pieces)
+    parts = splits(scale, workers=workers.value, hosts=hosts)
+    batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    allowed = _allowed(cluster.memory_fraction, left, inventory, workers=workers.value)
+    allowed = _allowed(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out,
     )  # fmt: skip
-    _warn_of_memory(estimates["memory"], allowed, warnings)
-    decided: dict[str, Choice] = {**choices, **batches, **length, **estimates}
+    doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
+    settled = leave_to_memory(loop, batches, doubt=doubt)
+    if isinstance(settled["micro_batch_size"], Resolved):
+        _warn_of_memory(estimates["memory"], allowed, warnings)
+    known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
-        scale, loop, left, inventory, decided, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
+        scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
     )
-    known = decided if shares is None else {**decided, "shares": shares}
+    known |= {} if shares is None else {"shares": shares}
     return Plan(
-        **decided,
+        **choices, **settled, **length, **estimates,
         shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
@@ -236,9 +198,7 @@ def make_plan(
         optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        storage=storage,
-        hosts=hosts,
-        inflight=inflight,
+        storage=storage, hosts=hosts, inflight=inflight,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings, model_facts=model_facts, data_facts=data_facts,
@@ -274,20 +234,20 @@ def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
     return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
 
 
-def _allowed(fraction: float, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
-    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's;
-    None where nobody knows."""
+def _allowed(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
+    and never more than `cluster.memory_limit`; None where nobody knows."""
     if machines.on_gpu:
-        free = min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus)
-        return int(fraction * free) if free else None
-    counts = spread(workers, machines, inventory)
-    rooms = [
-        (node.memory_bytes if node.free_bytes is None else node.free_bytes, counts[node.host])
-        for node in inventory.nodes
-        if node.host in counts
-    ]
-    free, share = min(rooms, key=lambda pair: pair[0] / pair[1])
-    return int(fraction * free / share) if free else None
+        room = float(min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus))
+    else:
+        counts = spread(workers, machines, inventory)
+        room = min(
+            (node.memory_bytes if node.free_bytes is None else node.free_bytes) / counts[node.host]
+            for node in inventory.nodes
+            if node.host in counts
+        )
+    known = [int(value) for value in (cluster.memory_fraction * room, cluster.memory_limit) if value]
+    return min(known, default=None)
 
 
 def _is(choice: Choice, value: Any) -> bool:

@@ -21,6 +21,12 @@ torch 2.13.0+cpu and Ray 2.60.0 on Linux, as VmRSS after the imports of `raytrai
 HOST_PROCESS_BYTES = 330 << 20
 """The same of a host of experts, which does without Ray Train."""
 
+TINY_PARAMETERS = 1_000_000
+"""On a CPU a model of fewer parameters whose activations nobody knows is not measured before it is trained."""
+
+DOUBTFUL = 0.5
+"""On a CPU an estimate above this part of what a worker may take is measured before it is relied on."""
+
 SHOWN_HOSTS = 4
 """More hosts than this are told by the fullest and the emptiest."""
 
@@ -114,6 +120,20 @@ def estimate_bytes(
         "host_memory": host_memory,
         "checkpoint_bytes": Resolved(whole.weights + whole.optimizer, saved),
     }
+
+
+def doubt_of_memory(
+    model_facts: ModelFacts | None, memory: Choice, allowed: int | None, *, on_gpu: bool
+) -> str | None:
+    """Why the micro-batch that `auto` stands for should be measured before it is used; None where it need not be."""
+    if on_gpu:
+        return "a GPU's free memory is known to its allocator alone"
+    if model_facts is None or model_facts.activation_bytes_per_sample is None:
+        tiny = model_facts is not None and model_facts.parameters < TINY_PARAMETERS
+        return None if tiny else "what a row of this model keeps is not known"
+    if isinstance(memory, Resolved) and allowed is not None and memory.value > DOUBTFUL * allowed:
+        return f"{size_text(memory.value)} are estimated, a worker may take {size_text(allowed)}"
+    return None
 
 
 def _unknown(place: Any) -> dict[str, Choice]:

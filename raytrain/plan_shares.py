@@ -20,9 +20,9 @@ MEASURED = "measured at the start, on all workers at the same time"
 EVENLY = "shares follow the measurement, and stay equal where unequal ones would save less than 5 %"
 
 
-def splits(scale: ScaleConfig, *, workers: int) -> int:
+def splits(scale: ScaleConfig, *, workers: int, hosts: Resolved) -> int:
     """Micro-batches that `loop.micro_batch_size: auto` makes of a worker's equal share."""
-    return SPLITS if scale.shares == "auto" and workers > 1 else 1
+    return SPLITS if scale.shares == "auto" and workers > 1 and hosts.value in ("none", 0) else 1
 
 
 def choose_shares(

@@ -90,6 +90,19 @@ def choose_batches(
     }
 
 
+def leave_to_memory(loop: LoopConfig, batches: dict[str, Resolved], *, doubt: str | None) -> dict[str, Choice]:
+    """`batches` with a micro-batch that the workers measure, where it is `auto`, in doubt and could be smaller."""
+    micro, accumulation = batches["micro_batch_size"], batches["accumulation"]
+    if loop.micro_batch_size != "auto" or doubt is None or micro.value == 1:
+        return dict(batches)
+    most = math.ceil(batches["effective_batch"].value * accumulation.value / micro.value)
+    return {
+        **batches,
+        "micro_batch_size": Deferred("the largest that fits, by real steps at start", (1, micro.value), doubt),
+        "accumulation": Deferred("with the micro-batch", (accumulation.value, most)),
+    }
+
+
 def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts | None) -> dict[str, Choice]:
     """steps_per_epoch and max_steps (of the whole run), the last partial batch of an epoch included."""
     if data_facts is None:

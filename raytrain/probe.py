@@ -6,10 +6,9 @@ them): gradients are zeroed at the start of the next step, buffers and generator
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -20,34 +19,12 @@ from raytrain.precision import PrecisionPolicy, policy_for
 from raytrain.search import PrecisionTrial
 from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import Trainable
+from raytrain.untouched import untouched
 
 #: Rounds are taken in turn over the candidates until the time is up, at least `MIN_ROUNDS` of them.
 BUDGET_S = 2.0
 MIN_ROUNDS = 3
 MAX_ROUNDS = 12
-
-
-@contextlib.contextmanager
-def untouched(trainable: Trainable, device: torch.device) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, generators and gradients of the model as they were."""
-    module = trainable.module
-    generators = rng_state(device)
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
-            part.training = training
-        set_rng_state(generators, device)
-        if trainable.elsewhere is not None:
-            trainable.elsewhere.discard()
 
 
 def compare_precisions(

@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raytrain.gradients import Workers
 from raytrain.loop_state import Reporter
 from raytrain.plan import Resolved
 from raytrain.run_folder import RunFolder
+from raytrain.session import Session
 
 
-def recorded(run: RunFolder) -> dict[str, Any]:
-    """Everything so far, by name; read by rank 0."""
+def shared_record(session: Session, run: RunFolder, what: str) -> dict[str, Any] | None:
+    """What rank 0 reads of one decision in memory_probe.json, on every worker; None where it was not taken yet."""
+    own = read_measured(run).get(what) if session.workers.rank == 0 else None
+    return json.loads(session.workers.gather_bytes(json.dumps(own).encode())[0])
+
+
+def read_measured(run: RunFolder) -> dict[str, Any]:
+    """What this run has measured so far, by what it decides."""
     return run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
 
 
-def recall(run: RunFolder, what: str, *, workers: Workers) -> dict[str, Any] | None:
-    """What was recorded under a name, None for nothing; rank 0 reads it, all hear of it. Collective."""
-    own = recorded(run).get(what) if workers.rank == 0 else None
-    return json.loads(workers.gather_bytes(json.dumps(own).encode())[0])
+def write_measured(run: RunFolder, what: str, record: dict[str, Any]) -> None:
+    """Add one decision to memory_probe.json; rank 0's alone."""
+    run.write_json(run.memory_probe, {**read_measured(run), what: record})
 
 
-def record(
-    run: RunFolder, what: str, chosen: Resolved, trials: Any, *, workers: Workers, reporter: Reporter
+def write_decision(
+    session: Session, run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter
 ) -> None:  # fmt: skip
-    """Write a decision with what it was made from, and its event; by rank 0."""
-    if workers.rank == 0:
-        row = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
-        run.write_json(run.memory_probe, {**recorded(run), what: row})
+    """The same with its event: what was decided, why, and from what."""
+    if session.workers.rank == 0:
+        record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
+        write_measured(run, what, record)
         reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)

@@ -20,24 +20,23 @@ from raytrain.data.resident import place, verify_placement
 from raytrain.data.sources import Source, open_source
 from raytrain.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.evaluation import evaluate
-from raytrain.feed import Feed
+from raytrain.feed import Feed, most_passes
 from raytrain.gradients import Workers
-from raytrain.layer_precision import LayerPrecision
+from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.measurement import Candidate, Measurement
+from raytrain.memory import limit_device_memory
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
-from raytrain.plan_values import Choice
 from raytrain.precision import LossScale, apply_matmul, policy_for
-from raytrain.probe import compare_inflight, compare_precisions
+from raytrain.probe import compare_precisions
 from raytrain.recompute import recompute
-from raytrain.search import choose_inflight, choose_precision
-from raytrain.shares import Shares
+from raytrain.search import choose_precision
+from raytrain.shares import shares_in_force
 from raytrain.step import TrainingStep
+from raytrain.step_probe import StepProbe
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
-
-#: So many micro-batches of each worker, at most, show what a second one in flight is worth.
-MEASURED_PASSES = 4
 
 
 class Session:
@@ -55,6 +54,7 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
+        limit_device_memory(self.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
         if threads:
@@ -69,9 +69,10 @@ class Session:
         if job.loop.activation_checkpointing:
             recompute(self.trainable)
         self.layers = LayerPrecision(self.trainable.module, self.device)
-        self.layers.keep(_settled(job.plan.fp32_layers) or [])
+        self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
         self.state = LoopState()
         self.precision: str | None = None
+        self._probe: StepProbe | None = None
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -100,33 +101,38 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
-            inflight=job.plan.inflight.value if isinstance(job.plan.inflight, Resolved) else 1,
+            inflight=self._inflight(),
         )
         self.feed = self._feed()
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
     def _feed(self) -> Feed:
-        job = self.job
+        job, micro = self.job, self.job.plan.micro_batch_size
         batches = StepBatches(
             self.source.train,
             seed=job.seed,
             global_batch=int(job.planned("global_batch_size")),
-            micro_batch=int(job.planned("micro_batch_size")),
+            micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is settled
             rank=self.workers.rank,
             world=self.workers.world,
             device=self.device,
             storage=job.planned("storage"),
         )
-        batches.shares = _shares(job.plan.shares)
+        batches.shares = shares_in_force(job.plan.shares)
         return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
 
     def settle(self, **choices: Resolved) -> None:
-        """Take over what was measured of `fp32_layers` or `shares`: from now on, and in whatever session follows this
-        one after a rewind."""
+        """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
+        follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, **choices))
-        self.layers.keep(_settled(self.job.plan.fp32_layers) or [])
-        self.feed.batches.shares = _shares(self.job.plan.shares)
+        self.layers.keep(kept_in_fp32(self.job.plan.fp32_layers))
+        self.feed.batches.shares = shares_in_force(self.job.plan.shares)
+        self.step.inflight = self._inflight()
+
+    def _inflight(self) -> int:
+        planned = self.job.plan.inflight
+        return planned.value if isinstance(planned, Resolved) else 1
 
     def measure_precision(self, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
         """`precision.dtype: auto` on the real model: needs `prepare("fp32")` first; changes nothing it measures."""
@@ -149,24 +155,38 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
 
-    def measure_inflight(self) -> tuple[Resolved, dict[int, float]]:
-        """`experts.inflight: auto` on the real model and its first micro-batches; changes nothing it measures."""
-        handles, _ = self.feed.window(self.state.cursor)
-        batches = self.feed.batches
-        rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
-        seconds = compare_inflight(
-            self.step,
-            lambda: self.feed.micro_batches(rows),
-            passes=self.feed.passes(len(rows)),
-            workers=self.workers,
-            device=self.device,
-        )
-        return choose_inflight(seconds), seconds
+    def measure(
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
+    ) -> Measurement:
+        """One candidate with the real step in the real group of workers; changes nothing that it measures.
 
-    def use_inflight(self, chosen: Resolved) -> None:
+        Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
+        every worker measures the same candidates in the same order, and gets the same measurement. The device should
+        be nobody else's for that time.
+
+        Args:
+            budget_bytes: a peak above it counts as out of memory (`raytrain.memory.process_budget`); None = only what
+                the allocator refuses does.
+            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
+                evaluation batch.
+
+        Raises:
+            ValueError: a precision of another master dtype.
+        """
+        if self._probe is None or self._probe.step is not self.step:
+            split = None if self.source.eval is None else self._eval_split()
+            self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
+        return self._probe.measure(candidate, budget_bytes=budget_bytes, passes=passes, with_memory=with_memory)
+
+    def use_micro_batch(self, chosen: Resolved) -> None:
         """From now on, and in whatever session follows this one after a rewind."""
-        self.job = replace(self.job, plan=replace(self.job.plan, inflight=chosen))
-        self.step.inflight = chosen.value
+        total, world = int(self.job.planned("global_batch_size")), self.workers.world
+        passes = most_passes(total, micro_batch=chosen.value, world=world)
+        accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world} workers")
+        plan = replace(self.job.plan, micro_batch_size=chosen, accumulation=accumulation)
+        self.job = replace(self.job, plan=plan)
+        self.feed.batches.micro_batch = chosen.value
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 
@@ -269,14 +289,3 @@ class Session:
         from cluster.telemetry import process_memory
 
         return process_memory().peak
-
-
-def _settled(choice: Choice | None) -> Any:
-    """The value of what is decided, None for what is not."""
-    return choice.value if isinstance(choice, Resolved) else None
-
-
-def _shares(choice: Choice | None) -> Shares | None:
-    """None while nothing is measured, and where it came out equal."""
-    value = _settled(choice)
-    return None if value in (None, "equal") else Shares.from_json(value)

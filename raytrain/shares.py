@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from raytrain.plan_values import Resolved
+from raytrain.plan_values import Choice, Resolved
 
 WORTHWHILE = 0.05
 """Shares that save less than this part of a step stay equal: they would follow noise."""
@@ -141,6 +141,12 @@ def choose_shares(paces: Sequence[Pace], *, total: int, micro_batch: int) -> Res
     if gain < 1 + WORTHWHILE:
         return Resolved("equal", f"{told}: unequal shares of {total} rows would save {max(0.0, 1 - 1 / gain):.0%}")
     return Resolved(chosen.to_json(), f"{told}; {shown(chosen, total)}: {gain:.2f} times as fast as equal shares")
+
+
+def shares_in_force(choice: Choice | None) -> Shares | None:
+    """What a plan says; None while nothing is measured, and where it came out equal."""
+    measured = isinstance(choice, Resolved) and choice.value != "equal"
+    return Shares.from_json(choice.value) if measured else None
 
 
 def _best_size(paces: Sequence[Pace], micro_batch: int) -> int:

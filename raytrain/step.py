@@ -109,7 +109,7 @@ class TrainingStep:
         self.inflight = inflight
         self.gradients = GradientBuffers(p for p in trainable.module.parameters() if p.requires_grad)
         self.placement = Placement(trainable.module, device)
-        self._skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
+        self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
     def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
         """Loss of one micro-batch under the run's precision."""
@@ -221,12 +221,22 @@ class TrainingStep:
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
         """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""
+        lr = self.update(agreed, step=step)
+        self.scale.update(agreed.skip)
+        if self.trainable.commit is not None:
+            self.trainable.commit(agreed)
+        if self.trainable.between_steps is not None:
+            self.trainable.between_steps(step)
+        return lr
+
+    def update(self, agreed: GlobalStep, *, step: int) -> float:
+        """The part of a commit that computes: clip, and step the optimizers unless it is skipped. Returns the lr."""
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
             # gradients of a skipped step stay as they are, so that those that are not finite can be named
             self.gradients.scale_(torch.where(agreed.skip, torch.ones_like(coefficient), coefficient))
         lr = self.schedule.apply(self.optimizers, step)
-        if self._skips_on_device:
+        if self.skips_on_device:
             found = agreed.skip.to(torch.float32)
             for optimizer in self.optimizers:
                 optimizer.found_inf, optimizer.grad_scale = found, None  # pyright: ignore[reportAttributeAccessIssue]
@@ -234,9 +244,4 @@ class TrainingStep:
         elif not bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
             for optimizer in self.optimizers:
                 optimizer.step()
-        self.scale.update(agreed.skip)
-        if self.trainable.commit is not None:
-            self.trainable.commit(agreed)
-        if self.trainable.between_steps is not None:
-            self.trainable.between_steps(step)
         return lr

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cluster.config import ClusterConfig
 from raytrain.checkpoint_read import STATE, LoadedCheckpoint
 from raytrain.config import (
     DataConfig,
@@ -17,6 +18,7 @@ from raytrain.config import (
     PrecisionConfig,
     RetryConfig,
     SaveConfig,
+    TuneFound,
 )
 from raytrain.data.sources import Source
 from raytrain.errors import CheckpointError
@@ -30,6 +32,7 @@ class TrainJob:
     """What a worker is told: the sections it obeys, the plan, and where the run folder is. Pickled to the workers.
 
     Attributes:
+        found: what a search had found for this job (`tune.found`).
         builder_sections: sections a builder may ask for by parameter name, such as {"experts": ...}.
         run_path: the run folder.
         import_path: the directory of the command, importable on workers (appended, never first).
@@ -53,6 +56,8 @@ class TrainJob:
     owner: dict[str, Any] = field(default_factory=dict)
     first_attempt: int = 1
     builder_sections: dict[str, Any] = field(default_factory=dict)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    found: TuneFound | None = None
 
     def planned(self, name: str) -> Any:
         """The value of a resolved choice.

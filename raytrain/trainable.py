@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,8 @@ class Trainable:
         log_metrics: device scalars by name that the loop reads at log intervals only.
         window: more than scalars, at log intervals only; None = nothing.
         elsewhere: what lives in other processes, or None.
+        unnoticed: `unnoticed(worst=bool)`, a context whose passes leave no trace in what is logged; with `worst`,
+            what depends on the data (routing) takes the most memory it can. None = nothing is kept between steps.
     """
 
     module: nn.Module
@@ -105,6 +108,7 @@ class Trainable:
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
+    unnoticed: Callable[..., AbstractContextManager[None]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:
@@ -133,6 +137,11 @@ def labels_weight(batch: Batch) -> int:
     if isinstance(labels, Tensor) and is_integer(labels):
         return int((labels != IGNORED_LABEL).sum())
     return rows(batch)
+
+
+def parameters_of(module: nn.Module) -> int:
+    """Number of parameters, frozen ones included."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def rows(batch: Batch) -> int:

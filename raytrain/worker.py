@@ -25,9 +25,10 @@ from raytrain.data.sources import Source, handed_over
 from raytrain.errors import StateLost
 from raytrain.export import export
 from raytrain.faults import fault_of, read_faults, write_fault
+from raytrain.found import confirm_found
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
-from raytrain.measured import settle_inflight, settle_precision
+from raytrain.measured import settle_inflight, settle_micro_batch, settle_precision
 from raytrain.measured_shares import settle_shares
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred
@@ -143,6 +144,8 @@ class Worker:
         precision = settle_precision(
             session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
         )
+        settle_micro_batch(session, self.run_folder, reporter=reporter, push=self._push)
+        confirm_found(session, self.run_folder, reporter=reporter, push=self._push)
         settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
         settle_shares(session, self.run_folder, reporter=reporter)
         if loaded is not None:

@@ -106,6 +106,11 @@ class StepBatches:
         following = Cursor(cursor.epoch + 1) if end == len(order) else Cursor(cursor.epoch, end)
         return Window(order[cursor.position : end], following)
 
+    def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
+        """So many rows of its epoch from `cursor` on, as handles; again from the front where the epoch ends."""
+        order = self._epoch_order(cursor.epoch)
+        return np.resize(np.roll(order, -(cursor.position % len(order))), count)
+
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             self._order, self._epoch = self.split.order(self.seed, epoch), epoch

@@ -12,6 +12,8 @@ import pytest
 import torch
 from exchange import Scene, act, record, session_of
 from lab import train
+
+from raytrain.measured import measure_inflight
 from test_probe_is_neutral import state_of
 
 from experts.serve import HostServer
@@ -91,7 +93,7 @@ def measured(rank: int, _world: int, given: Scene) -> Any:
         return act(rank, given)
     session = session_of(given, rank)
     before = state_of(session)
-    chosen, seconds = session.measure_inflight()
+    chosen, seconds = measure_inflight(session)
     assert state_of(session) == before and session.step.inflight == 1
     rows, _ = train(session)
     return chosen, seconds, record(session, rows)

@@ -16,6 +16,7 @@ from lab import DeviceReads, Rows, train
 
 from experts.call import Call
 from experts.transport.protocol import Op
+import raytrain.measured
 from raytrain.measured import settle_inflight
 from raytrain.plan import Deferred
 from raytrain.run_folder import RunFolder
@@ -162,7 +163,7 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     assert written["value"] == session.step.inflight == session.job.planned("inflight") and len(said) == 1
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
     session.job = job
-    monkeypatch.setattr(session, "measure_inflight", None)
+    monkeypatch.setattr(raytrain.measured, "measure_inflight", None)
     settle_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")

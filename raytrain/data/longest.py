@@ -1,0 +1,42 @@
+"""The longest row of a split: what a micro-batch is padded to at worst."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from raytrain.data.contract import Split
+from raytrain.data.dataset import DatasetSplit, as_row, tensor_bytes
+from raytrain.data.ragged import RaggedSplit
+from raytrain.data.resident import StreamSplit
+from raytrain.device import rng_state, set_rng_state
+
+#: Items of a user's dataset are asked for one by one: so many of them, spread evenly, are looked at.
+LOOKED_AT = 256
+
+
+class LongestRow(NamedTuple):
+    """Its handle, and its size: elements of its ragged columns, or bytes of an item of a dataset."""
+
+    handle: int
+    size: int
+
+
+def longest_row(split: Split) -> LongestRow | None:
+    """The longest row, None where all are alike. Items of a user's dataset may be drawn: generators are put back."""
+    if isinstance(split, StreamSplit):
+        split = split.split
+    if isinstance(split, RaggedSplit):
+        lengths = np.stack([np.diff(column.offsets) for column in split.ragged.values()]).sum(0)
+        handle = int(lengths.argmax())
+        return LongestRow(handle, int(lengths[handle]))
+    if isinstance(split, DatasetSplit):
+        handles = np.unique(np.linspace(0, len(split) - 1, LOOKED_AT).astype(np.int64))
+        generators = rng_state(torch.device("cpu"))
+        sizes = [tensor_bytes(as_row(item, key=split.key)) for item in split.items(handles)]
+        set_rng_state(generators, torch.device("cpu"))
+        at = int(np.argmax(sizes))
+        return LongestRow(int(handles[at]), sizes[at]) if min(sizes) < max(sizes) else None
+    return None

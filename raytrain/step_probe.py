@@ -1,0 +1,258 @@
+"""One candidate of a search measured with the real step, in the real process group; changes nothing.
+
+Two phases, since what is exact about memory is slow. Memory: the longest rows and the worst routing, two passes that
+accumulate, the reduction, the norm, the clip, a step of the optimizer that is skipped but allocates its state, and an
+evaluation batch. Time: rows as they come, each pass and each update by itself, the first of them dropped.
+
+Every worker measures the same candidates in the same order and returns the same measurement: it does not fit where it
+does not fit on one of them; the slowest one's seconds, the largest peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from raytrain.data.batches import Cursor
+from raytrain.data.contract import Split
+from raytrain.data.longest import longest_row
+from raytrain.device import device_name
+from raytrain.errors import OutOfMemory
+from raytrain.feed import EVAL_MICRO_BATCHES, Feed
+from raytrain.measurement import Candidate, Measurement, Outcome
+from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
+from raytrain.plan_values import size_text
+from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.step import TrainingStep
+from raytrain.trainable import GlobalStep
+from raytrain.untouched import restored_steps, skipped_steps, untouched
+
+#: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
+ACCUMULATED = 2
+#: Steps over which the optimizer alone is timed, once in the life of a probe.
+OPTIMIZER_STEPS = 3
+#: A new loss scale of fp16 is halved so often, at most, before a gradient counts as not finite.
+HALVINGS = 24
+
+
+@dataclass
+class _Found:
+    """What the phases of one measurement leave behind, on this worker."""
+
+    pass_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    peak: int | None = None
+    floor: int | None = None
+    loss: float = math.nan
+    norm: float = math.nan
+    outcome: Outcome = "ok"
+    reason: str = ""
+
+
+class StepProbe:
+    """Measures candidates on one worker; collective over all of them.
+
+    Args:
+        step: the run's own, whose precision is changed for the time of a measurement.
+        feed: where rows come from.
+        cursor: position of the rows that are used; training goes on from it as if nothing had been read.
+        eval_split: placed, or None where nothing is evaluated.
+    """
+
+    def __init__(self, step: TrainingStep, feed: Feed, *, cursor: Cursor, eval_split: Split | None) -> None:
+        self.step, self.feed, self.cursor, self.eval_split = step, feed, cursor, eval_split
+        self.device, self.workers = step.device, step.workers
+        self._longest = {id(split): longest_row(split) for split in (feed.batches.split, eval_split) if split}
+        self._optimizer_s: float | None = None
+
+    def measure(self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool) -> Measurement:
+        """See `Session.measure`."""
+        found = _Found()
+        with self._computing_as(candidate):
+            if with_memory:
+                with untouched(self.step.trainable, self.device, worst=True), skipped_steps(self.step.optimizers):
+                    self._read_memory(candidate.micro_batch_size, found, budget=budget_bytes)
+            if passes and found.outcome == "ok":
+                with untouched(self.step.trainable, self.device):
+                    self._time(candidate.micro_batch_size, found, passes=passes, budget=budget_bytes)
+        return self._agreed(candidate, found, budget=budget_bytes)
+
+    @contextlib.contextmanager
+    def _computing_as(self, candidate: Candidate) -> Iterator[None]:
+        step, batches = self.step, self.feed.batches
+        kept = step.policy, step.scale, batches.micro_batch
+        policy = policy_for(candidate.precision)
+        if policy.master_dtype is not kept[0].master_dtype:
+            raise ValueError(
+                f"{candidate.precision} keeps weights as {policy.master_dtype}, this session was prepared with "
+                f"{kept[0].master_dtype}: prepare another session for it"
+            )
+        step.policy, batches.micro_batch = policy, candidate.micro_batch_size
+        step.scale = LossScale(self.device, enabled=policy.scales_loss)
+        apply_matmul(policy)
+        try:
+            yield
+        finally:
+            step.policy, step.scale, batches.micro_batch = kept
+            apply_matmul(kept[0])
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _read_memory(self, micro: int, found: _Found, *, budget: int | None) -> None:
+        with exact_memory(self.device):
+            # once before the meter is made: what this size allocates for good, such as kernels, is no part of a row
+            rows = self._rows(micro, passes=ACCUMULATED, longest=True)
+            if not self._try(partial(self._warm_up, rows[0]), found, budget):
+                return
+            if not self._try(self._update, found, budget):
+                return
+            meter = PeakMeter(self.device)
+            found.floor = meter.floor
+            fits = self._try(partial(self._first, rows, found), found, budget)
+            fits = fits and self._try(partial(self._update, found), found, budget)
+            if fits and self.eval_split is not None:
+                fits = self._try(partial(self._evaluate, micro), found, budget)
+            found.peak = meter.peak() if fits else None
+
+    def _warm_up(self, rows: np.ndarray) -> None:
+        self._backward([rows])
+        if self.eval_split is not None:
+            self._evaluate(len(rows))
+        self.step.gradients.zero_()
+
+    def _evaluate(self, micro: int) -> None:
+        split, module = self.eval_split, self.step.trainable.module
+        assert split is not None, "asked for where there is one only"
+        rows = self._longest_first(split, split.eval_order()[: EVAL_MICRO_BATCHES * micro])
+        batch = self.feed.one(rows, split=split)
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()
+        with torch.no_grad():
+            self.step.forward(batch.batch, global_weight=max(1, batch.weight))
+        for part, training in modes:
+            part.training = training
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _time(self, micro: int, found: _Found, *, passes: int, budget: int | None) -> None:
+        rows = self._rows(micro, passes=1, longest=False)
+        with skipped_steps(self.step.optimizers):
+            if not self._try(partial(self._first, rows, found), found, budget):
+                return
+            self._update(found)
+            for _ in range(passes):
+                if not self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget):
+                    return
+                self._timed(self._update, found.update_s)
+        own = self._optimizer_seconds()
+        found.update_s = [seconds + own for seconds in found.update_s]
+
+    def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
+        self._synchronize()
+        begin = time.perf_counter()
+        work()
+        self._synchronize()
+        seconds.append(time.perf_counter() - begin)
+
+    def _optimizer_seconds(self) -> float:
+        """Of one real step of the optimizers, where `_update` takes skipped ones, which compute nothing; the same for
+        every candidate, so it is taken once."""
+        if self._optimizer_s is None and not self.step.skips_on_device:
+            self._optimizer_s = 0.0
+        if self._optimizer_s is None:
+            one, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
+            times: list[float] = []
+            with restored_steps(self.step.optimizers):
+                for _ in range(1 + OPTIMIZER_STEPS):
+                    self._timed(partial(self.step.update, GlobalStep(norm=one, skip=no), step=1), times)
+            self._optimizer_s = sorted(times[1:])[OPTIMIZER_STEPS // 2]
+        return self._optimizer_s
+
+    # -- the parts of a step ----------------------------------------------------------------------
+
+    def _first(self, rows: list[np.ndarray], found: _Found) -> None:
+        """Passes that also say what the loss is; under fp16 again until the loss scale is one that works."""
+        scale = self.step.scale
+        for _ in range(HALVINGS if scale.enabled else 1):
+            found.loss = self._backward(rows)
+            if not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares())):
+                return
+            scale.update(torch.ones((), dtype=torch.bool, device=self.device))
+
+    def _backward(self, rows: list[np.ndarray]) -> float:
+        """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
+        weight = sum(self.feed.weight(part) for part in rows)
+        micros = (self.feed.one(part) for part in rows)
+        loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
+        return float(loss + aux)
+
+    def _update(self, found: _Found | None = None) -> None:
+        """Reduction, norm, clip, and the optimizers' step, skipped where they can skip on the device."""
+        step = self.step
+        step.workers.sum_(step.gradients.buffers)
+        step.scale.unscale_(step.gradients.buffers)
+        norm = step.gradients.sum_of_squares().sqrt()
+        step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
+        if found is not None:
+            found.norm = float(norm) / self.workers.world  # each worker's gradient is of a mean over its own rows
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def _rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
+        """This worker's micro-batches: rows of the epoch from the cursor on, again from the front where it ends."""
+        split, world = self.feed.batches.split, self.workers.world
+        taken = self.feed.batches.rows_from(self.cursor, micro * passes * world)
+        parts = np.split(taken, passes * world)[self.workers.rank * passes : (self.workers.rank + 1) * passes]
+        return [self._longest_first(split, part) for part in parts] if longest else parts
+
+    def _longest_first(self, split: Split, rows: np.ndarray) -> np.ndarray:
+        """With the longest row of all among them, to which the others are padded."""
+        longest = self._longest[id(split)]
+        return rows if longest is None else np.concatenate([[longest.handle], rows[1:]])
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
+        """Do it, and agree with the others on whether it went well; what is tried meets nobody itself."""
+        outcome: Outcome = "ok"
+        reason = ""
+        try:
+            work()
+        except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
+            outcome = "out_of_memory" if is_out_of_memory(error, device=self.device, budget=budget) else "error"
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        flags = self.workers.sum_flags([int(outcome == "out_of_memory"), int(outcome == "error")])
+        if any(flags):
+            found.outcome = "out_of_memory" if flags[0] else "error"
+            found.reason = reason or "on another worker"
+        return not any(flags)
+
+    def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
+        """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
+        sizes = [float(found.peak or 0), float(found.floor or 0), found.loss]
+        rows = self.workers.gather_floats([*sizes, *found.pass_s, *found.update_s])
+        slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
+        peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
+        loss = sum(row[2] for row in rows) / len(rows)
+        outcome, reason = found.outcome, found.reason
+        if outcome == "ok" and budget is not None and peak > budget:
+            outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
+        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(found.norm)):
+            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {found.norm:.6g}"
+        count = len(found.pass_s)
+        return Measurement(
+            candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
+            peak_bytes=None if found.peak is None else peak, floor_bytes=None if found.floor is None else floor,
+            loss=loss, grad_norm=found.norm, reason=reason, device=device_name(self.device),
+        )  # fmt: skip
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
