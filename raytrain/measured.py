@@ -5,7 +5,6 @@ A restarted or resumed attempt takes what was measured first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

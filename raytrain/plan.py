@@ -26,7 +26,6 @@ from raytrain.plan_hosts import (
     choose_inflight,
     choose_strategy,
     hosts_by_node,
-    kinds_text,
     taken_by_hosts,
 )
 from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
@@ -43,6 +42,7 @@ from raytrain.plan_steps import (
     choose_warmup,
     leave_to_memory,
 )
+from raytrain.plan_text import reason_of, shown
 from raytrain.plan_time import predict_step
 from raytrain.plan_values import (
     Choice,
@@ -51,8 +51,6 @@ from raytrain.plan_values import (
     ModelFacts,
     Resolved,
     choice_from_json,
-    reason_of,
-    shown,
     size_text,
 )
 from raytrain.plan_workers import choose_placement, choose_threads, count_workers, spread

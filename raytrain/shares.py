@@ -145,8 +145,9 @@ def choose_shares(paces: Sequence[Pace], *, total: int, micro_batch: int) -> Res
 
 def shares_in_force(choice: Choice | None) -> Shares | None:
     """What a plan says; None while nothing is measured, and where it came out equal."""
-    measured = isinstance(choice, Resolved) and choice.value != "equal"
-    return Shares.from_json(choice.value) if measured else None
+    if not isinstance(choice, Resolved) or choice.value == "equal":
+        return None
+    return Shares.from_json(choice.value)
 
 
 def _best_size(paces: Sequence[Pace], micro_batch: int) -> int:

@@ -12,12 +12,11 @@ import pytest
 import torch
 from exchange import Scene, act, record, session_of
 from lab import train
-
-from raytrain.measured import measure_inflight
 from test_probe_is_neutral import state_of
 
 from experts.serve import HostServer
 from experts.transport.protocol import Aborted, Header, Op
+from raytrain.measured import measure_inflight
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 

@@ -14,9 +14,9 @@ from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, sce
 from gang import run_gang
 from lab import DeviceReads, Rows, train
 
+import raytrain.measured
 from experts.call import Call
 from experts.transport.protocol import Op
-import raytrain.measured
 from raytrain.measured import settle_inflight
 from raytrain.plan import Deferred
 from raytrain.run_folder import RunFolder
