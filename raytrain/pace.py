@@ -16,7 +16,7 @@ from raytrain.step import MicroBatch, TrainingStep
 from raytrain.untouched import untouched
 
 #: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
-TIMED_S = 0.5
+TIMED_S = 1.0
 PASSES = 4
 
 

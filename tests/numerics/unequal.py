@@ -93,10 +93,10 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
     session = session_of(precision="fp32", steps=4, shares=None, dropout=0.1, run=run)
     if rank == world - 1:
         _slow_down(session)
-    before = _everything(session)
+    before = everything(session)
     reporter = Rows()
     measured_shares.settle_shares(session, run, reporter=reporter)
-    after = _everything(session)
+    after = everything(session)
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
     measured_shares.measure_shares = _not_again
     measured_shares.settle_shares(again, run, reporter=reporter)
@@ -110,7 +110,8 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
-def _everything(session: Session) -> str:
+def everything(session: Session) -> str:
+    """A hash of what a run consists of."""
     cursor = [session.state.cursor.epoch, session.state.cursor.position]
     module = session.trainable.module
     return digest(module.state_dict(), optimizer_state(session), session.generator_state(), cursor)
