@@ -40,7 +40,8 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
     the training thread, which at every 0.2 s cost a small model 4 % of its time; Ray starts workers
     at niceness 15, so that on a busy machine everything else comes before the training; printed lines appear
     twice; workers are moved into an artifacts directory; a sweep's state is saved too seldom to be resumed; usage
-    statistics are not ours to send. `CUDA_DEVICE_ORDER` makes an index mean the same GPU for torch, Ray and NVML.
+    statistics are not ours to send; a call that comes after the end would start another cluster, one that listens on
+    every interface. `CUDA_DEVICE_ORDER` makes an index mean the same GPU for torch, Ray and NVML.
     On a local cluster every port is kept on loopback, which Ray otherwise does not do, and nobody watches for the
     preemption of a machine that is ours alone.
 
@@ -55,6 +56,7 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "TUNE_GLOBAL_CHECKPOINT_S": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     if local_cluster:

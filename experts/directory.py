@@ -116,6 +116,7 @@ class ExpertDirectory:
                 self._lock.notify_all()
             ray.get(host.stay.remote())
         except ray.exceptions.RayError as error:
+            ray.kill(host)  # it may only be out of reach, and would keep the GPU that the next one needs
             with self._lock:
                 self._replace(index, why=str(error).splitlines()[0])
 

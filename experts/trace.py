@@ -33,8 +33,7 @@ class RoutingTrace:
     def end_step(self, step: int) -> None:
         """Keep what the routers saw in `step`, or forget it. Reads nothing from the device."""
         seen = [router.seen for router in self.routers]
-        for router in self.routers:
-            router.seen = None
+        self.forget()
         found = [one for one in seen if one is not None]
         if step % self.every or len(found) < len(seen) or not found:  # a step without rows of this worker's
             return
@@ -44,6 +43,11 @@ class RoutingTrace:
             torch.stack([weights for _, weights, _ in found]),
             torch.ones_like(found[0][0][..., 0], dtype=torch.bool) if valid is None else valid,
         )
+
+    def forget(self) -> None:
+        """What the routers saw since the last step."""
+        for router in self.routers:
+            router.seen = None
 
     def take(self) -> dict[int, bytes]:
         """Step -> file of what was kept; reads the device, and forgets."""

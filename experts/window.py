@@ -48,6 +48,11 @@ class LoadWindow:
         spent, self._told = self.pool.group.seconds - self._told, self.pool.group.seconds
         return [spent, *self.pool.traffic.take()]
 
+    def forget(self) -> None:
+        """No trace of a measurement; its counts went with the routers' buffers."""
+        if self.book.trace is not None:
+            self.book.trace.forget()
+
     def close(self, step: int, device: list[float], workers: list[list[float]]) -> WindowRow:
         """The row, and `transport_s` (mean of the workers, a step) and `host_imbalance` (most rows over mean)."""
         book, half = self.book, len(device) // 2

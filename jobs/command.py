@@ -150,7 +150,7 @@ class TrainCommand:
             first = failed[0]
             raise InputError(first.key or first.name, seen=first.seen, expected=first.expected, remedy=first.remedy)
         if self.resumed is not None:
-            run = self.resumed.run
+            run = self.resumed.under(plan)
         else:
             given = load_yaml(self.loaded.merged_text, origin="job")
             run = RunFolder.create(self.spec.save.dir, self.spec.name, job=given)
@@ -217,7 +217,7 @@ class TrainCommand:
                 )
             except BaseException as error:  # handed to the main thread, which owns the command's fate
                 outcome["error"] = error
-            if connection is not None:
+            if connection is not None and not cluster.ended.is_set():
                 connection.close()
 
         thread = threading.Thread(target=work, daemon=True, name="fit")

@@ -10,6 +10,7 @@ from jobs.job_file import read_job
 from jobs.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
 from raytrain.decode import apply_overrides, load_yaml
 from raytrain.errors import InputError
+from raytrain.plan import Plan, Resolved
 from raytrain.run_folder import RunFolder, find_unfinished
 
 
@@ -21,6 +22,27 @@ class Resumed:
     loaded: LoadedSpec
     changed: list[str]
     finished: bool = False
+
+    def under(self, plan: Plan) -> RunFolder:
+        """The run, where this plan can take what its newest checkpoint holds.
+
+        Raises:
+            InputError: experts stand in it by name and would live in every worker, or the other way round.
+        """
+        from raytrain.checkpoint_read import list_checkpoints, read_manifest  # imports torch, as the command has by now
+
+        saved = [info for info in list_checkpoints(self.run) if info.complete]
+        if not saved or not isinstance(plan.hosts, Resolved):
+            return self.run
+        inside = read_manifest(saved[-1].path).get("experts") is None
+        if (plan.hosts.value in ("none", 0)) is not inside:
+            where = "inside the model" if inside else "apart from it, by name"
+            raise InputError(
+                "experts.hosts", seen=f"{plan.hosts.value} ({plan.hosts.reason})",
+                expected="0" if inside else "any number of hosts above 0, or colocated",
+                remedy=f"the checkpoint of step {saved[-1].step} holds the experts {where}",
+            )  # fmt: skip
+        return self.run
 
 
 def open_resumed(

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -31,11 +31,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connected Ray. `local` = started by us, on loopback, for this command alone; `folder` is its private place."""
+    """A connected Ray. `local` = started by us, on loopback, for this command alone; `folder` is its private place.
+
+    From `ended` on no thread may ask Ray for anything: it would start another cluster, or end the process.
+    """
 
     local: bool
     address: str
     folder: str
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 def cluster_address(configured: str | None) -> str:
@@ -81,14 +85,16 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
             "_temp_dir": os.path.join(folder, "r"),
             "_node_ip_address": "127.0.0.1",
         }
+    cluster = Cluster(local, address, folder)
     try:
         if local:
             os.environ["RAY_AUTH_MODE"] = "token"
             os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
             os.environ.pop("RAY_AUTH_TOKEN", None)
         _start(address, options, verbose=verbose)
-        yield Cluster(local, address, folder)
+        yield cluster
     finally:
+        cluster.ended.set()
         with contextlib.suppress(KeyboardInterrupt):  # a second signal: leave what is left to the end of the process
             if "ray" in sys.modules:
                 sys.modules["ray"].shutdown()

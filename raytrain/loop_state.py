@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -97,14 +98,35 @@ class NeverSaves:
 
 
 class Clock:
-    """Seconds by purpose, on this worker, since its attempt began (DESIGN section 3, `time` in result.json)."""
+    """Seconds by purpose, on this worker, since its attempt began (DESIGN section 3, `time` in result.json).
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(("data", "compute", "communication", "eval", "save"), 0.0)
+    Args:
+        step: that the attempt begins with.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        purposes = ("data", "compute", "communication", "eval", "save", "restart", "lost")
+        self.seconds: dict[str, float] = dict.fromkeys(purposes, 0.0)
+        self._kept: dict[int, tuple[float, dict[str, float]]] = {}
+        self.keep(step)
 
     def add(self, purpose: str, seconds: float) -> None:
         """Charge seconds to a purpose."""
         self.seconds[purpose] += seconds
+
+    def keep(self, step: int) -> None:
+        """A checkpoint of `step`: with it nothing of what was spent so far can be lost."""
+        self._kept[step] = time.perf_counter(), dict(self.seconds)
+
+    def rewind(self, step: int, *, restart_s: float) -> None:
+        """The checkpoint of `step` is in force again: whatever came after it was lost, but for the way back."""
+        before = max((known for known in self._kept if known <= step), default=min(self._kept))
+        kept_at, seconds = self._kept[before]
+        self.seconds = dict(seconds)
+        self.add("restart", restart_s)
+        self.add("lost", time.perf_counter() - kept_at - restart_s)
+        self._kept = {known: then for known, then in self._kept.items() if known < step}
+        self.keep(step)
 
 
 class NonFinite:

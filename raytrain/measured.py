@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.errors import RunError
+from raytrain.errors import RunError, StateLost
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
 from raytrain.measured_layers import settle_layers
@@ -57,7 +59,8 @@ def settle_precision(
         push({"phase": "measuring precisions"})
         chosen, trials = session.measure_precision(list(planned.bounds))
         session.use_precision(chosen.value)
-        write_decision(session, run, "precision", chosen, trials, reporter)
+        if session.workers.rank == 0:
+            write_decision(run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
     settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
@@ -65,7 +68,12 @@ def settle_precision(
 
 
 def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session."""
+    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session.
+
+    Raises:
+        torch.OutOfMemoryError, StateLost: the measurement failed here, or on a host. It ends the attempt, for the
+            others wait in the middle of an exchange; where two were in flight, the next attempt takes one.
+    """
     if not isinstance(session.job.plan.inflight, Deferred):
         return
     known = shared_record(session, run, "inflight")
@@ -73,9 +81,16 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
         session.settle(inflight=Resolved(known["value"], known["reason"]))
         return
     push({"phase": "measuring micro-batches in flight"})
-    chosen, seconds = measure_inflight(session)
+    try:
+        chosen, seconds = measure_inflight(session)
+    except (torch.OutOfMemoryError, StateLost) as error:
+        if session.step.inflight == 2:  # the next attempt, in which nothing waits any more for this one, takes one
+            why = f"2 in flight failed while measured ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            write_decision(run, "inflight", Resolved(1, why), {}, reporter)
+        raise
     session.settle(inflight=chosen)
-    write_decision(session, run, "inflight", chosen, seconds, reporter)
+    if session.workers.rank == 0:
+        write_decision(run, "inflight", chosen, seconds, reporter)
 
 
 def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:

@@ -33,7 +33,8 @@ def settle_layers(session: Session, run: RunFolder, *, precisions: Sequence[str]
     chosen, changes = measure_layers(session, half)
     session.settle(fp32_layers=chosen)
     trials = {"precision": half, "layers": [change.to_json() for change in changes]}
-    write_decision(session, run, "fp32_layers", chosen, trials, reporter)
+    if session.workers.rank == 0:
+        write_decision(run, "fp32_layers", chosen, trials, reporter)
 
 
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:

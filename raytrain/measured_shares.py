@@ -33,7 +33,8 @@ def settle_shares(session: Session, run: RunFolder, *, reporter: Reporter) -> No
     chosen, paces = measure_shares(session, sizes_to_try(session, kinds=len({p.partition(" ")[2] for p in places})))
     session.settle(shares=chosen)
     trials = {"of": about, "paces": [pace.to_json() for pace in paces]}
-    write_decision(session, run, "shares", chosen, trials, reporter)
+    if session.workers.rank == 0:
+        write_decision(run, "shares", chosen, trials, reporter)
 
 
 def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[Pace]]:

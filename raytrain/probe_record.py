@@ -23,15 +23,11 @@ def read_measured(run: RunFolder) -> dict[str, Any]:
 
 
 def write_measured(run: RunFolder, what: str, record: dict[str, Any]) -> None:
-    """Add one decision to memory_probe.json; rank 0's alone."""
+    """Add one decision to memory_probe.json; one rank's alone, mostly rank 0's."""
     run.write_json(run.memory_probe, {**read_measured(run), what: record})
 
 
-def write_decision(
-    session: Session, run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter
-) -> None:  # fmt: skip
+def write_decision(run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
     """The same with its event: what was decided, why, and from what."""
-    if session.workers.rank == 0:
-        record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
-        write_measured(run, what, record)
-        reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)
+    write_measured(run, what, {"value": chosen.value, "reason": chosen.reason, "trials": trials})
+    reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)

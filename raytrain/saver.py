@@ -84,6 +84,7 @@ class CheckpointSaver:
         if elsewhere is not None:  # everybody has met: the directory is there
             elsewhere.begin_save(state.step)
         self._last_step = state.step
+        self.clock.keep(state.step)
         if self.writer is None:
             return
         generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}

@@ -40,8 +40,10 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
         set_rng_state(generators, device)
-        if trainable.elsewhere is not None:
-            trainable.elsewhere.discard()
+    if trainable.window is not None:
+        trainable.window.forget()
+    if trainable.elsewhere is not None:  # after a failure nothing: the others may wait in the middle of an exchange
+        trainable.elsewhere.discard()
 
 
 @contextlib.contextmanager

@@ -36,6 +36,10 @@ class WindowLog(Protocol):
         """This worker's own numbers, as many as every other worker's."""
         ...
 
+    def forget(self) -> None:
+        """What ran since the last step was none: a measurement, of which nothing may stay."""
+        ...
+
     def close(self, step: int, device: list[float], workers: list[list[float]]) -> WindowRow:
         """End the window with both, as read, and those of all workers; the next one begins."""
         ...

@@ -201,7 +201,7 @@ class Worker:
         """Run the loop; after non-finite steps in a row roll back, skip the window, raise the precision."""
         session = self.session
         assert session is not None
-        rollbacks, clock = 0, Clock()
+        rollbacks, clock = 0, Clock(session.state.step)
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop.is_set, clock=clock)
             saver = CheckpointSaver(
@@ -223,6 +223,7 @@ class Worker:
                 self._push({"phase": "recovering"})
                 self.session, decision = self._rewinds.back(session, error)
                 session = self.session
+                clock.rewind(session.state.step, restart_s=decision["seconds"])
                 reporter.event("decision", **decision)
                 continue
             except BaseException:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from exchange import act, play, record, session_of
 from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, scene
 from gang import run_gang
@@ -168,6 +169,37 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
     assert session.step.inflight == 2, "a session prepared anew, as after a rewind, keeps it"
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(2, 1), (1, None)])
+def test_where_two_do_not_fit_the_attempt_after_it_takes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, taken: int | None
+) -> None:
+    """With `limit` in flight it runs out of memory, on whatever worker; nothing is said to those who wait."""
+    run, reporter, said = RunFolder(str(tmp_path)), Rows(), []
+    session = session_of(scene(1, "colocated", steps=2), 0)
+    session.job = replace(session.job, plan=replace(session.job.plan, inflight=Deferred("measured", (1, 2))))
+    backward = session.step.backward
+
+    def short(*given: Any, **more: Any) -> Any:
+        if session.step.inflight == limit:
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB\nmore lines")
+        return backward(*given, **more)
+
+    assert session.trainable.elsewhere is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(session.step, "backward", short)
+        patch.setattr(session.trainable.elsewhere, "discard", None)
+        with pytest.raises(torch.OutOfMemoryError):
+            settle_inflight(session, run, reporter=reporter, push=said.append)
+    if taken is None:
+        assert not run.exists(run.memory_probe), "one does not fit either: that is for the step to say"
+        return
+    monkeypatch.setattr(raytrain.measured, "measure_inflight", None)
+    settle_inflight(session, run, reporter=reporter, push=said.append)
+    assert session.step.inflight == session.job.planned("inflight") == taken
+    (event,) = reporter.events
+    assert "2 in flight failed" in event["reason"] and "(OutOfMemoryError: Tried to allocate 2 GiB)" in event["reason"]
 
 
 def test_two_in_flight_read_the_device_no_oftener_than_one() -> None:

@@ -9,6 +9,7 @@ import torch
 from lab import MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from torch import Tensor, nn
 
+from experts.router import TopKRouter
 from raytrain.data.batches import Cursor
 from raytrain.device import rng_state
 from raytrain.session import Session
@@ -40,7 +41,7 @@ def noisy() -> Session:
 
 
 def moe() -> Session:
-    experts = {"num_experts": 4, "top_k": 2, "hosts": 0}
+    experts = {"num_experts": 4, "top_k": 2, "hosts": 0, "trace_every": 1}
     data = {"train": token_rows(48), "eval_fraction": 0.0}
     model = {**MOE, "dropout": 0.1}
     return make_session(model, data, loop={"max_steps": 8, "micro_batch_size": 8}, experts=experts, seed=4)
@@ -57,6 +58,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "generators": digest(rng_state(session.device)),
         "data": digest(order, session.state.to_json()),
         "modes": [part.training for part in module.modules()],
+        "traces": [part.seen is None for part in module.modules() if isinstance(part, TopKRouter)],
         "scale": digest(session.step.scale.value),
         "moments": [len(optimizer.state) for optimizer in session.optimizers],
     }

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from jobs.resume import open_resumed
 from jobs.spec import load_spec
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
+from raytrain.plan import Plan, Resolved
 from raytrain.run_folder import RunFolder
 
 JOB: dict[str, Any] = {
@@ -75,6 +77,37 @@ def test_what_decides_the_numbers_may_not_change(tmp_path: Path, override: str, 
 def test_what_only_decides_how_may_change(tmp_path: Path, override: str) -> None:
     resumed = open_resumed(run_in(tmp_path).path, None, [override])
     assert resumed is not None and resumed.changed == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("experts", "hosts", "expected"),
+    [
+        ({"experts-00000.safetensors": [[0, 0]]}, 0, "any number of hosts above 0, or colocated"),
+        ({"experts-00000.safetensors": [[0, 0]]}, 3, None),
+        ({"experts-00000.safetensors": [[0, 0]]}, {"T4": 2}, None),
+        ({"experts-00000.safetensors": [[0, 0]]}, "colocated", None),
+        (None, "colocated", "0"),
+        (None, 2, "0"),
+        (None, 0, None),
+        (None, "none", None),
+    ],
+)
+def test_experts_stay_inside_the_model_or_apart_from_it(
+    tmp_path: Path, experts: dict[str, Any] | None, hosts: Any, expected: str | None
+) -> None:
+    """A checkpoint of any number of hosts goes on with any other; found before anything starts."""
+    run = run_in(tmp_path)
+    resumed, plan = open_resumed(run.path, None, []), cast(Plan, SimpleNamespace(hosts=Resolved(hosts, "asked")))
+    assert resumed is not None and resumed.under(plan) is resumed.run, "nothing was saved yet"
+    for step in (5, 10):
+        run.write_json(f"checkpoints/step_{step:08d}/manifest.json", {} if experts is None else {"experts": experts})
+        run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "")
+    if expected is None:
+        assert resumed.under(plan) is resumed.run
+        return
+    with pytest.raises(InputError, match="step 10") as told:
+        resumed.under(plan)
+    assert (told.value.key, told.value.expected) == ("experts.hosts", expected) and "asked" in told.value.seen
 
 
 def test_a_job_file_beside_it_is_under_the_same_rule(tmp_path: Path) -> None:

@@ -10,10 +10,19 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from jobs.runtime import JOB_ENVIRONMENT, SAME_SIGNAL_S, Interrupted, StopSignals, _write_token, cluster_address
+from jobs.runtime import (
+    JOB_ENVIRONMENT,
+    SAME_SIGNAL_S,
+    Interrupted,
+    StopSignals,
+    _write_token,
+    cluster_address,
+    connected,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +51,25 @@ def test_the_address_of_the_cluster(
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: connected))
     assert cluster_address(configured) == address
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    """Whoever asks Ray for something while it ends starts another cluster, or ends the process."""
+    told: list[Any] = []
+    ray = SimpleNamespace(
+        is_initialized=lambda: not ours,
+        shutdown=lambda: told.append(cluster.ended.is_set()),
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:1"),
+        nodes=list,
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("jobs.runtime._start", lambda *given, **more: None)
+    monkeypatch.setitem(sys.modules, "raytrain.trainer", SimpleNamespace(quiet_ray=lambda: None))
+    address = "10.0.0.4:6379" if ours else "connected"
+    with connected(address, num_cpus=1, num_gpus=0, verbose=False) as cluster:
+        assert not cluster.ended.is_set()
+    assert told == ([True] if ours else []) and cluster.ended.is_set() is ours
 
 
 def test_a_token_is_nobody_elses(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain.accounting import PURPOSES, account
+from raytrain.loop_state import Clock
 
 
 def start(at: float, *, seen: float | None = None) -> dict[str, Any]:
@@ -84,3 +85,25 @@ def test_clocks_that_overlap_take_from_the_largest() -> None:
 def test_nothing_happened() -> None:
     check([], wall=0)
     check([{"kind": "attempt", "time": 3.0, "attempt": 1}], wall=0)
+
+
+def test_what_a_way_back_inside_an_attempt_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost is what came after the checkpoint that is in force again, the wait for whoever was gone included."""
+    now = 100.0
+    monkeypatch.setattr("raytrain.loop_state.time.perf_counter", lambda: now)
+    clock = Clock(4)
+    for step in (5, 10):
+        now += 20
+        clock.add("compute", 15)
+        clock.keep(step)
+    now, compute = now + 7, 2
+    clock.add("compute", compute)
+    now += 3
+    clock.rewind(5, restart_s=3)
+    assert {name: value for name, value in clock.seconds.items() if value} == {"compute": 15, "restart": 3, "lost": 27}
+    now += 1
+    clock.rewind(2, restart_s=1)  # the checkpoint it began with is not there any more
+    assert {name: value for name, value in clock.seconds.items() if value} == {"restart": 1, "lost": 50}
+    with_all = {**clock.seconds, "compute": 1.0, "restart": 2.0, "lost": 4.0}
+    check([start(0), attempt(1, 5), *done(30, **with_all), end(31)],
+          wall=31, startup=5, compute=1, restart=2, lost=4, other=19)  # fmt: skip
