@@ -27,6 +27,16 @@ def keep_freed_memory() -> bool:
     return _set_thresholds(trim=KEPT_BYTES, mapped=MAPPED_BYTES)
 
 
+def give_back_freed_memory() -> bool:
+    """Have glibc give freed memory back to the kernel at once, so that the process takes what it uses and no more: for
+    a run whose step needs most of what there is. Returns whether it was set; the environment wins here too."""
+    exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+    return exact
+
+
 @contextlib.contextmanager
 def freed_at_once() -> Iterator[bool]:
     """Inside, freed memory goes back to the kernel at once, so that a peak of the resident set is one of memory in
@@ -35,10 +45,7 @@ def freed_at_once() -> Iterator[bool]:
     Yields:
         whether it was so; what the environment says wins here too.
     """
-    exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
-    trim = _glibc("malloc_trim")
-    if trim is not None:
-        trim(0)
+    exact = give_back_freed_memory()
     try:
         yield exact
     finally:

@@ -15,7 +15,7 @@ from raytrain.config import TuneFound
 from raytrain.data.longest import longest_row
 from raytrain.device import device_bytes, device_name
 from raytrain.loop_state import Reporter
-from raytrain.measured import Push, measure_micro_batch, memory_budget, shared_record, write_measured
+from raytrain.measured import Push, measure_micro_batch, memory_budget, shared_record, spare_memory, write_measured
 from raytrain.measurement import Candidate, Measurement
 from raytrain.micro_batch import micro_batch_sizes
 from raytrain.plan import Resolved
@@ -64,6 +64,8 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         return
     if (known := shared_record(session, run, "found")) is not None:  # by an earlier attempt of this run
         session.use_micro_batch(Resolved(known["value"], known["reason"]))
+        again = known.get("micro_batch", known)
+        spare_memory(session, peak=again["peak_bytes"], budget=again["budget_bytes"])
         return
     push({"phase": "confirming what the search found"})
     told = json.dumps(signature_of(session).to_json()).encode() if session.workers.rank == 0 else b""
@@ -80,8 +82,11 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
     rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world)
     step_s = measured.step_s(rows) if measured.pass_s else None
     off = differences(found, step_s=step_s, peak_bytes=measured.peak_bytes)
-    record = {"confirmed": not off, "step_s": step_s, "peak_bytes": measured.peak_bytes, "was": found.model_dump()}
+    off += [measured.reason] if measured.outcome in ("error", "nonfinite") else []
+    figures = {"step_s": step_s, "peak_bytes": measured.peak_bytes, "budget_bytes": budget}
+    record = {"confirmed": not off, **figures, "was": found.model_dump()}
     text = "; ".join(off) or "step time and peak memory are within a tenth of what the search found"
+    spare_memory(session, peak=measured.peak_bytes, budget=budget)
     if measured.outcome == "out_of_memory":
         chosen, again = _measured_anew(session, micro, known=measured)
         record["micro_batch"], record["confirmed"] = again, False
@@ -117,6 +122,7 @@ def _measured_anew(
     within = sorted({size for size in sizes if size <= micro} | {micro})
     chosen, record = measure_micro_batch(session, {}, sizes=within, known=() if known is None else (known,))
     session.use_micro_batch(chosen)
+    spare_memory(session, peak=record["peak_bytes"], budget=record["budget_bytes"])
     return chosen, record
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from raytrain.allocator import give_back_freed_memory
 from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.errors import RunError, StateLost
 from raytrain.faults import fallen_precision
@@ -20,7 +21,7 @@ from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import process_budget, processes_here
 from raytrain.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
 from raytrain.plan import Deferred, Resolved
-from raytrain.plan_memory import TINY_PARAMETERS
+from raytrain.plan_memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan_values import size_text
 from raytrain.probe import compare_inflight
 from raytrain.probe_record import read_measured, shared_record, write_decision, write_measured
@@ -111,8 +112,8 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
 def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
     """`loop.micro_batch_size: auto` where the plan leaves it to memory; needs a prepared session.
 
-    What was measured for the same batch, workers and precision is taken again. A model too small to be in doubt is not
-    measured.
+    What was measured for the same batch, workers and precision is taken again. A model of which the plan knew nothing,
+    and which turns out to be tiny, is not measured.
 
     Raises:
         RunError: not even one row fits.
@@ -125,19 +126,30 @@ def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, 
     known = shared_record(session, run, "micro_batch")
     if known is not None and known["settings"] == settings:
         session.use_micro_batch(Resolved(known["value"], known["reason"]))
+        spare_memory(session, peak=known["peak_bytes"], budget=known["budget_bytes"])
         return
-    sizes = micro_batch_sizes(total, world * _parts(session))
-    share = sizes[-1]
-    if session.device.type == "cpu" and parameters_of(session.trainable.module) < TINY_PARAMETERS:
+    share = micro_batch_sizes(total, world * _parts(session))[-1]
+    unasked = session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
+    if unasked and parameters_of(session.trainable.module) < TINY_PARAMETERS:
         reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
         session.use_micro_batch(Resolved(share, reason))
         return
     push({"phase": "measuring memory"})
     chosen, record = measure_micro_batch(session, settings)
     session.use_micro_batch(chosen)
+    spare_memory(session, peak=record["peak_bytes"], budget=record["budget_bytes"])
     if session.workers.rank == 0:
         write_measured(run, "micro_batch", record)
         reporter.event("decision", what="micro_batch", value=chosen.value, reason=chosen.reason)
+
+
+def spare_memory(session: Session, *, peak: int | None, budget: int | None) -> None:
+    """On a CPU, where a step needs more than half of what a worker may take, have it keep no freed memory.
+
+    What malloc keeps made the resident set of a mixture of experts half as large again as what was in use.
+    """
+    if session.device.type == "cpu" and peak and budget and peak > DOUBTFUL * budget:
+        give_back_freed_memory()
 
 
 def memory_budget(session: Session) -> int | None:

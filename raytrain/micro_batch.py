@@ -92,5 +92,7 @@ def settled_record(
     """What `memory_probe.json` keeps: the choice, each size with its predicted and measured peak, and the line."""
     line = line_of([one for _, one in tried])
     trials = [{"predicted_bytes": asked.predicted, **one.to_json()} for asked, one in tried]
-    record = {"value": chosen.value, "reason": chosen.reason, "budget_bytes": budget, "line": line.to_json()}
+    peak = next(one.peak_bytes for _, one in tried if one.candidate.micro_batch_size == chosen.value)
+    record = {"value": chosen.value, "reason": chosen.reason, "peak_bytes": peak, "budget_bytes": budget}
+    record["line"] = line.to_json()
     return {**record, "predicted_peaks": advice(line, chosen.value), "settings": settings, "trials": trials}

@@ -178,8 +178,7 @@ def make_plan(
     )  # fmt: skip
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_memory(loop, batches, doubt=doubt)
-    if isinstance(settled["micro_batch_size"], Resolved):
-        _warn_of_memory(estimates["memory"], allowed, warnings)
+    _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
@@ -252,9 +251,10 @@ def _is(choice: Choice, value: Any) -> bool:
     return isinstance(choice, Resolved) and choice.value == value
 
 
-def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str]) -> None:
+def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str], *, measured: bool) -> None:
+    remedy = "what fits is measured at start" if measured else "lower loop.micro_batch_size"
     if isinstance(estimate, Resolved) and allowed is not None and estimate.value > allowed:
         warnings.append(
             f"{size_text(estimate.value)} are estimated for each worker, but it may take"
-            f" {size_text(allowed)}: lower loop.micro_batch_size"
+            f" {size_text(allowed)}: {remedy}"
         )

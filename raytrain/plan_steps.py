@@ -6,6 +6,7 @@ Pure: sections and facts in, choices out. What the facts do not tell yet is `Def
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from raytrain.config import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
@@ -36,9 +37,7 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
         )  # fmt: skip
     if data_facts is not None:
         if data_facts.train_rows < 1:
-            raise InputError(
-                "data", seen="no training row", expected="at least one", remedy=data_facts.reason
-            )
+            raise InputError("data", seen="no training row", expected="at least one", remedy=data_facts.reason)
         if loop.global_batch_size > data_facts.train_rows:
             raise InputError(
                 "loop.global_batch_size", seen=str(loop.global_batch_size),
@@ -90,16 +89,16 @@ def choose_batches(
     }
 
 
-def leave_to_memory(loop: LoopConfig, batches: dict[str, Resolved], *, doubt: str | None) -> dict[str, Choice]:
-    """`batches` with a micro-batch that the workers measure, where it is `auto`, in doubt and could be smaller."""
+def leave_to_memory(loop: LoopConfig, batches: Mapping[str, Resolved], *, doubt: str | None) -> Mapping[str, Choice]:
+    """`batches` with a micro-batch that the workers measure, where it is `auto`, in doubt and could be smaller; else
+    themselves."""
     micro, accumulation = batches["micro_batch_size"], batches["accumulation"]
     if loop.micro_batch_size != "auto" or doubt is None or micro.value == 1:
-        return dict(batches)
-    most = math.ceil(batches["effective_batch"].value * accumulation.value / micro.value)
+        return batches
     return {
         **batches,
         "micro_batch_size": Deferred("the largest that fits, by real steps at start", (1, micro.value), doubt),
-        "accumulation": Deferred("with the micro-batch", (accumulation.value, most)),
+        "accumulation": Deferred("with the micro-batch", (accumulation.value, accumulation.value * micro.value)),
     }
 
 
@@ -146,9 +145,7 @@ def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) ->
     if optim.warmup_steps != "auto":
         if isinstance(max_steps, Resolved) and optim.warmup_steps >= max_steps.value:
             run = max_steps.value
-            warnings.append(
-                f"optim.warmup_steps {optim.warmup_steps} is no shorter than the run of {run} steps"
-            )
+            warnings.append(f"optim.warmup_steps {optim.warmup_steps} is no shorter than the run of {run} steps")
         return Resolved(optim.warmup_steps, "optim.warmup_steps")
     if isinstance(max_steps, Deferred):
         return Deferred(max_steps.how, (0, 100), "the smaller of 100 steps and 5 % of the run")
@@ -188,9 +185,7 @@ def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
     return Deferred(how, (1, last), "saving may take 3 % of the time")
 
 
-def choose_storage(
-    asked: str, *, facts: DataFacts | None, allowed: int | None, warnings: list[str]
-) -> Choice:
+def choose_storage(asked: str, *, facts: DataFacts | None, allowed: int | None, warnings: list[str]) -> Choice:
     """resident (the whole split on the device) or stream, by bytes.
 
     Args:

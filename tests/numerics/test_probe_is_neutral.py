@@ -1,4 +1,4 @@
-"""DESIGN 4.9: measuring precisions changes nothing."""
+"""DESIGN 4.9: measuring precisions, or a candidate with whole steps, changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from experts.router import TopKRouter
 from raytrain.data.batches import Cursor
 from raytrain.device import rng_state
+from raytrain.measurement import Candidate
 from raytrain.session import Session
+from raytrain.trainable import Trainable
 
 
 class Noisy(nn.Module):
@@ -47,6 +49,47 @@ def moe() -> Session:
     return make_session(model, data, loop={"max_steps": 8, "micro_batch_size": 8}, experts=experts, seed=4)
 
 
+class Signs(torch.optim.Optimizer):
+    """A user's optimizer: cannot skip on the device, keeps a tensor and a number for each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            kept = self.state[parameter]
+            kept["average"] = 0.9 * kept.get("average", torch.zeros_like(parameter)) + 0.1 * parameter.grad
+            kept["steps"] = kept.get("steps", 0) + 1
+            parameter -= self.param_groups[0]["lr"] * torch.sign(kept["average"]) / kept["steps"]
+
+
+def own_optimizer() -> Session:
+    torch.manual_seed(3)
+    module = Noisy()
+    own = Trainable.from_module(module)
+    own.optimizers = lambda module, optim: [Signs(module.parameters())]
+    data = {"train": class_rows(48), "eval_fraction": 0.25}
+    loop = {"max_steps": 8, "micro_batch_size": 8, "global_batch_size": 16}
+    return make_session({"module": own}, data, loop=loop, seed=4)
+
+
+def momentum() -> Session:
+    torch.manual_seed(3)
+    data = {"train": class_rows(48), "eval_fraction": 0.25}
+    loop = {"max_steps": 8, "micro_batch_size": 8, "global_batch_size": 16}
+    optim = {"name": "sgd", "momentum": 0.9, "lr": 0.01}
+    return make_session({"module": Noisy()}, data, loop=loop, optim=optim, seed=4)
+
+
+def traced_moe() -> Session:
+    experts = {"num_experts": 4, "top_k": 2, "hosts": 0, "trace_every": 1, "capacity_factor": 1.25}
+    data = {"train": token_rows(48), "eval_fraction": 0.25}
+    return make_session(
+        {**MOE, "dropout": 0.1}, data, loop={"max_steps": 8, "micro_batch_size": 8}, experts=experts, seed=4
+    )
+
+
 def state_of(session: Session) -> dict[str, Any]:
     """Hashes of everything a run consists of."""
     module = session.trainable.module
@@ -60,6 +103,12 @@ def state_of(session: Session) -> dict[str, Any]:
         "modes": [part.training for part in module.modules()],
         "traces": [part.seen is None for part in module.modules() if isinstance(part, TopKRouter)],
         "scale": digest(session.step.scale.value),
+        "parts": digest(session.parts()),
+        "groups": repr([{**group, "params": 0} for o in session.optimizers for group in o.param_groups]),
+        "counts": digest(session.trainable.counts()) if session.trainable.counts else "",
+        "seen": [part.seen for part in module.modules() if isinstance(part, TopKRouter)],
+        "micro": session.feed.batches.micro_batch,
+        "policy": (session.step.policy.name, torch.get_float32_matmul_precision(), session.step.inflight),
         "moments": [len(optimizer.state) for optimizer in session.optimizers],
     }
 
@@ -97,3 +146,62 @@ def test_a_probe_in_the_middle_of_a_run_is_neutral_too() -> None:
     stopped.measure_precision(["fp32", "bf16"])
     assert state_of(stopped) == before
     assert rows.losses + train(stopped)[0].losses == reference
+
+
+BUILT = [noisy, moe, traced_moe, momentum, own_optimizer]
+CANDIDATES = [Candidate("fp32", 4), Candidate("bf16", 8), Candidate("fp16", 16)]
+
+
+@pytest.mark.covers("TUNE-04")
+@pytest.mark.parametrize("build", BUILT)
+def test_whole_steps_of_a_candidate_leave_everything_as_it_was(build: Any) -> None:
+    session = build()
+    before = state_of(session)
+    for candidate in CANDIDATES:
+        found = session.measure(candidate, budget_bytes=None, passes=2, with_memory=True)
+        assert state_of(session) == before, candidate
+        assert found.outcome == "ok", found
+        assert found.loss > 0 and found.grad_norm > 0
+        assert len(found.pass_s) == len(found.update_s) == 2
+        assert found.peak_bytes is not None and found.floor_bytes is not None
+        assert found.peak_bytes >= found.floor_bytes
+
+
+@pytest.mark.parametrize("build", BUILT)
+def test_a_run_interrupted_by_measurements_is_the_run_without_them(build: Any) -> None:
+    """Before it and in its middle, where the optimizer has state and the batch norm has counted."""
+    plain = build()
+    reference = train(plain)[0].losses
+    probed = build()
+    probed.measure(CANDIDATES[0], budget_bytes=None, passes=1, with_memory=True)
+    loop = probed.loop(reporter=(rows := Rows()), should_stop=lambda: probed.state.step == 3)
+    assert loop.run(probed.state).kind == "interrupted"
+    before = state_of(probed)
+    for candidate in CANDIDATES:
+        probed.measure(candidate, budget_bytes=None, passes=1, with_memory=True)
+    assert state_of(probed) == before
+    assert rows.losses + train(probed)[0].losses == reference and len(reference) == 8
+    assert digest(plain.trainable.module.state_dict()) == digest(probed.trainable.module.state_dict())
+
+
+def test_a_candidate_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = momentum()
+    before = state_of(session)
+    forward, calls = session.trainable.loss, []
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("from a test")
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(session.trainable, "loss", fails)
+    found = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=3, with_memory=True)
+    assert found.outcome == "out_of_memory" and found.reason == "from a test"
+    assert found.peak_bytes is None and found.pass_s == ()
+    assert state_of(session) == before
+    monkeypatch.setattr(session.trainable, "loss", forward)
+    assert session.measure(Candidate("fp32", 8), budget_bytes=None, passes=3, with_memory=True).outcome == "ok"
+    too_much = session.measure(Candidate("fp32", 8), budget_bytes=1000, passes=3, with_memory=True)
+    assert too_much.outcome == "out_of_memory" and "the budget is 1000 B" in too_much.reason
+    assert too_much.peak_bytes is not None and too_much.peak_bytes > 1000

@@ -74,6 +74,7 @@ def plan(
     experts_hosts: Any = None,
     experts_inflight: Any = "auto",
     save: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
 ) -> Plan:
     return make_plan(
         model=ModelConfig(builder="a:b"),
@@ -85,7 +86,7 @@ def plan(
         scale=ScaleConfig(**(scale or {})),
         experts_hosts=experts_hosts,
         experts_inflight=experts_inflight,
-        cluster=ClusterConfig(),
+        cluster=ClusterConfig(**(cluster or {})),
         seed=42,
         inventory=inventory,
         model_facts=model_facts,
@@ -490,8 +491,38 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
 
 def test_more_than_the_memory_is_a_warning() -> None:
     large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
-    made = plan(machines(node(memory=10 * GIB)), model_facts=large)
-    assert any("loop.micro_batch_size" in warning for warning in made.warnings)
+    made = plan(machines(node(memory=10 * GIB)), model_facts=large, loop={"micro_batch_size": 8})
+    assert any("lower loop.micro_batch_size" in warning for warning in made.warnings)
+    left_open = plan(machines(node(memory=10 * GIB)), model_facts=large)
+    assert any("what fits is measured at start" in warning for warning in left_open.warnings)
+
+
+KNOWN = ModelFacts(1_000_000, 4_000_000, 1 << 20, 1e9, "a test")
+
+
+def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_half() -> None:
+    """32 rows of 1 MiB, 16 MB of state, the process: about 480 MiB."""
+    made = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20})
+    assert made.micro_batch_size == Deferred(
+        "the largest that fits, by real steps at start", (1, 32), made.micro_batch_size.reason
+    )
+    assert "a worker may take 900 MiB" in made.micro_batch_size.reason
+    assert made.accumulation == Deferred("with the micro-batch", (1, 32))
+    assert value(made, "effective_batch") == 32
+    enough = plan(model_facts=KNOWN, cluster={"memory_limit": 1200 << 20})
+    assert (value(enough, "micro_batch_size"), value(enough, "accumulation")) == (32, 1)
+    given = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20}, loop={"micro_batch_size": 16})
+    assert value(given, "micro_batch_size") == 16
+
+
+def test_on_gpus_it_always_is_and_of_unknown_activations_where_the_model_is_not_tiny() -> None:
+    on_gpu = plan(machines(node(gpus=[gpu(0)])), model_facts=KNOWN)
+    assert isinstance(on_gpu.micro_batch_size, Deferred) and "allocator" in on_gpu.micro_batch_size.reason
+    alone = plan(machines(node(gpus=[gpu(0)])), model_facts=KNOWN, loop={"global_batch_size": 1})
+    assert value(alone, "micro_batch_size") == 1
+    unknown = replace(KNOWN, activation_bytes_per_sample=None)
+    assert isinstance(plan(model_facts=unknown).micro_batch_size, Deferred)
+    assert value(plan(model_facts=replace(unknown, parameters=999_999)), "micro_batch_size") == 32
 
 
 # ---------------------------------------------------------------- experts: where, how much, how fast
@@ -578,7 +609,7 @@ def test_what_only_the_opened_data_and_model_know_waits() -> None:
     waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
     assert waiting == {
         "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage",
-        "parameters", "memory", "step_time", "checkpoint_bytes",
+        "parameters", "memory", "step_time", "checkpoint_bytes", "micro_batch_size", "accumulation",
     }  # fmt: skip
     assert "plan --build" in {name: why for name, _, why in made.rows()}["parameters"]
     assert value(plan(data_facts=None, loop={"max_steps": 9}), "max_steps") == 9

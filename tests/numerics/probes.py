@@ -1,0 +1,148 @@
+"""What the processes of a gang do with the step probe. Each function is `(rank, world, ...)` and returns no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
+
+from cluster.telemetry import process_memory, reset_peak
+from raytrain.config import TuneFound
+from raytrain.found import confirm_found, signature_of
+from raytrain.measured import memory_budget, read_measured, settle_micro_batch
+from raytrain.measurement import Candidate
+from raytrain.memory import address_space_limit
+from raytrain.plan import Deferred, Resolved
+from raytrain.run_folder import RunFolder
+from raytrain.session import Session
+
+WIDE_GPT = {**GPT, "layers": 1, "width": 32, "context": 128, "vocab_size": 512}
+ROWS = 64
+
+
+def wide(*, limit: int | None = None, steps: int = 60) -> Session:
+    """A GPT whose 64 rows take about 60 MB, with a micro-batch that memory decides."""
+    data = {"train": token_rows(300, length=128, vocabulary=512), "eval_fraction": 0.1}
+    loop = {"global_batch_size": ROWS, "max_steps": steps, "eval_every": steps}
+    session = make_session(WIDE_GPT, data, loop=loop, cluster={"memory_limit": limit})
+    deferred = Deferred("the largest that fits", (1, ROWS), "a test")
+    session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
+    return session
+
+
+def by_brute_force(session: Session, budget: int | None) -> dict[int, tuple[str, int | None]]:
+    """Outcome and peak of every size."""
+    found = {}
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        one = session.measure(Candidate("fp32", size), budget_bytes=budget, passes=0, with_memory=True)
+        found[size] = (one.outcome, one.peak_bytes)
+    return found
+
+
+def silent(status: dict[str, Any]) -> None:
+    """No driver listens."""
+
+
+def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
+    """The search under `cluster.memory_limit`, all sizes one by one, and what 50 further steps take."""
+    run = RunFolder(run_path)
+    first = by_brute_force(wide(), None)
+    middle = (first[16][1] or 0) + (first[32][1] or 0)
+    limit = middle // 2
+    session = wide(limit=limit, steps=50)
+    reporter = Rows()
+    settle_micro_batch(session, run, reporter=reporter, push=silent)
+    again = wide(limit=limit)
+    settle_micro_batch(again, run, reporter=(later := Rows()), push=silent)
+    reset_peak()
+    train(session)
+    return {
+        "peaks": {size: peak for size, (_, peak) in first.items()},
+        "limit": limit,
+        "chosen": session.job.planned("micro_batch_size"),
+        "used": session.feed.batches.micro_batch,
+        "accumulation": session.job.planned("accumulation"),
+        "events": reporter.events,
+        "again": (again.job.planned("micro_batch_size"), later.events),
+        "record": read_measured(run)["micro_batch"],
+        "run_peak": process_memory().peak,
+    }
+
+
+def under_an_address_space_limit(rank: int, world: int, run_path: str) -> dict[str, Any]:
+    """The same where nothing but RLIMIT_AS says no: allocations of this process really fail."""
+    session = wide()
+    peaks = by_brute_force(session, None)
+    status = Path("/proc/self/status").read_text().split("\n")
+    mapped = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
+    growth = (peaks[16][1] or 0) - (peaks[1][1] or 0)
+    address_space_limit(mapped + int(1.5 * growth))
+    limited = by_brute_force(session, None)
+    settle_micro_batch(session, RunFolder(run_path), reporter=Rows(), push=silent)
+    return {
+        "fits": [size for size, (outcome, _) in limited.items() if outcome == "ok"],
+        "outcomes": {outcome for outcome, _ in limited.values()},
+        "chosen": session.job.planned("micro_batch_size"),
+    }
+
+
+def small(**sections: Any) -> Session:
+    torch.manual_seed(3)
+    data = {"train": class_rows(96), "eval_fraction": 0.25}
+    loop = {"global_batch_size": 16, "micro_batch_size": 8, "max_steps": 4}
+    return make_session(MLP, data, loop=loop, **sections)
+
+
+def by_everybody(rank: int, world: int) -> dict[str, Any]:
+    """A candidate that fits, and one that does not on rank 1 alone; budgets of different ranks."""
+    session = small(cluster={"memory_limit": 10_000_000_000 + rank})
+    before = digest(dict(session.trainable.module.named_parameters()))
+    good = session.measure(Candidate("fp32", 4), budget_bytes=None, passes=2, with_memory=True)
+    forward = session.trainable.loss
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise torch.OutOfMemoryError("from a test")
+
+    session.trainable.loss = fails if rank else forward
+    bad = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=2, with_memory=True)
+    session.trainable.loss = forward
+    unchanged = digest(dict(session.trainable.module.named_parameters())) == before
+    budget, limit = memory_budget(session), session.job.cluster.memory_limit
+    losses = train(session)[0].losses
+    return {
+        "good": good.to_json(), "bad": bad.to_json(), "unchanged": unchanged, "budget": budget, "limit": limit,
+        "losses": losses, "plain": train(small())[0].losses,
+    }  # fmt: skip
+
+
+def confirming(rank: int, world: int, run_path: str) -> dict[str, Any]:
+    """`tune.found` as it was found, with another time, and of another signature."""
+    session = small()
+    signature = signature_of(session)
+    measured = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=5, with_memory=True)
+    found = TuneFound(
+        signature=signature.hash, facts=signature.facts, precision="fp32", micro_batch_size=8,
+        step_s=measured.step_s(16), peak_bytes=measured.peak_bytes,
+    )  # fmt: skip
+    cases = {
+        "slower": found.model_copy(update={"step_s": found.step_s / 100}),
+        "other": found.model_copy(update={"signature": "0", "facts": {**signature.facts, "version.torch": "0"}}),
+        "too large": found,
+    }
+    told = {}
+    for name, case in cases.items():
+        job = {"cluster": {"memory_limit": 1000}} if name == "too large" else {}
+        one, run, reporter = small(**job), RunFolder(f"{run_path}-{name[:5]}"), Rows()
+        one.job = replace(one.job, found=case)
+        try:
+            confirm_found(one, run, reporter=reporter, push=silent)
+        except Exception as error:
+            told[name] = {"error": f"{type(error).__name__}: {error}"}
+            continue
+        confirm_found(one, run, reporter=reporter, push=silent)  # a restarted attempt takes it as it is
+        told[name] = {"events": reporter.events, "record": read_measured(run)["found"]}
+    assert isinstance(session.job.plan.micro_batch_size, Resolved)
+    return told

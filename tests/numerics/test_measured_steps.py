@@ -1,0 +1,68 @@
+"""Candidates measured in processes of their own: the search against brute force, and workers that agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gang import run_gang
+from probes import by_everybody, confirming, under_a_budget, under_an_address_space_limit
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.covers("TUNE-03", "TUNE-09")
+def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None:
+    """The limit lies between the peaks of 16 and 32 rows."""
+    (found,) = run_gang(under_a_budget, str(tmp_path), world=1)
+    peaks, limit = found["peaks"], found["limit"]
+    best = max(size for size, peak in peaks.items() if peak <= limit)
+    assert best == 16
+    assert abs(SIZES.index(found["chosen"]) - SIZES.index(best)) <= 1
+    assert peaks[found["chosen"]] <= limit
+    assert found["used"] == found["chosen"] and found["accumulation"] == 64 // found["chosen"]
+    # over the steps that follow, the process takes no more than it was given
+    assert found["run_peak"] <= limit
+    record = found["record"]
+    for trial in record["trials"]:
+        if trial["predicted_bytes"] is not None:
+            assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.05)
+    assert record["peak_bytes"] <= limit == record["budget_bytes"]
+    half, same, twice = (str(int(factor * found["chosen"])) for factor in (0.5, 1, 2))
+    advised = record["predicted_peaks"]
+    assert list(advised) == [half, same, twice] and advised[half] < advised[same] <= limit < advised[twice]
+    (event,) = found["events"]
+    assert event["what"] == "micro_batch" and event["value"] == found["chosen"] and "may take" in event["reason"]
+    assert found["again"] == (found["chosen"], [])  # measured once; a restarted attempt takes it up
+
+
+@pytest.mark.covers("TUNE-01")
+def test_real_failures_to_allocate_are_answered_as_brute_force_does(tmp_path: Path) -> None:
+    (found,) = run_gang(under_an_address_space_limit, str(tmp_path), world=1)
+    assert found["outcomes"] == {"ok", "out_of_memory"}
+    assert abs(SIZES.index(found["chosen"]) - SIZES.index(max(found["fits"]))) <= 1
+
+
+def test_workers_measure_as_one() -> None:
+    first, second = run_gang(by_everybody, world=2)
+    assert first["good"] == second["good"] and first["good"]["outcome"] == "ok"
+    assert len(first["good"]["pass_s"]) == 2 and first["good"]["grad_norm"] > 0
+    for told, reason in ((first, "on another worker"), (second, "from a test")):
+        assert told["bad"]["outcome"] == "out_of_memory" and told["bad"]["reason"] == reason
+        assert told["unchanged"] and told["losses"] == told["plain"] and len(told["losses"]) == 4
+    # each worker heard its own limit, and the tightest budget holds for all
+    assert (first["limit"], second["limit"]) == (10_000_000_000, 10_000_000_001)
+    assert first["budget"] == second["budget"] <= 10_000_000_000
+
+
+def test_what_a_search_found_is_held_against_the_run(tmp_path: Path) -> None:
+    (told,) = run_gang(confirming, str(tmp_path / "run"), world=1)
+    (event,) = told["slower"]["events"]
+    assert "the search found" in event["reason"] and "ms" in event["reason"]
+    record = told["slower"]["record"]
+    assert record["confirmed"] is False and record["value"] == 8 and record["step_s"] > record["was"]["step_s"]
+    (event,) = told["other"]["events"]
+    assert "version.torch: 0 -> 2" in event["reason"] and "measured anew" in event["reason"]
+    assert told["other"]["record"]["micro_batch"]["value"] == 8
+    assert told["too large"]["error"].startswith("RunError: not even a micro-batch of 1 rows fits")
+    assert "cluster.memory_limit" in told["too large"]["error"]
