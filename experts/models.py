@@ -27,7 +27,7 @@ from experts.plan import (
 from experts.router import TopKRouter
 from experts.trace import traced
 from experts.window import LoadWindow
-from experts.worst import unnoticed
+from experts.worst import worst_case
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -205,6 +205,6 @@ def _trainable(
         log_metrics=book.metrics,
         window=LoadWindow(book),
         state_parts=lambda: {"load": book},
-        unnoticed=partial(unnoticed, module),
+        worst_case=partial(worst_case, module),
     )
     return trainable if experts.connection is None else distribute(trainable, experts)

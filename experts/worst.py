@@ -1,4 +1,4 @@
-"""Passes that are only measured: they leave no trace, and their routing can be the one that takes the most memory."""
+"""The routing that takes the most memory, for passes that are only measured."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from experts.layer import MoELayer
 
 
 @contextlib.contextmanager
-def unnoticed(module: nn.Module, *, worst: bool = False) -> Iterator[None]:
-    """What the routers of `module` have seen of this step is the same afterwards.
+def worst_case(module: nn.Module) -> Iterator[None]:
+    """Inside, every token goes to the widest experts, whose intermediate values are then the largest there can be; or,
+    where an expert has room for a part only, to all in turn, so that nothing is dropped.
 
-    Args:
-        worst: every token goes to the widest experts, whose intermediate values are then the largest there can be; or,
-            where an expert has room for a part only, to all in turn, so that nothing is dropped. Layers whose experts
-            live elsewhere route as always: what arrives there is no memory of this process.
+    Layers whose experts live elsewhere route as always: what arrives there is no memory of this process.
     """
     layers = [part for part in module.modules() if isinstance(part, MoELayer)]
-    seen = [layer.router.seen for layer in layers]
     for layer in layers:
-        if worst and not isinstance(layer.experts, PooledExperts):
+        if not isinstance(layer.experts, PooledExperts):
             widths = getattr(layer.experts, "hidden_E", (0,) * layer.router.num_experts)
             layer.router.forced = sorted(range(len(widths)), key=lambda e, widths=widths: -widths[e])
     try:
         yield
     finally:
-        for layer, kept in zip(layers, seen, strict=True):
-            layer.router.forced, layer.router.seen = None, kept
+        for layer in layers:
+            layer.router.forced = None

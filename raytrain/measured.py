@@ -182,12 +182,14 @@ def measure_micro_batch(
     before = session.step.inflight
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # what keeps more is measured
-    while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
-        candidate = Candidate(session.precision, asked.rows)
-        found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
-        # a loss that is not finite takes as much memory as any other; the run itself has rules for it
-        tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
-    session.step.inflight = before
+    try:
+        while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
+            candidate = Candidate(session.precision, asked.rows)
+            found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
+            # a loss that is not finite takes as much memory as any other; the run itself has rules for it
+            tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
+    finally:
+        session.step.inflight = before
     chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
     if chosen is None:
         raise _nothing_fits(tried[-1][1], budget)

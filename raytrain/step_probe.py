@@ -226,6 +226,8 @@ class StepProbe:
         try:
             work()
         except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
+            if self.step.trainable.elsewhere is not None:
+                raise  # it ends the attempt: the others wait in the middle of an exchange
             outcome = "out_of_memory" if is_out_of_memory(error, device=self.device, budget=budget) else "error"
             reason = (str(error).splitlines() or [type(error).__name__])[0]
         flags = self.workers.sum_flags([int(outcome == "out_of_memory"), int(outcome == "error")])

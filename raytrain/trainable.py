@@ -89,8 +89,8 @@ class Trainable:
         log_metrics: device scalars by name that the loop reads at log intervals only.
         window: more than scalars, at log intervals only; None = nothing.
         elsewhere: what lives in other processes, or None.
-        unnoticed: `unnoticed(worst=bool)`, a context whose passes leave no trace in what is logged; with `worst`,
-            what depends on the data (routing) takes the most memory it can. None = nothing is kept between steps.
+        worst_case: a context in which what depends on the data (routing) takes the most memory it can; None = nothing
+            does but the length of the rows.
     """
 
     module: nn.Module
@@ -108,7 +108,7 @@ class Trainable:
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
-    unnoticed: Callable[..., AbstractContextManager[None]] | None = None
+    worst_case: Callable[[], AbstractContextManager[None]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:

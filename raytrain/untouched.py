@@ -26,9 +26,9 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
     generators = rng_state(device)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     modes = [(part, part.training) for part in module.modules()]
-    unnoticed = contextlib.nullcontext() if trainable.unnoticed is None else trainable.unnoticed(worst=worst)
+    routing = trainable.worst_case() if worst and trainable.worst_case is not None else contextlib.nullcontext()
     try:
-        with unnoticed:
+        with routing:
             yield
     finally:
         with torch.no_grad():
