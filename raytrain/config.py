@@ -134,6 +134,9 @@ class PrecisionConfig(Section):
         default="auto", description="auto: by capability and a measured comparison"
     )
     fallback: bool = Field(default=True, description="go on in a wider format where this one fails")
+    fp32_layers: list[Text] | Auto = Field(
+        default=[], description="modules that stay in fp32 under bf16 or fp16; auto: those that must, measured"
+    )
 
 
 class LoopConfig(Section):

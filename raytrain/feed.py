@@ -59,20 +59,28 @@ class Feed:
 
     def passes(self, rows: int) -> int:
         """Micro-batches of the busiest worker in a window of so many rows."""
-        return most_passes(rows, micro_batch=self.batches.micro_batch, world=self.batches.world)
+        return self._most_passes(rows, micro_batch=self.batches.micro_batch)
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
         rows, each = len(split), EVAL_MICRO_BATCHES * self.batches.micro_batch
         rows = rows if limit is None else min(rows, limit * each)
-        return most_passes(rows, micro_batch=each, world=self.batches.world)
+        return self._most_passes(rows, micro_batch=each)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """This rank's share of the eval split, in file order."""
         batches = self.batches
         rows_each = EVAL_MICRO_BATCHES * batches.micro_batch
-        for rows in eval_batches(split, micro_batch=rows_each, rank=batches.rank, world=batches.world, limit=limit):
+        place = {"rank": batches.rank, "world": batches.world, "shares": batches.shares}
+        for rows in eval_batches(split, micro_batch=rows_each, limit=limit, **place):
             yield self._gather(split, rows)
+
+    def _most_passes(self, rows: int, *, micro_batch: int) -> int:
+        shares = self.batches.shares
+        if shares is None:
+            return most_passes(rows, micro_batch=micro_batch, world=self.batches.world)
+        every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world))
+        return max(map(len, every))
 
     def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
         """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""

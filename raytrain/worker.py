@@ -29,6 +29,7 @@ from raytrain.found import confirm_found
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
 from raytrain.measured import settle_inflight, settle_micro_batch, settle_precision
+from raytrain.measured_shares import settle_shares
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred
 from raytrain.rank_log import rank_log
@@ -146,6 +147,7 @@ class Worker:
         settle_micro_batch(session, self.run_folder, reporter=reporter, push=self._push)
         confirm_found(session, self.run_folder, reporter=reporter, push=self._push)
         settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
+        settle_shares(session, self.run_folder, reporter=reporter)
         if loaded is not None:
             session.restore(loaded)
         if self.workers.rank == 0:

@@ -126,6 +126,23 @@ class MovesOptions(BenchOptions):
     slowness: list[Count] = Field([1, 3], description="how often each host computes everything")
 
 
+class UnequalOptions(BenchOptions):
+    """Two workers of which one is half as fast: shares by measured speed against equal ones."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 16, "context": 16, "batch": 12, "micro_batch": 1, "blocks": 3, "block_steps": 2,
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions that are kept; each runs one block of both arms")
+    block_steps: Count = Field(5, description="steps of one block")
+    layers: Count = Field(2, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(96, description="rows of a step, over both workers")
+    micro_batch: Count = Field(4, description="rows of one forward and backward pass")
+    slowness: Count = Field(2, description="times that the second worker computes everything")
+
+
 class RecoveryOptions(BenchOptions):
     """Deaths of an expert host and of a worker in a run of the default recipe."""
 
@@ -197,6 +214,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
                   "time to plan"),
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
               "round-robin"),
+    "unequal": (UnequalOptions, "two workers of unequal speed: shares of a batch as measured against equal ones"),
     "recovery": (RecoveryOptions, "how long a run stands still when an expert host dies, against a dead worker"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),

@@ -383,6 +383,7 @@ FLAGS = {
     "optim.scale_lr": Flag(trained, "losses", "none", "sqrt"),
     "precision.dtype": Flag(trained, "dtypes", "fp32", "bf16"),
     "precision.fallback": Flag(planned, "refused", "true", "false", ("precision.dtype=tf32",)),
+    "precision.fp32_layers": Flag(trained, "dtypes", "[]", "[layers.0]", ("precision.dtype=bf16",)),
     "loop.max_steps": Flag(trained, "steps", "2", "3"),
     "loop.epochs": Flag(trained, "epochs", "1", "2", ("loop.max_steps=9",)),
     "loop.global_batch_size": Flag(trained, "batches", "16", "8"),
@@ -403,6 +404,7 @@ FLAGS = {
     "scale.strategy": Flag(planned, "strategy", "auto", "data_parallel"),
     "scale.accelerator": Flag(planned_on_gpus, "device", "null", "cpu", UNHELD),
     "scale.threads": Flag(trained, "threads", "1", "2"),
+    "scale.shares": Flag(planned, "micro_batch_size", "equal", "auto", ("scale.workers=2",)),
     "retry.restarts_without_progress": Flag(decided, "action", "3", "2"),
     "retry.nonfinite_steps": Flag(trained, "steps", "1", "3", job=nan_job),
     "retry.rollbacks": Flag(worked, "rollbacks", "0", "2", ("retry.nonfinite_steps=1",), nan_job),
@@ -441,7 +443,6 @@ FLAGS = {
 
 REFUSED = {
     "model.init_from": "runs/latest", "loop.compile": "default",
-    "scale.shares": "auto",
 }  # fmt: skip
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 
