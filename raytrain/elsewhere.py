@@ -66,6 +66,15 @@ class StateElsewhere(Protocol):
         """Take part in a micro-batch of other workers, without rows; a scalar zero to call backward on."""
         ...
 
+    def step_out(self) -> None:
+        """Take no further part in the passes of this step or evaluation, which end without this worker; until
+        `discard`. Only this worker's, no collective.
+
+        Raises:
+            OutOfMemory: it failed where the others cannot go on without it.
+        """
+        ...
+
     def discard(self) -> None:
         """Forget what passes without a step have left behind: gradients and counts."""
         ...

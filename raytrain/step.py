@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches, one reduction, one agreement, one commit.
 
     zero -> for each micro-batch: forward, scaled backward (no communication between the workers)
-         -> sum gradients over the workers, buffer by buffer
+         -> everybody has come through (else all drop the step), and sum gradients over the workers, buffer by buffer
          -> unscale, float64 sum of squares, agree (norm and skip are one value for everybody)
          -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
 
@@ -17,18 +17,22 @@ micro-batches, and so do forwards, so that gradients and what is drawn are the s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from raytrain.device import Placement
 from raytrain.gradients import GradientBuffers, Workers
+from raytrain.oom import Shortage, StepDropped, attempt, heard, told
 from raytrain.optim import Schedule, takes_skip_on_device
 from raytrain.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class StepOutput:
         skip: True where the step was dropped for a non-finite gradient.
         lr: the learning rate used (a host number).
         compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
+        flags: what the workers told each other with it, summed (host numbers).
     """
 
     loss: Tensor
@@ -59,6 +64,7 @@ class StepOutput:
     lr: float
     compute_s: float
     communication_s: float
+    flags: list[int]
 
 
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
@@ -178,18 +184,36 @@ class TrainingStep:
             return self.trainable.elsewhere.idle()
 
     def run(
-        self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int, passes: int = 0
+        self,
+        micro_batches: Iterable[MicroBatch],
+        *,
+        global_weight: int,
+        step: int,
+        passes: int = 0,
+        flags: Callable[[], list[int]] = list,
     ) -> StepOutput:
         """Take optimizer step number `step` (1-based). Collective over the workers.
 
+        Args:
+            flags: small host numbers of this worker, asked for after its passes; their sums travel with the step.
+
         Raises:
+            StepDropped: a worker had no memory for its passes. Nothing was committed, on any of them.
             DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
         """
         begin, waited = time.perf_counter(), self._waited()
-        with self.placement.guarded():
-            loss, aux = self.backward(micro_batches, global_weight=global_weight, passes=passes)
-        self.gradients.mark_(~torch.isfinite(loss + aux))  # its gradients may be finite, the step is none all the same
+        came = self.attempt(lambda: self._guarded(micro_batches, global_weight=global_weight, passes=passes))
+        # the flags travel beside the gradients: a meeting of their own would cost two workers 2 % of a step, measured
+        begun = self.workers.begin_sum_flags([int(isinstance(came, Shortage)), *flags()])
+        if not isinstance(came, Shortage):
+            # its gradients may be finite, the step is none all the same
+            self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
         self.workers.sum_(self.gradients.buffers)
+        short, *summed = begun()
+        if short:
+            raise self.dropped(came)
+        assert not isinstance(came, Shortage)
+        loss, aux = came
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
@@ -212,7 +236,27 @@ class TrainingStep:
             lr=lr,
             compute_s=time.perf_counter() - begin - waited,
             communication_s=waited,
+            flags=summed,
         )
+
+    def _guarded(self, micro_batches: Iterable[MicroBatch], **keys: int) -> tuple[Tensor, Tensor]:
+        with self.placement.guarded():
+            return self.backward(micro_batches, **keys)
+
+    def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
+        """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
+        came = attempt(passes, device=self.device, who=f"rank {self.workers.rank}")
+        if isinstance(came, Shortage) and self.trainable.elsewhere is not None:
+            self.trainable.elsewhere.step_out()
+        return came
+
+    def dropped(self, came: object) -> StepDropped:
+        """What all workers raise together where one of them had a shortage; the passes of the others are forgotten."""
+        shortages = heard(self.workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
+        self.gradients.zero_()
+        if self.trainable.elsewhere is not None:
+            self.trainable.elsewhere.discard()
+        return StepDropped(shortages)
 
     def _waited(self) -> float:
         """Host seconds spent waiting for other processes, so far."""

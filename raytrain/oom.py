@@ -1,0 +1,159 @@
+"""Out of memory in the passes of a step: known by type, said to everybody, and undone as if the step had not begun.
+
+A worker that runs out of memory in forward or backward lets go of what the passes hold and says so together with the
+others, before anything of the step is committed; all drop the step then and take it again in smaller micro-batches
+(`raytrain.micro_batch_size` decides how small). Which errors these are is a matter of their type, never of their text.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from operator import is_
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raytrain.errors import OutOfMemory
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """One process that had no more memory.
+
+    Attributes:
+        who: "rank 1", or "expert host 0".
+        error: type and first line of what was raised.
+        allocated_bytes: what its tensors held when it was noticed, None where nobody counts.
+        free_bytes: what the device had left for anybody, None likewise.
+    """
+
+    who: str
+    error: str
+    allocated_bytes: int | None = None
+    free_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        known = {"held": self.allocated_bytes, "free": self.free_bytes}
+        parts = [f"{name} {value:,} bytes" for name, value in known.items() if value is not None]
+        return f"{self.who}: {self.error}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+class StepDropped(OutOfMemory):
+    """Every process has dropped the passes that it was in, because some had no memory for them. Nothing of them is
+    left; generators and buffers are the caller's to put back (`Undo`). All workers raise it together."""
+
+    def __init__(self, shortages: list[Shortage]) -> None:
+        self.shortages = shortages
+        super().__init__("; ".join(map(str, shortages)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return StepDropped, (self.shortages,)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory is exhausted, by its type."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def attempt(work: Callable[[], Made], *, device: torch.device, who: str) -> Made | Shortage:
+    """What `work` returned, or that it ran out of memory; everything it held is free again then."""
+    try:
+        return work()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        found = shortage_of(error, device=device, who=who)
+    release(device)  # only now: the error's traceback held the frames, and they the activations
+    return found
+
+
+def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shortage:
+    """What is known of it at the place where it is caught."""
+    lines = str(error).splitlines()
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if device.type != "cuda":
+        return Shortage(who, said)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Shortage(who, said, torch.cuda.memory_allocated(device), free)
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody refers to: cycles through a traceback first, then what the allocator keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def told(shortage: Shortage | None) -> bytes:
+    """A worker's word for the others; empty where it had memory enough."""
+    return b"" if shortage is None else json.dumps(shortage.to_json()).encode()
+
+
+def heard(words: list[bytes]) -> list[Shortage]:
+    """What all workers said, in the order of the ranks."""
+    return [Shortage(**json.loads(word)) for word in words if word]
+
+
+class Undo:
+    """What passes change besides gradients: generators and buffers. Taken before, put back where they are dropped.
+
+    Buffers stand beside the module's own in memory. A counter that a user's module keeps in a plain attribute is not
+    seen.
+
+    Args:
+        module: on its device, in its dtype.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._tables = [part._buffers for part in module.modules() if part._buffers]
+        self._batch_norm = any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules())
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._generators: Any = None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Before the passes. Some 30 microseconds where there are no buffers; no device read."""
+        held = [(table, leaf, tensor) for table in self._tables for leaf, tensor in table.items() if tensor is not None]
+        buffers = [tensor for _, _, tensor in held]
+        if len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers)):
+            if buffers:
+                torch._foreach_copy_(self._copies, buffers)
+        else:
+            self._copies = [buffer.clone() for buffer in buffers]
+        self._places, self._buffers = [(table, leaf) for table, leaf, _ in held], buffers
+        self._generators = self._now()
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        """After passes that do not count; whether taking them again in other parts gives the same (up to rounding):
+        not where random numbers were drawn, or where a batch norm has learned its statistics."""
+        for (table, leaf), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
+            buffer.copy_(copy)
+            table[leaf] = buffer
+        before, now = self._generators, self._now()
+        same = all(a is None or torch.equal(a, b) for a, b in zip(before[:2], now[:2], strict=True))
+        same = same and before[3] == now[3] and all(map(np.array_equal, before[2], now[2]))
+        torch.set_rng_state(before[0])
+        if before[1] is not None:
+            torch.cuda.set_rng_state(before[1], self._device)
+        np.random.set_state(before[2])
+        random.setstate(before[3])
+        return same and not self._batch_norm
+
+    def _now(self) -> tuple[Tensor, Tensor | None, Any, Any]:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
