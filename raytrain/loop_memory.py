@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ class LoopMemory:
         Raises:
             RunError: there was no memory for a single row.
         """
+        tries = 0
         while True:
             self._undo.take()
             began = time.perf_counter()
@@ -44,6 +46,9 @@ class LoopMemory:
                 return work()
             except StepDropped as error:
                 dropped = StepDropped(error.shortages)  # without the traceback, which holds what the passes held
+            tries += 1
+            if tries > 1:  # half was too much as well: somebody's own code may hold what the passes left, in a cycle
+                gc.collect()
             self._smaller(dropped, step=step, evaluation=evaluation, seconds=time.perf_counter() - began)
 
     def _smaller(self, dropped: StepDropped, *, step: int, evaluation: bool, seconds: float) -> None:

@@ -10,7 +10,7 @@ class MicroBatchSize:
     """The size in force, the same in every process that is told the same.
 
     Growing goes back over the sizes that were left, one at a time, each after `grow_after` clean steps; a size that
-    failed again is waited for twice as long as before.
+    failed again is waited for twice as long as before, until it has gone well for as long as it was waited for.
 
     Args:
         planned: rows of a micro-batch as the run begins, and at most.
@@ -38,10 +38,12 @@ class MicroBatchSize:
 
     def after_clean_step(self) -> int | None:
         """The next larger size, from now on in force, where it is time for it; else None."""
-        if self._grow_after is None or not self._left:
+        if self._grow_after is None:
             return None
         self._clean += 1
-        if self._clean < self.wait:
+        if self._clean >= self._wait_for(self.now):
+            self._failures.pop(self.now, None)
+        if self.wait is None or self._clean < self.wait:
             return None
         self.now, self._clean = self._left.pop(), 0
         return self.now
@@ -49,9 +51,10 @@ class MicroBatchSize:
     @property
     def wait(self) -> int | None:
         """Clean steps from one size to the next larger one; None where it does not grow."""
-        if self._grow_after is None or not self._left:
-            return None
-        return self._grow_after * 2 ** (self._failures[self._left[-1]] - 1)
+        return self._wait_for(self._left[-1]) if self._grow_after is not None and self._left else None
+
+    def _wait_for(self, size: int) -> int:
+        return (self._grow_after or 0) * 2 ** max(0, self._failures.get(size, 0) - 1)
 
 
 def halved(size: int) -> int:

@@ -7,9 +7,9 @@ others, before anything of the step is committed; all drop the step then and tak
 
 from __future__ import annotations
 
-import gc
 import json
 import random
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import is_
@@ -74,7 +74,9 @@ def attempt(work: Callable[[], Made], *, device: torch.device, who: str) -> Made
         return work()
     except (torch.OutOfMemoryError, MemoryError) as error:
         found = shortage_of(error, device=device, who=who)
-    release(device)  # only now: the error's traceback held the frames, and they the activations
+        _let_go(error)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return found
 
 
@@ -88,11 +90,14 @@ def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shor
     return Shortage(who, said, torch.cuda.memory_allocated(device), free)
 
 
-def release(device: torch.device) -> None:
-    """Give back what nobody refers to: cycles through a traceback first, then what the allocator keeps."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of its traceback, and of what it followed from: they hold the activations, often in a cycle.
+    Looking for cycles in the whole process instead takes some tenths of a second."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def told(shortage: Shortage | None) -> bytes:
