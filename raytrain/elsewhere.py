@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from raytrain.gradients import WorkersGroup
+from raytrain.oom import Shortage
 from raytrain.turns import Turns
 
 Notice = tuple[str, dict[str, Any]]
@@ -66,13 +67,13 @@ class StateElsewhere(Protocol):
         """Take part in a micro-batch of other workers, without rows; a scalar zero to call backward on."""
         ...
 
-    def step_out(self) -> None:
-        """Take no further part in the passes of this step or evaluation, which end without this worker; until
-        `discard`. Only this worker's, no collective.
+    def end_passes(self, *, short: bool) -> None:
+        """This worker's passes of a step or of an evaluation are over. Where `short`, before their end: it had no
+        memory for them, and those of the others go on without it until `discard`."""
+        ...
 
-        Raises:
-            OutOfMemory: it failed where the others cannot go on without it.
-        """
+    def shortages(self) -> list[Shortage]:
+        """Which of the other processes had no memory for an evaluation; with a step they say so in `agree`."""
         ...
 
     def discard(self) -> None:

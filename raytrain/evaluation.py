@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raytrain.gradients import Workers
-from raytrain.oom import Shortage
+from raytrain.oom import Shortage, StepDropped
 from raytrain.step import MicroBatch, TrainingStep
 
 #: In place of a worker's names: it had no memory for its batches. No name of a metric begins so.
@@ -34,6 +34,11 @@ def evaluate(
     came = step.attempt(lambda: _scored(step, batches, passes=passes))
     names = _agreed_names(step, came, workers)
     assert not isinstance(came, Shortage)
+    elsewhere = step.trainable.elsewhere
+    shortages = [] if elsewhere is None else elsewhere.shortages()
+    if elsewhere is not None and shortages:
+        elsewhere.discard()
+        raise StepDropped(shortages)
     total, weight = came
     zero = torch.zeros((), dtype=torch.float64, device=step.device)
     sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])

@@ -21,7 +21,7 @@ from raytrain.feed import Feed
 from raytrain.loop_memory import LoopMemory
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NonFinite, Outcome, Reporter, Saver
 from raytrain.micro_batch_size import MicroBatchSize
-from raytrain.oom import Shortage
+from raytrain.oom import Shortage, attempt
 from raytrain.record import EvalRecord, StepRecord
 from raytrain.step import MicroBatch, StepOutput, TrainingStep
 
@@ -153,11 +153,10 @@ class TrainingLoop:
 
     def _fetched(self, micros: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
         """Only the batches themselves know what they weigh: this worker's share, and the weight of all."""
-        came = self.step.attempt(lambda: list(micros))
+        workers = self.step.workers
+        came = attempt(lambda: list(micros), device=self.step.device, who=f"rank {workers.rank}")
         own = [] if isinstance(came, Shortage) else came
-        weight, short = self.step.workers.sum_flags(
-            [sum(micro.weight for micro in own), int(isinstance(came, Shortage))]
-        )
+        weight, short = workers.sum_flags([sum(micro.weight for micro in own), int(isinstance(came, Shortage))])
         if short:
             raise self.step.dropped(came)
         return own, weight

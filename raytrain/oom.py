@@ -136,7 +136,7 @@ class Undo:
         buffers = [tensor for _, _, tensor in held]
         if len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers)):
             if buffers:
-                torch._foreach_copy_(self._copies, buffers)
+                torch._foreach_copy_(self._copies, buffers)  # pyright: ignore[reportPrivateImportUsage]
         else:
             self._copies = [buffer.clone() for buffer in buffers]
         self._places, self._buffers = [(table, leaf) for table, leaf, _ in held], buffers
@@ -150,7 +150,7 @@ class Undo:
             buffer.copy_(copy)
             table[leaf] = buffer
         before, now = self._generators, self._now()
-        same = all(a is None or torch.equal(a, b) for a, b in zip(before[:2], now[:2], strict=True))
+        same = all(a is None or b is None or torch.equal(a, b) for a, b in zip(before[:2], now[:2], strict=True))
         same = same and before[3] == now[3] and all(map(np.array_equal, before[2], now[2]))
         torch.set_rng_state(before[0])
         if before[1] is not None:

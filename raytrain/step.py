@@ -246,8 +246,8 @@ class TrainingStep:
     def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
         """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
         came = attempt(passes, device=self.device, who=f"rank {self.workers.rank}")
-        if isinstance(came, Shortage) and self.trainable.elsewhere is not None:
-            self.trainable.elsewhere.step_out()
+        if self.trainable.elsewhere is not None:
+            self.trainable.elsewhere.end_passes(short=isinstance(came, Shortage))
         return came
 
     def dropped(self, came: object) -> StepDropped:

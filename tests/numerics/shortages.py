@@ -72,9 +72,12 @@ def places(seed: int, *, errors: int, steps: int, micro_batches: int, world: int
         step = free.pop()
         if all(abs(step - other) > 1 for other in chosen):
             chosen.append(step)
+    kinds = ("forward", "backward")
+    chosen.sort()
+    micro = [int(draw.integers(micro_batches)) if step % 4 else 0 for step in chosen]
     return [
-        (step, int(draw.integers(micro_batches)) if step % 4 else 0, int(draw.integers(world)), str(draw.choice(["forward", "backward"])))
-        for step in sorted(chosen)
+        (step, number, int(draw.integers(world)), kinds[draw.integers(2)])
+        for step, number in zip(chosen, micro, strict=True)
     ]
 
 

@@ -123,7 +123,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_the_keys() -> None:
         return inner(module, batch)
 
     session.trainable.loss = loss
-    with pytest.raises(RunError, match="step 2 with loop.micro_batch_size 1: rank 0: .*2.00 GiB.*data.storage"):
+    with pytest.raises(RunError, match=r"step 2 with loop.micro_batch_size 1: rank 0: .*2.00 GiB.*data.storage"):
         session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
     assert [row["micro_batch_size"] for row in rows.events] == [2, 1]
     assert session.state.step == 1 and all(row["seconds"] > 0 for row in rows.events)
