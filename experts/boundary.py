@@ -56,14 +56,13 @@ class StepEnd:
         vector[self.layout.shortages] = shortages_of(self.shard, self.layout.holders)
         self.group.sum_(vector)
         agreed = tally(self.layout, vector, step=step, members=self.group.size)
-        if agreed.shortages:
-            if self.shard is not None:
-                self.shard.discard()
-            return agreed
         if self.shard is not None:
-            self.shard.commit(agreed.commit(max_grad_norm))
-        send_fresh_weights(self.group, self.shard, self.placement)
-        if agreed.notice:
+            if agreed.shortages:
+                self.shard.discard()
+            else:
+                self.shard.commit(agreed.commit(max_grad_norm))
+        send_fresh_weights(self.group, self.shard, self.placement)  # replicas that are new are empty until now
+        if agreed.notice and not agreed.shortages:
             self.migration.begin(agreed.notice, self.placement, self.shard, notice=notice)
         return agreed
 
