@@ -26,7 +26,7 @@ from experts.shapes import LayerShape
 from experts.shard import ExpertShard
 from experts.traffic import Traffic
 from experts.transport.protocol import WORDS, Header, Op, Transport
-from experts.vote import VoteLayout, shortages_of
+from experts.vote import VoteLayout, named, sum_shortages
 from experts.whole import gather_layer, scatter_layer, to_holders
 from raytrain.config import OptimConfig
 from raytrain.elsewhere import Notice
@@ -61,14 +61,9 @@ class ExpertPool:
     """
 
     def __init__(
-        self,
-        group: Transport,
-        membership: Membership,
-        *,
-        shapes: Sequence[LayerShape],
-        first: Weights,
+        self, group: Transport, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
         balancer: Balances | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.group, self.member, self.shapes = group, membership, list(shapes)
         self.layout = VoteLayout.of(self.shapes, holders=len(group.holders))
         self._end = StepEnd(group, membership.placement, self.layout)
@@ -129,12 +124,12 @@ class ExpertPool:
             if self.member.rank == 0:
                 self.member.switched(self.placement)
         if agreed.shortages:
-            raise StepDropped(self._shortages(agreed.shortages))
+            raise StepDropped(named(agreed.shortages, colocated=self.shard is not None))
         self.steps = local.step
         if self.balancer is not None:
             self.balancer.committed(local.step, agreed, self.placement, refused=self._end.refused)
-        device = local.sum_of_squares.device
-        counts = None if local.counts is None else agreed.counts.to(device)
+        counts, device = local.counts, local.sum_of_squares.device
+        counts = None if counts is None else agreed.counts.to(device)
         return GlobalStep(norm=agreed.norm.to(device), skip=agreed.skip.to(device), counts=counts)
 
     def notices(self) -> list[Notice]:
@@ -163,9 +158,7 @@ class ExpertPool:
     def discard(self) -> None:
         """Forget the gradients and passes of a step that is not taken, on all members."""
         self._forget_passes()
-        if not self._ready:
-            return
-        if not self.absence.all_again():
+        if self._ready and not self.absence.all_again():
             self.say(Op.DISCARD)
         if self.shard is not None:
             self.shard.discard()
@@ -179,17 +172,7 @@ class ExpertPool:
     def shortages(self) -> list[Shortage]:
         """Which holders of experts had no memory since the last step or discard. Collective over all members."""
         self.say(Op.SHORTAGES)
-        vector = shortages_of(self.shard, len(self.group.holders))
-        self.group.sum_(vector)
-        return self._shortages(vector.tolist())
-
-    def _shortages(self, told: list[float]) -> list[Shortage]:
-        kind = "expert host" if self.shard is None else "the experts of rank"
-        return [
-            Shortage(f"{kind} {holder}", "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
-            for holder, value in enumerate(told)
-            if value
-        ]
+        return named(sum_shortages(self.group, self.shard), colocated=self.shard is not None)
 
     def _forget_passes(self) -> None:
         self._forwards = [0] * len(self.shapes)

@@ -18,7 +18,7 @@ from experts.save import ExpertFiles, Snapshot
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard
 from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport
-from experts.vote import VoteLayout, shortages_of
+from experts.vote import VoteLayout, sum_shortages
 from experts.whole import from_first, gather_layer, take_layer
 from raytrain.config import OptimConfig
 from raytrain.oom import Shortage, attempt
@@ -126,7 +126,7 @@ class HostServer:
         self._attendance.all_again()
 
     def _shortages(self, _header: Header, _counts: list[list[int]]) -> None:
-        self.group.sum_(shortages_of(self._set(), len(self.group.holders)))
+        sum_shortages(self.group, self._set())
 
     def _save(self, header: Header, _counts: list[list[int]]) -> None:
         assert self.files is not None

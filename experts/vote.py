@@ -14,7 +14,8 @@ from torch import Tensor
 
 from experts.shapes import Key, LayerShape
 from experts.shard import Commit, ExpertShard
-from experts.transport.protocol import HeaderMismatch
+from experts.transport.protocol import HeaderMismatch, Transport
+from raytrain.oom import Shortage
 
 HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
 SPENT = ("busy_s", "moving_s", "sent_bytes")
@@ -133,3 +134,20 @@ def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
     if shard is not None and shard.short is not None:
         own[shard.host] = 1 + (shard.short.allocated_bytes or 0)
     return own
+
+
+def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
+    """Everybody's part of it. Collective over all members."""
+    vector = shortages_of(shard, len(group.holders))
+    group.sum_(vector)
+    return vector.tolist()
+
+
+def named(told: list[float], *, colocated: bool) -> list[Shortage]:
+    """Whom the numbers of `shortages_of` are about."""
+    who = "the experts of rank" if colocated else "expert host"
+    return [
+        Shortage(f"{who} {holder}", "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
+        for holder, value in enumerate(told)
+        if value
+    ]

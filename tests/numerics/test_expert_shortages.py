@@ -30,27 +30,21 @@ THREE: list[Fate] = [
     (2, 0, "before", 1), (4, 1, "under way", 0), (6, 2, "backward", 0), (9, 0, "before", 0), (9, 1, "before", 0),
     (9, 2, "before", 0), (12, 0, "expert forward", 0), (15, 1, "expert backward", 0), (19, 2, "under way", 1),
 ]  # fmt: skip
+MOVES = ((8, 2), (11, 3), (14, 4), (17, 5), (24, 6))
+ONE: list[Fate] = [(3, 0, "before", 1), (6, 1, "expert backward", 0), (10, 0, "under way", 2)]
+TWICE = (*LOOP, ("experts", (("inflight", 2),)))
+AGAIN = (("loop", (*SMALL, ("activation_checkpointing", True))),)
 SCENES: dict[str, tuple[Scene, list[Fate]]] = {
     "2 workers, 2 hosts": (Scene(2, 2, steps=STEPS, sections=LOOP), WORKERS + HOSTS),
-    "2 workers, 2 hosts, two in flight": (
-        Scene(2, 2, steps=STEPS, sections=(*LOOP, ("experts", (("inflight", 2),)))), WORKERS + HOSTS,
-    ),
-    "2 workers, 2 hosts, computed again": (
-        Scene(2, 2, steps=STEPS, sections=(("loop", (*SMALL, ("activation_checkpointing", True))),)), WORKERS + HOSTS,
-    ),
+    "2 workers, 2 hosts, two in flight": (Scene(2, 2, steps=STEPS, sections=TWICE), WORKERS + HOSTS),
+    "2 workers, 2 hosts, computed again": (Scene(2, 2, steps=STEPS, sections=AGAIN), WORKERS + HOSTS),
     "2 workers, 2 hosts, experts on the move": (
-        Scene(2, 2, steps=STEPS, seed=1, replicas=2, moves=((8, 2), (11, 3), (14, 4), (17, 5), (24, 6)), sections=LOOP), WORKERS + HOSTS,
+        Scene(2, 2, steps=STEPS, seed=1, replicas=2, moves=MOVES, sections=LOOP), WORKERS + HOSTS,
     ),
     "2 workers, colocated": (Scene(2, "colocated", steps=STEPS, sections=LOOP), COLOCATED),
-    "2 workers, colocated, two in flight": (
-        Scene(2, "colocated", steps=STEPS, sections=(*LOOP, ("experts", (("inflight", 2),)))), COLOCATED,
-    ),
-    "3 workers, colocated": (
-        Scene(3, "colocated", micro=2, steps=STEPS, sections=LOOP), THREE,
-    ),
-    "1 worker, 1 host": (
-        Scene(1, 1, steps=STEPS, sections=LOOP), [(3, 0, "before", 1), (6, 1, "expert backward", 0), (10, 0, "under way", 2)],
-    ),
+    "2 workers, colocated, two in flight": (Scene(2, "colocated", steps=STEPS, sections=TWICE), COLOCATED),
+    "3 workers, colocated": (Scene(3, "colocated", micro=2, steps=STEPS, sections=LOOP), THREE),
+    "1 worker, 1 host": (Scene(1, 1, steps=STEPS, sections=LOOP), ONE),
 }  # fmt: skip
 
 
