@@ -67,7 +67,7 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
     assert run.result["status"] == "done" and clean.events("out_of_memory") == []
     assert [step for step, _ in run.losses()] == list(range(1, 17))
     gaps = [abs(ours - theirs) for (_, ours), (_, theirs) in zip(run.losses(), clean.losses(), strict=True)]
-    assert max(gaps) < 1e-12
+    assert max(gaps) < 1e-6, "the guest computes its loss in float32"
     (event,) = run.events("out_of_memory")
     assert (event["step"], event["who"], event["attempt"]) == (7, ["rank 1"], 1)
     assert (event["micro_batch_size_before"], event["micro_batch_size"]) == (6, 3)
