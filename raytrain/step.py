@@ -113,7 +113,8 @@ class TrainingStep:
         self.max_grad_norm = max_grad_norm or None
         self.device = device
         self.inflight = inflight
-        self.gradients = GradientBuffers(p for p in trainable.module.parameters() if p.requires_grad)
+        own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
+        self.gradients = GradientBuffers(own, with_word=True)
         self.placement = Placement(trainable.module, device)
         self._skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
@@ -195,25 +196,16 @@ class TrainingStep:
         """Take optimizer step number `step` (1-based). Collective over the workers.
 
         Args:
-            flags: small host numbers of this worker, asked for after its passes; their sums travel with the step.
+            flags: small host numbers of this worker; their sums travel with the step.
 
         Raises:
             StepDropped: a worker had no memory for its passes. Nothing was committed, on any of them.
             DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
         """
         begin, waited = time.perf_counter(), self._waited()
-        came = self.attempt(lambda: self._guarded(micro_batches, global_weight=global_weight, passes=passes))
-        # the flags travel beside the gradients: a meeting of their own would cost two workers 2 % of a step, measured
-        begun = self.workers.begin_sum_flags([int(isinstance(came, Shortage)), *flags()])
-        if not isinstance(came, Shortage):
-            # its gradients may be finite, the step is none all the same
-            self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
-        self.workers.sum_(self.gradients.buffers)
-        short, *summed = begun()
-        if short:
-            raise self.dropped(came)
-        assert not isinstance(came, Shortage)
-        loss, aux = came
+        (loss, aux), summed = self._passed(
+            lambda: self._guarded(micro_batches, global_weight=global_weight, passes=passes), flags=flags
+        )
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
@@ -239,6 +231,30 @@ class TrainingStep:
             flags=summed,
         )
 
+    def _passed(
+        self, passes: Callable[[], tuple[Tensor, Tensor]], *, flags: Callable[[], list[int]]
+    ) -> tuple[tuple[Tensor, Tensor], list[int]]:
+        """What this worker's passes return, when those of all are through and the gradients summed; and the flags' sums.
+
+        A shortage is told with the gradients, as a meeting of its own would cost two workers some percent of a step: on
+        a CPU inside them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
+        """
+        workers, inside = self.workers, self.device.type == "cpu"
+        begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
+        came = self.attempt(passes)
+        if begun is None:
+            begun = workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
+        if isinstance(came, Shortage):
+            self.gradients.say_short()
+        else:  # its gradients may be finite, the step is none all the same
+            self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
+        workers.sum_(self.gradients.payloads)
+        summed = begun()
+        short = self.gradients.some_were_short() if inside and workers.world > 1 else not inside and summed.pop() > 0
+        if short or isinstance(came, Shortage):
+            raise self.dropped(came)
+        return came, summed
+
     def _guarded(self, micro_batches: Iterable[MicroBatch], **keys: int) -> tuple[Tensor, Tensor]:
         with self.placement.guarded():
             return self.backward(micro_batches, **keys)
@@ -251,7 +267,7 @@ class TrainingStep:
         return came
 
     def dropped(self, came: object) -> StepDropped:
-        """What all workers raise together where one of them had a shortage; the passes of the others are forgotten."""
+        """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
         shortages = heard(self.workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
         self.gradients.zero_()
         if self.trainable.elsewhere is not None:

@@ -108,6 +108,20 @@ def test_a_model_that_draws_nothing_comes_to_the_same() -> None:
     assert undo.put_back() is False
 
 
+def test_a_draw_after_many_quiet_steps_is_told_and_not_taken_for_undone() -> None:
+    undo = Undo(nn.Linear(3, 3), CPU)
+    for _ in range(6):
+        undo.take()
+    np.random.rand()  # between two steps, or in this one: nobody knows
+    after = np.random.get_state()
+    assert undo.put_back() is False
+    assert all(map(np.array_equal, np.random.get_state(), after))
+    undo.take()
+    before, drawn = np.random.get_state(), np.random.rand()
+    assert undo.put_back() is False and all(map(np.array_equal, np.random.get_state(), before))
+    assert np.random.rand() == drawn
+
+
 def session_of() -> Session:
     data = {"train": class_rows(12), "eval_fraction": 0.0}
     return make_session(MLP, data, loop={"global_batch_size": 6, "micro_batch_size": 3, "max_steps": 2})
