@@ -203,9 +203,8 @@ class TrainingStep:
             DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
         """
         begin, waited = time.perf_counter(), self._waited()
-        (loss, aux), summed = self._passed(
-            lambda: self._guarded(micro_batches, global_weight=global_weight, passes=passes), flags=flags
-        )
+        work = partial(self._guarded, micro_batches, global_weight=global_weight, passes=passes)
+        (loss, aux), summed = self._passed(work, flags=flags)
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
@@ -236,14 +235,13 @@ class TrainingStep:
     ) -> tuple[tuple[Tensor, Tensor], list[int]]:
         """What this worker's passes return, when those of all are through and the gradients summed; and the flags' sums.
 
-        A shortage is told with the gradients, as a meeting of its own would cost two workers some percent of a step: on
-        a CPU inside them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
+        A shortage is told with the gradients (a meeting of its own would cost some percent of a step): on a CPU inside
+        them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
         """
         workers, inside = self.workers, self.device.type == "cpu"
         begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
         came = self.attempt(passes)
-        if begun is None:
-            begun = workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
+        begun = begun or workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
         if isinstance(came, Shortage):
             self.gradients.say_short()
         else:  # its gradients may be finite, the step is none all the same
