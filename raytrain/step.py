@@ -233,7 +233,7 @@ class TrainingStep:
     def _passed(
         self, passes: Callable[[], tuple[Tensor, Tensor]], *, flags: Callable[[], list[int]]
     ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-        """What this worker's passes return, when those of all are through and the gradients summed; and the flags' sums.
+        """What this worker's passes return, when those of all are through, the gradients summed; and the sums of flags.
 
         A shortage is told with the gradients (a meeting of its own would cost some percent of a step): on a CPU inside
         them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
