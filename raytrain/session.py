@@ -27,6 +27,7 @@ from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import limit_device_memory
+from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
@@ -73,6 +74,9 @@ class Session:
         self.state = LoopState()
         self.precision: str | None = None
         self._probe: StepProbe | None = None
+        self.sizing: MicroBatchSize | None = None
+        """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
+        the attempt takes it over."""
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -253,6 +257,8 @@ class Session:
         clock: Clock | None = None,
     ) -> TrainingLoop:
         """A loop over this session's step and batches; without a saver it never saves."""
+        if self.sizing is None:
+            self.sizing = MicroBatchSize(self.feed.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
             self.step,
             feed=self.feed,
@@ -263,6 +269,7 @@ class Session:
             should_stop=should_stop,
             peak_memory=self.peak_memory,
             clock=clock,
+            sizing=self.sizing,
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:

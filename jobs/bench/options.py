@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -156,6 +156,29 @@ class RecoveryOptions(BenchOptions):
     steps_between: Count = Field(40, description="steps from one recovery to the next death")
 
 
+class OomOptions(BenchOptions):
+    """Out-of-memory errors on one of two workers, in steps drawn at random."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "blocks": 3, "steps_between": 4, "layers": 1, "width": 16, "context": 16, "batch": 8, "micro_batch": 2,
+    }  # fmt: skip
+
+    blocks: Count = Field(20, description="errors")
+    steps_between: Annotated[int, Field(ge=2)] = Field(6, description="steps to one error, on average")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(32, description="rows of a step, over both workers")
+    micro_batch: Count = Field(8, description="rows of a micro-batch, before it is halved")
+    grow_after: Count = Field(2, description="loop.grow_after")
+
+    @property
+    def steps(self) -> int:
+        """Of the whole measurement."""
+        return self.blocks * self.steps_between
+
+
 class ExpertsOptions(BenchOptions):
     """One mixture-of-experts layer, forward and backward, with its experts elsewhere and in one process."""
 
@@ -216,6 +239,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
               "round-robin"),
     "unequal": (UnequalOptions, "two workers of unequal speed: shares of a batch as measured against equal ones"),
     "recovery": (RecoveryOptions, "how long a run stands still when an expert host dies, against a dead worker"),
+    "oom": (OomOptions, "what out-of-memory errors on one of two workers cost, and that they change nothing"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "

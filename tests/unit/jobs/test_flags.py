@@ -105,6 +105,21 @@ def nan_job(folder: Path) -> dict[str, Any]:
     return {"model": {"module": Net(8, math.nan)}, "data": {"train": class_rows()}}
 
 
+class Tight(Net):
+    """Has no memory for a whole window, the first time."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and len(x) == 16 and not hasattr(self, "_short"):
+            self._short = True
+            raise torch.OutOfMemoryError("planted")
+        return super().forward(x, labels)
+
+
+def tight_job(folder: Path) -> dict[str, Any]:
+    """A module that runs out of memory once."""
+    return {"model": {"module": Tight(8)}, "data": {"train": class_rows()}}
+
+
 def experts_job(folder: Path) -> dict[str, Any]:
     """A small mixture of experts on token windows."""
     tokens = torch.randint(31, (64, 13), generator=torch.Generator().manual_seed(0))
@@ -390,6 +405,7 @@ FLAGS = {
     "loop.micro_batch_size": Flag(trained, "batches", "auto", "4"),
     "loop.eval_every": Flag(trained, "eval_steps", "1", "3"),
     "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
+    "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
     "loop.activation_checkpointing": experts("batches", "false", "true"),
