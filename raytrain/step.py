@@ -68,10 +68,7 @@ class StepOutput:
 
 
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
-    """Without experts elsewhere: gradients were already summed, so every worker holds the same squares.
-
-    Only the counts (tokens per expert) still have to be added up.
-    """
+    """Without experts elsewhere: gradients were summed already, and only the counts (tokens per expert) are not."""
     if local.counts is not None:
         workers.sum_([local.counts])
     return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
@@ -203,8 +200,9 @@ class TrainingStep:
             DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
         """
         begin, waited = time.perf_counter(), self._waited()
-        work = partial(self._guarded, micro_batches, global_weight=global_weight, passes=passes)
-        (loss, aux), summed = self._passed(work, flags=flags)
+        with self.placement.guarded():
+            work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
+            (loss, aux), summed = self._passed(work, flags=flags)
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
@@ -253,10 +251,6 @@ class TrainingStep:
             raise self.dropped(came)
         return came, summed
 
-    def _guarded(self, micro_batches: Iterable[MicroBatch], **keys: int) -> tuple[Tensor, Tensor]:
-        with self.placement.guarded():
-            return self.backward(micro_batches, **keys)
-
     def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
         """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
         came = attempt(passes, device=self.device, who=f"rank {self.workers.rank}")
@@ -298,8 +292,8 @@ class TrainingStep:
             found = agreed.skip.to(torch.float32)
             for optimizer in self.optimizers:
                 optimizer.found_inf, optimizer.grad_scale = found, None  # pyright: ignore[reportAttributeAccessIssue]
-                optimizer.step()
-        elif not bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
-            for optimizer in self.optimizers:
-                optimizer.step()
+        elif bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
+            return lr
+        for optimizer in self.optimizers:
+            optimizer.step()
         return lr
