@@ -15,7 +15,7 @@ from experts.placement.values import Placement
 from experts.replicas import gradient_legs, gradients_of, send_fresh_weights, travelled
 from experts.shard import ExpertShard
 from experts.transport.protocol import Transport
-from experts.vote import Tally, VoteLayout, tally
+from experts.vote import Tally, VoteLayout, shortages_of, tally
 
 
 class StepEnd:
@@ -40,7 +40,7 @@ class StepEnd:
     def run(
         self, step: int, *, max_grad_norm: float | None, put_own: Callable[[Tensor], bytes | None] | None = None
     ) -> Tally:
-        """Vote on `step` and commit it, or skip it, with everybody. Collective over all members.
+        """Vote on `step` and commit it, or skip it, or drop it, with everybody. Collective over all members.
 
         Args:
             put_own: fills in a worker's part of the vote, and returns what rank 0 has to tell everybody.
@@ -53,12 +53,16 @@ class StepEnd:
             moving_s, sent_bytes = self.migration.take_spent()
             busy_s = self.shard.busy.take()
             self.layout.put_spent(vector, self.shard.host, busy_s=busy_s, moving_s=moving_s, sent_bytes=sent_bytes)
+        vector[self.layout.shortages] = shortages_of(self.shard, self.layout.holders)
         self.group.sum_(vector)
         agreed = tally(self.layout, vector, step=step, members=self.group.size)
         if self.shard is not None:
-            self.shard.commit(agreed.commit(max_grad_norm))
-        send_fresh_weights(self.group, self.shard, self.placement)
-        if agreed.notice:
+            if agreed.shortages:
+                self.shard.discard()
+            else:
+                self.shard.commit(agreed.commit(max_grad_norm))
+        send_fresh_weights(self.group, self.shard, self.placement)  # replicas that are new are empty until now
+        if agreed.notice and not agreed.shortages:
             self.migration.begin(agreed.notice, self.placement, self.shard, notice=notice)
         return agreed
 

@@ -28,6 +28,7 @@ from raytrain.checkpoint_read import read_manifest
 from raytrain.config import OptimConfig
 from raytrain.elsewhere import Death, Notice
 from raytrain.errors import InputError
+from raytrain.oom import Shortage
 from raytrain.optim import build_optimizers
 from raytrain.trainable import Trainable
 
@@ -146,6 +147,14 @@ class DistributedExperts:
     def discard(self) -> None:
         """See `StateElsewhere`."""
         self.pool.discard()
+
+    def end_passes(self, *, short: bool) -> None:
+        """See `StateElsewhere`."""
+        self.pool.end_passes(short=short)
+
+    def shortages(self) -> list[Shortage]:
+        """See `StateElsewhere`."""
+        return self.pool.shortages()
 
     def begin_save(self, step: int) -> None:
         """See `StateElsewhere`."""

@@ -75,3 +75,22 @@ def _built(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, dev
     with torch.device("meta"):  # the weights come from elsewhere: nothing is drawn
         stack = build_experts(shape.width, [shape.hidden_E[e] for e in experts], **shape.kind)
     return stack.to(dtype=dtype).to_empty(device=device)
+
+
+def by_slot(rows: Tensor, sources: list[list[int]]) -> Tensor:
+    """Worker by worker and in each slot by slot -> slot by slot and in each worker by worker."""
+    if len(sources) == 1:
+        return rows
+    pieces = rows.split([count for source in sources for count in source])
+    slots = len(sources[0])
+    return torch.cat([pieces[worker * slots + slot] for slot in range(slots) for worker in range(len(sources))])
+
+
+def by_source(rows: Tensor, sources: list[list[int]]) -> Tensor:
+    """The inverse of `by_slot`."""
+    if len(sources) == 1:
+        return rows
+    slots = len(sources[0])
+    pieces = rows.split([source[slot] for slot in range(slots) for source in sources])
+    workers = len(sources)
+    return torch.cat([pieces[slot * workers + worker] for worker in range(workers) for slot in range(slots)])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts.absence import Absence
 from experts.balancer import Balances
 from experts.boundary import StepEnd
 from experts.membership import Membership
@@ -24,11 +25,12 @@ from experts.serve import header_words
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard
 from experts.traffic import Traffic
-from experts.transport.protocol import WORDS, Header, Op, Transport, read_headers
-from experts.vote import VoteLayout
+from experts.transport.protocol import WORDS, Header, Op, Transport
+from experts.vote import VoteLayout, named, sum_shortages
 from experts.whole import gather_layer, scatter_layer, to_holders
 from raytrain.config import OptimConfig
 from raytrain.elsewhere import Notice
+from raytrain.oom import Shortage, StepDropped
 from raytrain.trainable import GlobalStep, LocalStep
 from raytrain.turns import Turns
 
@@ -59,14 +61,9 @@ class ExpertPool:
     """
 
     def __init__(
-        self,
-        group: Transport,
-        membership: Membership,
-        *,
-        shapes: Sequence[LayerShape],
-        first: Weights,
+        self, group: Transport, membership: Membership, *, shapes: Sequence[LayerShape], first: Weights,
         balancer: Balances | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.group, self.member, self.shapes = group, membership, list(shapes)
         self.layout = VoteLayout.of(self.shapes, holders=len(group.holders))
         self._end = StepEnd(group, membership.placement, self.layout)
@@ -83,6 +80,8 @@ class ExpertPool:
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
         """(layer, micro-batch) of this step whose forward ran a second time."""
+        self.absence = Absence(group, membership.workers, say=self.say, hear=self._hear)
+        self._told: tuple[int, bytes | None] = (0, None)
 
     @property
     def shard(self) -> ExpertShard | None:
@@ -118,17 +117,19 @@ class ExpertPool:
             return notice
 
         agreed = self._end.run(local.step, max_grad_norm=self.optim.max_grad_norm, put_own=put_own)
-        self.steps = local.step
         self._forget_passes()
         self.busy_s = [total + own for total, own in zip(self.busy_s, agreed.busy_s, strict=True)]
         if self._end.placement is not self.placement:
             self._take_placement(self._end.placement)
             if self.member.rank == 0:
                 self.member.switched(self.placement)
+        if agreed.shortages:
+            raise StepDropped(named(agreed.shortages, colocated=self.shard is not None))
+        self.steps = local.step
         if self.balancer is not None:
             self.balancer.committed(local.step, agreed, self.placement, refused=self._end.refused)
-        device = local.sum_of_squares.device
-        counts = None if local.counts is None else agreed.counts.to(device)
+        counts, device = local.counts, local.sum_of_squares.device
+        counts = None if counts is None else agreed.counts.to(device)
         return GlobalStep(norm=agreed.norm.to(device), skip=agreed.skip.to(device), counts=counts)
 
     def notices(self) -> list[Notice]:
@@ -136,9 +137,11 @@ class ExpertPool:
         return [] if self.balancer is None else self.balancer.notices()
 
     def _notice(self, step: int) -> bytes | None:
-        """The next placement, where rank 0 has one to tell."""
-        following = None if self.balancer is None else self.balancer.next(step)
-        return None if following is None else json.dumps(following.to_json()).encode()
+        """The next placement, where rank 0 has one to tell; the same for a step that is voted on again."""
+        if self._told[0] != step:
+            following = None if self.balancer is None else self.balancer.next(step)
+            self._told = step, None if following is None else json.dumps(following.to_json()).encode()
+        return self._told[1]
 
     def _put_own(self, vector: Tensor, local: LocalStep) -> None:
         """This worker's part of the vote, read from the device at once."""
@@ -155,11 +158,21 @@ class ExpertPool:
     def discard(self) -> None:
         """Forget the gradients and passes of a step that is not taken, on all members."""
         self._forget_passes()
-        if not self._ready:
-            return
-        self.say(Op.DISCARD)
+        if self._ready and not self.absence.all_again():
+            self.say(Op.DISCARD)
         if self.shard is not None:
             self.shard.discard()
+
+    def end_passes(self, *, short: bool) -> None:
+        """This worker has come through its passes, or, `short`, takes no further part in them."""
+        if short:
+            self._get_ready()
+        self.absence.end_passes(self.shard, short=short)
+
+    def shortages(self) -> list[Shortage]:
+        """Which holders of experts had no memory since the last step or discard. Collective over all members."""
+        self.say(Op.SHORTAGES)
+        return named(sum_shortages(self.group, self.shard), colocated=self.shard is not None)
 
     def _forget_passes(self) -> None:
         self._forwards = [0] * len(self.shapes)
@@ -271,7 +284,14 @@ class ExpertPool:
         for host, counts in enumerate(slot_counts or ()):
             if counts:
                 rows[host, WORDS : WORDS + len(counts)] = torch.tensor(counts)
-        came = self.group.headers(rows, self._words)
-        if came:
-            read_headers(came, generation=self.member.generation, version=self.placement.version)
-        return [row[WORDS:] for row in came]
+        return self._hear(rows)
+
+    def _hear(self, rows: Tensor | None = None) -> list[list[int]]:
+        """Send headers, if any, and read what comes: the counts of each worker, where this one holds experts."""
+        came = self.group.headers(rows, self._words, out=self.absence.out)
+        if not came:
+            return []
+        counts = self.absence.read(came, generation=self.member.generation, version=self.placement.version)
+        if self.shard is not None and self.absence.out:
+            self.shard.dropping = True
+        return counts

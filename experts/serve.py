@@ -11,15 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experts.attendance import Attendance
 from experts.boundary import StepEnd
 from experts.placement.values import Placement
 from experts.save import ExpertFiles, Snapshot
 from experts.shapes import LayerShape
 from experts.shard import ExpertShard
-from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport, read_headers
-from experts.vote import VoteLayout
+from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport
+from experts.vote import VoteLayout, sum_shortages
 from experts.whole import from_first, gather_layer, take_layer
 from raytrain.config import OptimConfig
+from raytrain.oom import Shortage, attempt
 
 
 class HostServer:
@@ -41,12 +43,14 @@ class HostServer:
         self.shard: ExpertShard | None = None
         self.files: ExpertFiles | None = None
         self.steps = 0
+        self._attendance = Attendance(self.workers)
         self._end: StepEnd | None = None
         self._words = header_words(placement)
         self._does: dict[Op, Callable[[Header, list[list[int]]], None]] = {
             Op.SETUP: self._set_up, Op.FILL: self._fill, Op.FORWARD: self._forward, Op.RESERVE: self._forward,
             Op.RECOMPUTE: self._forward, Op.EVALUATE: self._forward, Op.BACKWARD: self._backward, Op.VOTE: self._vote,
             Op.DISCARD: self._discard, Op.SAVE: self._save, Op.FETCH: self._fetch,
+            Op.SHORTAGES: self._shortages,
         }  # fmt: skip
 
     @property
@@ -61,11 +65,18 @@ class HostServer:
             Aborted: the generation is over. HeaderMismatch: the workers disagree. Whatever an expert raises.
         """
         while True:
-            rows = self.group.headers(None, self._words)
-            header = read_headers(rows, generation=self.generation, version=self.placement.version)
-            if header.op == Op.END:
+            rows = self.group.headers(None, self._words, out=self._attendance.out)
+            header, counts = self._attendance.read(
+                rows, generation=self.generation, version=self.placement.version
+            )
+            if self._attendance.out:
+                self._set().dropping = True
+            if header is None:
+                self._discard()
+            elif header.op == Op.END:
                 return self._end.migration.drop() if self._end is not None else None
-            self._does[header.op](header, [row[WORDS:] for row in rows])
+            else:
+                self._does[header.op](header, counts)
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -110,8 +121,12 @@ class HostServer:
             self.placement = self._end.placement
             self._words = header_words(self.placement)
 
-    def _discard(self, _header: Header, _counts: list[list[int]]) -> None:
+    def _discard(self, _header: Header | None = None, _counts: list[list[int]] | None = None) -> None:
         self._set().discard()
+        self._attendance.all_again()
+
+    def _shortages(self, _header: Header, _counts: list[list[int]]) -> None:
+        sum_shortages(self.group, self._set())
 
     def _save(self, header: Header, _counts: list[list[int]]) -> None:
         assert self.files is not None
@@ -134,7 +149,14 @@ class HostServer:
     def _receive(self, header: Header, sources: list[list[int]]) -> Tensor:
         nothing = torch.empty((0, header.width), dtype=DTYPES[header.dtype], device=self.device)
         receive = [sum(source) for source in sources] + [0] * (self.group.size - self.workers)
-        return self.group.exchange(nothing, [0] * self.group.size, receive).wait()
+        room = attempt(lambda: self._room(sum(receive), header), device=self.device, who=f"expert host {self.host}")
+        if isinstance(room, Shortage):  # what is kept for backward makes room: the step is dropped by then
+            self._set().ran_out(room)
+            room = self._room(sum(receive), header)
+        return self.group.exchange(nothing, [0] * self.group.size, receive, into=room).wait()
+
+    def _room(self, rows: int, header: Header) -> Tensor:
+        return torch.empty((rows, header.width), dtype=DTYPES[header.dtype], device=self.device)
 
     def _send(self, rows: Tensor, sources: list[list[int]]) -> None:
         send = [sum(source) for source in sources] + [0] * (self.group.size - self.workers)

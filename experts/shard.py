@@ -5,18 +5,19 @@ The same object serves an expert host and, where experts are colocated, a worker
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from experts.busy import BusyTime
-from experts.layer_shard import LayerShard
+from experts.layer_shard import LayerShard, by_slot, by_source
 from experts.placement.values import Placement
 from experts.routes import LayerRoutes
 from experts.shapes import Key, LayerShape
 from raytrain.config import OptimConfig
+from raytrain.oom import Shortage, attempt
 from raytrain.optim import build_optimizers, takes_skip_on_device
 
 
@@ -46,6 +47,8 @@ class ExpertShard:
 
     Attributes:
         busy: seconds that the experts computed.
+        short: where there was no memory for rows, since the last step; it is dropped by everybody.
+        dropping: rows are answered as they came, nothing is computed: the step will be dropped anyhow.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class ExpertShard:
         self.shapes, self.placement, self.host = shapes, placement, host
         self.optim, self.dtype, self.device = optim, dtype, device
         self.busy = BusyTime(device)
+        self.short: Shortage | None = None
+        self.dropping = False
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.layers = [self._layer(layer) for layer in range(len(shapes))]
         self.optimizers = self._built_optimizers()
@@ -85,28 +90,49 @@ class ExpertShard:
         Returns:
             (R, D) in the same order.
         """
+        return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
+
+    def _forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
         with self.busy.counted():
-            x = _by_slot(rows, sources)
+            x = by_slot(rows, sources)
             counts = [sum(column) for column in zip(*sources, strict=True)]
             with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _own_graph():
                 x = x.detach().requires_grad_(keep)
                 y = self.layers[layer].forward(x, counts) if counts else x
             if keep:
                 self._kept[layer, micro_batch] = (x, y)
-            return _by_source(y.detach(), sources)
+            return by_source(y.detach(), sources)
 
     def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         """Gradients of the outputs to gradients of the inputs; those of the weights are added up."""
+        return self._unless_dropped(grads, lambda: self._backward(layer, micro_batch, grads, sources))
+
+    def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
+        """What `work` makes of the rows, or, from the first shortage of anybody on, the rows themselves."""
+        if not self.dropping:
+            made = attempt(work, device=self.device, who=f"expert host {self.host}")
+            if not isinstance(made, Shortage):
+                return made
+            self.ran_out(made)
+        return rows
+
+    def ran_out(self, short: Shortage) -> None:
+        """There was no memory for rows: nothing more of this step is computed here."""
+        self.short, self.dropping = self.short or short, True
+        self._kept.clear()
+
+    def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
         with self.busy.counted():
             x, y = self._kept.pop((layer, micro_batch))
             if y is not x:
-                torch.autograd.backward(y, _by_slot(grads, sources).to(y.dtype))
+                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
             inner = torch.zeros_like(x) if x.grad is None else x.grad
-            return _by_source(inner, sources)
+            return by_source(inner, sources)
 
     def discard(self) -> None:
         """Forget gradients and whatever was kept for backward."""
         self._kept.clear()
+        self.short, self.dropping = None, False
         for layer in self.layers:
             layer.discard()
 
@@ -258,22 +284,3 @@ def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _by_slot(rows: Tensor, sources: list[list[int]]) -> Tensor:
-    """Worker by worker and in each slot by slot -> slot by slot and in each worker by worker."""
-    if len(sources) == 1:
-        return rows
-    pieces = rows.split([count for source in sources for count in source])
-    slots = len(sources[0])
-    return torch.cat([pieces[worker * slots + slot] for slot in range(slots) for worker in range(len(sources))])
-
-
-def _by_source(rows: Tensor, sources: list[list[int]]) -> Tensor:
-    """The inverse of `_by_slot`."""
-    if len(sources) == 1:
-        return rows
-    slots = len(sources[0])
-    pieces = rows.split([source[slot] for slot in range(slots) for source in sources])
-    workers = len(sources)
-    return torch.cat([pieces[slot * workers + worker] for worker in range(workers) for slot in range(slots)])

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from experts.shapes import Key, LayerShape
-from experts.shard import Commit
-from experts.transport.protocol import HeaderMismatch
+from experts.shard import Commit, ExpertShard
+from experts.transport.protocol import HeaderMismatch, Transport
+from raytrain.oom import Shortage
 
 HEAD = ("step", "trunk", "nonfinite", "inverse_scale", "lr", "notice")
 SPENT = ("busy_s", "moving_s", "sent_bytes")
@@ -23,7 +24,8 @@ SPENT = ("busy_s", "moving_s", "sent_bytes")
 @dataclass(frozen=True)
 class VoteLayout:
     """Where what stands in the vector: the head, the routed rows and drops of each layer, a square for each expert,
-    and of each holder of experts since the last vote: seconds computed, seconds moving experts, bytes of them sent.
+    and of each holder of experts since the last vote: seconds computed, seconds moving experts, bytes of them sent, and
+    whether it had no memory for them.
 
     `notice` is the length in bytes of what rank 0 has to tell everybody after the commit.
     """
@@ -51,9 +53,14 @@ class VoteLayout:
         """(busy seconds, moving seconds, bytes sent) of each holder."""
         return slice(self.squares.stop, self.squares.stop + len(SPENT) * self.holders)
 
+    @property
+    def shortages(self) -> slice:
+        """Of each holder, see `shortages_of`."""
+        return slice(self.spent.stop, self.spent.stop + self.holders)
+
     def empty(self, step: int) -> Tensor:
         """This member's part, still without anything but the step."""
-        vector = torch.zeros(self.spent.stop, dtype=torch.float64)
+        vector = torch.zeros(self.shortages.stop, dtype=torch.float64)
         vector[0] = step
         return vector
 
@@ -82,6 +89,8 @@ class Tally:
     busy_s: list[float]
     moving_s: list[float]
     sent_bytes: list[float]
+    shortages: list[float]
+    """One number for each holder where any of them had no memory, else nothing: the step is dropped by everybody."""
 
     def commit(self, max_grad_norm: float | None) -> Commit:
         """For an optimizer on a host: the same numbers as in the workers' own step."""
@@ -103,6 +112,7 @@ def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tal
     norm = (vector[1] + vector[layout.squares].sum() * scale * scale).sqrt()
     skip = ~torch.isfinite(norm) | (vector[2] > 0)
     busy_s, moving_s, sent_bytes = vector[layout.spent].view(-1, len(SPENT)).T.tolist()
+    shortages = vector[layout.shortages]
     return Tally(
         norm,
         skip,
@@ -113,4 +123,31 @@ def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tal
         busy_s=busy_s,
         moving_s=moving_s,
         sent_bytes=sent_bytes,
+        shortages=shortages.tolist() if shortages.any() else [],
     )
+
+
+def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
+    """This member's part of one number for each holder of experts: 0 where it had memory enough, else one more than the
+    bytes that its tensors held, or 1 where nobody counts them."""
+    own = torch.zeros(holders, dtype=torch.float64)
+    if shard is not None and shard.short is not None:
+        own[shard.host] = 1 + (shard.short.allocated_bytes or 0)
+    return own
+
+
+def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
+    """Everybody's part of it. Collective over all members."""
+    vector = shortages_of(shard, len(group.holders))
+    group.sum_(vector)
+    return vector.tolist()
+
+
+def named(told: list[float], *, colocated: bool) -> list[Shortage]:
+    """Whom the numbers of `shortages_of` are about."""
+    who = "the experts of rank" if colocated else "expert host"
+    return [
+        Shortage(f"{who} {holder}", "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
+        for holder, value in enumerate(told)
+        if value
+    ]

@@ -14,6 +14,7 @@ from raytrain.attempts import this_process
 from raytrain.callbacks import load_observers
 from raytrain.data.sources import hand_over, handed_over
 from raytrain.errors import InputError
+from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
@@ -46,6 +47,8 @@ def check_on_driver(spec: JobSpec) -> Checked:
         key = "model.builder" if spec.model.module is None else "model.module"
         seen = "a model that is frozen whole" if parameters else "a model without parameters"
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
+    if spec.precision.fp32_layers != "auto":
+        parts_named(trainable.module, spec.precision.fp32_layers)
     check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
     model_facts, data_facts = facts_from(spec, source)
     return Checked(sent, model_facts, data_facts)

@@ -134,6 +134,9 @@ class PrecisionConfig(Section):
         default="auto", description="auto: by capability and a measured comparison"
     )
     fallback: bool = Field(default=True, description="go on in a wider format where this one fails")
+    fp32_layers: list[Text] | Auto = Field(
+        default=[], description="modules that stay in fp32 under bf16 or fp16; auto: those that must, measured"
+    )
 
 
 class LoopConfig(Section):
@@ -145,6 +148,9 @@ class LoopConfig(Section):
     micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
     eval_every: Count | Auto = Field(default="auto", description="steps between evaluations; always at the end")
     eval_batches: Count | None = Field(default=None, description="batches per evaluation; null: the whole split")
+    grow_after: Count | None = Field(
+        default=100, description="clean steps until a micro-batch halved for memory is tried larger; null: never"
+    )
     log_every: NonNegativeInt = Field(default=10, description="steps between train rows; 0: only the last step")
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
         default="off", description="torch.compile mode"

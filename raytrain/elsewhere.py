@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from raytrain.gradients import WorkersGroup
+from raytrain.oom import Shortage
 from raytrain.turns import Turns
 
 Notice = tuple[str, dict[str, Any]]
@@ -64,6 +65,15 @@ class StateElsewhere(Protocol):
 
     def idle(self) -> Tensor:
         """Take part in a micro-batch of other workers, without rows; a scalar zero to call backward on."""
+        ...
+
+    def end_passes(self, *, short: bool) -> None:
+        """This worker's passes of a step or of an evaluation are over. Where `short`, before their end: it had no
+        memory for them, and those of the others go on without it until `discard`."""
+        ...
+
+    def shortages(self) -> list[Shortage]:
+        """Which of the other processes had no memory for an evaluation; with a step they say so in `agree`."""
         ...
 
     def discard(self) -> None:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from raytrain.gradients import Workers
+from raytrain.oom import Shortage, StepDropped
 from raytrain.step import MicroBatch, TrainingStep
+
+#: In place of a worker's names: it had no memory for its batches. No name of a metric begins so.
+SHORT = b"\0"
 
 
 def evaluate(
@@ -21,9 +25,30 @@ def evaluate(
     (modules count in training mode only). A failing batch raises; none is skipped. `passes` as in
     `TrainingStep.backward`.
 
+    Raises:
+        StepDropped: a worker had no memory for it.
+
     Returns:
         {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
     """
+    came = step.attempt(lambda: _scored(step, batches, passes=passes))
+    names = _agreed_names(step, came, workers)
+    assert not isinstance(came, Shortage)
+    elsewhere = step.trainable.elsewhere
+    shortages = [] if elsewhere is None else elsewhere.shortages()
+    if elsewhere is not None and shortages:
+        elsewhere.discard()
+        raise StepDropped(shortages)
+    total, weight = came
+    zero = torch.zeros((), dtype=torch.float64, device=step.device)
+    sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])
+    workers.sum_([sums])
+    *values, count = sums.tolist()
+    return {name: value / count for name, value in zip(names, values, strict=True)} if count else {"loss": float("nan")}
+
+
+def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int) -> tuple[dict[str, Tensor], int]:
+    """This worker's sums of loss and metrics, on the device, and their weight."""
     module = step.trainable.module
     total: dict[str, Tensor] = {}
     weight = 0
@@ -47,17 +72,14 @@ def evaluate(
     finally:
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
-    names = _agreed_names(list(total), workers)
-    zero = torch.zeros((), dtype=torch.float64, device=step.device)
-    sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])
-    workers.sum_([sums])
-    *values, count = sums.tolist()
-    return {name: value / count for name, value in zip(names, values, strict=True)} if count else {"loss": float("nan")}
+    return total, weight
 
 
-def _agreed_names(names: list[str], workers: Workers) -> list[str]:
-    """A worker without eval rows still takes part in the sum: names come from whoever has them."""
-    for row in workers.gather_bytes(",".join(names).encode()):
-        if row:
-            return row.decode().split(",")
-    return ["loss"]
+def _agreed_names(step: TrainingStep, came: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:
+    """A worker without eval rows still takes part in the sum: names come from whoever has them. Where somebody had a
+    shortage, everybody hears of it here."""
+    short = isinstance(came, Shortage)
+    rows = workers.gather_bytes(SHORT if short else ",".join(came[0]).encode())
+    if SHORT in rows:
+        raise step.dropped(came)
+    return next((row.decode().split(",") for row in rows if row), ["loss"])

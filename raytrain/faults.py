@@ -6,11 +6,21 @@ import time
 import traceback
 
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
+from raytrain.memory import is_out_of_memory
 from raytrain.recovery import Fault
 from raytrain.run_folder import RunFolder
 
 
-def fault_of(error: Exception, *, attempt: int, rank: int, step: int, precision: str, from_step: int) -> Fault:
+def fault_of(
+    error: Exception,
+    *,
+    attempt: int,
+    rank: int,
+    step: int,
+    precision: str,
+    from_step: int,
+    micro_batch: int | None = None,
+) -> Fault:
     """The record of an exception that is being handled now; what raytrain explains itself will not go away."""
     return Fault(
         attempt=attempt,
@@ -24,6 +34,8 @@ def fault_of(error: Exception, *, attempt: int, rank: int, step: int, precision:
         final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
         from_step=from_step,
         time=time.time(),
+        out_of_memory=is_out_of_memory(error, device=None),
+        micro_batch=micro_batch,
     )
 
 

@@ -42,7 +42,18 @@ class Feed:
         self._weight = weight
         self._cast = dtype if dtype is torch.float64 else None
         self._verified = False
+        self._limit_rows = EVAL_MICRO_BATCHES * batches.micro_batch
         self.tokens_per_row = batches.split.tokens_per_row or 0
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of one forward pass, at most; changed while a run goes on, by all workers alike. The rows of a window
+        and of an evaluation stay the same."""
+        return self.batches.micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, rows: int) -> None:
+        self.batches.micro_batch = rows
 
     def window(self, cursor: Any) -> Window:
         """The rows of the step at `cursor`."""
@@ -59,20 +70,26 @@ class Feed:
 
     def passes(self, rows: int) -> int:
         """Micro-batches of the busiest worker in a window of so many rows."""
-        return most_passes(rows, micro_batch=self.batches.micro_batch, world=self.batches.world)
+        return self._most_passes(rows, micro_batch=self.batches.micro_batch)
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
-        rows, each = len(split), EVAL_MICRO_BATCHES * self.batches.micro_batch
-        rows = rows if limit is None else min(rows, limit * each)
-        return most_passes(rows, micro_batch=each, world=self.batches.world)
+        rows = len(split) if limit is None else min(len(split), limit * self._limit_rows)
+        return self._most_passes(rows, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
-        """This rank's share of the eval split, in file order."""
-        batches = self.batches
-        rows_each = EVAL_MICRO_BATCHES * batches.micro_batch
-        for rows in eval_batches(split, micro_batch=rows_each, rank=batches.rank, world=batches.world, limit=limit):
-            yield self._gather(split, rows)
+        """This rank's share of the eval split, in file order. `limit` counts batches of the size planned."""
+        batches, rows = self.batches, None if limit is None else limit * self._limit_rows
+        place = {"rank": batches.rank, "world": batches.world, "shares": batches.shares}
+        for own in eval_batches(split, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch, rows=rows, **place):
+            yield self._gather(split, own)
+
+    def _most_passes(self, rows: int, *, micro_batch: int) -> int:
+        shares = self.batches.shares
+        if shares is None:
+            return most_passes(rows, micro_batch=micro_batch, world=self.batches.world)
+        every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world))
+        return max(map(len, every))
 
     def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
         """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from raytrain.figures import (
     cause_of,
@@ -21,6 +19,8 @@ from raytrain.figures import (
     step_ms,
     time_account,
 )
+from raytrain.finding import SEVERITIES, Finding
+from raytrain.findings_memory import shortages
 from raytrain.loads import loads_of, names_of
 from raytrain.reading import (
     Row,
@@ -33,19 +33,7 @@ from raytrain.reading import (
     values,
 )
 
-Severity = Literal["error", "warning", "info", "good"]
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "good")
 SAVE_BUDGET = 0.03
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One diagnosis: what is the case (`title`), the numbers that show it, what mends it ("" if nothing)."""
-
-    severity: Severity
-    title: str
-    evidence: str
-    remedy: str = ""
 
 
 def diagnose(records: RunRecords) -> list[Finding]:
@@ -282,6 +270,7 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     non_finite,
     restarts,
     fall_backs,
+    shortages,
     limiting_part,
     clipping,
     step_times,

@@ -36,11 +36,19 @@ class GradientBuffers:
     Args:
         parameters: the trainable parameters (each once).
         bucket_bytes: size at which a buffer is closed, in bytes.
+        with_word: room for one number beside the first buffer, which travels with it (`say_short`).
+
+    Attributes:
+        buffers: the gradients. payloads: the same memory as it is summed, the word included.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_word: bool = False
+    ) -> None:
         self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._with_word = with_word
         self.buffers: list[Tensor] = []
+        self.payloads: list[Tensor] = []
         bucket: list[nn.Parameter] = []
         size = 0
         for parameter in parameters:
@@ -58,8 +66,12 @@ class GradientBuffers:
             self._close(bucket)
 
     def _close(self, bucket: list[nn.Parameter]) -> None:
-        flat = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        size = sum(p.numel() for p in bucket)
+        word = int(self._with_word and not self.buffers)
+        payload = torch.zeros(size + word, dtype=bucket[0].dtype, device=bucket[0].device)
+        flat = payload[:size]
         self.buffers.append(flat)
+        self.payloads.append(payload)
         start = 0
         for parameter in bucket:
             view = flat[start : start + parameter.numel()].view_as(parameter)
@@ -72,8 +84,8 @@ class GradientBuffers:
 
         Somebody's module may have set a `.grad` to None or to a tensor of its own; the views are put back.
         """
-        for flat in self.buffers:
-            flat.zero_()
+        for payload in self.payloads:
+            payload.zero_()
         for parameter, view in self._views:
             if parameter.grad is not view:
                 parameter.grad = view
@@ -105,6 +117,15 @@ class GradientBuffers:
         everybody's, so that no further exchange is needed to agree."""
         first = self.buffers[0][:1]
         first.copy_(torch.where(bad, torch.full_like(first, torch.nan), first))
+
+    def say_short(self) -> None:
+        """This worker had no memory for its passes: everybody hears it with the sum of the payloads."""
+        self.payloads[0][-1:].fill_(1.0)
+
+    def some_were_short(self) -> bool:
+        """After the sum over the workers, on a CPU: whether any of them had no memory. Not for a GPU, which it would
+        wait for."""
+        return bool(self.payloads[0].numpy()[-1] != 0.0)
 
     def nonfinite(self, module: nn.Module) -> list[str]:
         """Names of the parameters whose gradients are not finite. Reads the device."""

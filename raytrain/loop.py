@@ -2,8 +2,9 @@
 
     start -> [ window of rows -> step -> (log) -> (eval) -> (checkpoint) -> (stop?) ]* -> end
 
-All decisions that a clock or a signal could make differently on two workers (stop, save) are rank 0's and travel by
-the small vote at the end of each step. Device values are read once for each logged row.
+All decisions that a clock or a signal could make differently on two workers (stop, save) are rank 0's and travel with
+the gradients of each step. Device values are read once for each logged row. Where a worker has no memory for a step or
+an evaluation, all of them take it again in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import torch
 
 from raytrain.errors import RunError
 from raytrain.feed import Feed
+from raytrain.loop_memory import LoopMemory
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NonFinite, Outcome, Reporter, Saver
+from raytrain.micro_batch_size import MicroBatchSize
+from raytrain.oom import Shortage, attempt
 from raytrain.record import EvalRecord, StepRecord
 from raytrain.step import MicroBatch, StepOutput, TrainingStep
 
@@ -37,6 +41,7 @@ class TrainingLoop:
         should_stop: rank 0's stop flag (a signal arrived), read once a step; before it, where there are more workers.
         peak_memory: `() -> bytes` for the logged rows.
         clock: the attempt's, where several loops make up one attempt.
+        sizing: how large micro-batches are; None keeps them as they are until memory runs out.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class TrainingLoop:
         should_stop: Callable[[], bool],
         peak_memory: Callable[[], int],
         clock: Clock | None = None,
+        sizing: MicroBatchSize | None = None,
     ) -> None:
         self.step = step
         self.feed = feed
@@ -61,13 +67,15 @@ class TrainingLoop:
         self.should_stop = should_stop
         self.peak_memory = peak_memory
         self.clock = clock or Clock()
+        sizing = sizing or MicroBatchSize(feed.micro_batch, grow_after=None)
+        self._memory = LoopMemory(step, feed, sizing=sizing, reporter=reporter)
         self._nonfinite = NonFinite(step.device)
         self._culprit = ""
         self._skipped_before = 0
         self._times: list[float] = []
         self._data_s = self._samples = self._tokens = 0.0
         self._since = time.perf_counter()
-        self._begun: Callable[[], list[int]] | None = None
+        self._told: list[int] | None = None
 
     def run(self, state: LoopState) -> Outcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
@@ -100,21 +108,9 @@ class TrainingLoop:
     def _one_step(self, state: LoopState) -> StepOutput:
         begin = time.perf_counter()
         handles, following = self.feed.window(state.cursor)
-        weight = self.feed.global_weight(handles)
-        micros: Iterator[MicroBatch] | list[MicroBatch] = self._micro_batches(handles)
         self._fetch_s = 0.0
-        if weight is None:  # only the batches themselves know: fetch this worker's share, then add up
-            micros = list(micros)
-            weight = self.step.workers.sum_flags([sum(micro.weight for micro in micros)])[0]
-        if weight <= 0:
-            raise RunError(
-                f"step {state.step + 1}: the {len(handles)} rows of this window hold nothing to average over "
-                "(every label is -100); mend data.source"
-            )
-        workers = self.step.workers
-        self._begun = workers.begin_sum_flags(self._wishes(state.step + 1)) if workers.world > 1 else None
-        passes = self.feed.passes(len(handles))
-        output = self.step.run(micros, global_weight=weight, step=state.step + 1, passes=passes)
+        output = self._memory.taken(lambda: self._taken(handles, step=state.step + 1), step=state.step + 1)
+        self._memory.clean(step=state.step + 1)
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
         elsewhere = self.step.trainable.elsewhere
@@ -131,6 +127,39 @@ class TrainingLoop:
         self._samples += len(handles)
         self._tokens += len(handles) * self.feed.tokens_per_row
         return output
+
+    def _taken(self, handles: Any, *, step: int) -> StepOutput:
+        """The step over these rows, in micro-batches of the size in force. Raises StepDropped."""
+        weight = self.feed.global_weight(handles)
+        micros: Iterator[MicroBatch] | list[MicroBatch] = self._micro_batches(handles)
+        if weight is None:
+            micros, weight = self._fetched(micros)
+        if weight <= 0:
+            raise RunError(
+                f"step {step}: the {len(handles)} rows of this window hold nothing to average over "
+                "(every label is -100); mend data.source"
+            )
+        passes = self.feed.passes(len(handles))
+        several = self.step.workers.world > 1
+        output = self.step.run(
+            micros,
+            global_weight=weight,
+            step=step,
+            passes=passes,
+            flags=(lambda: self._wishes(step)) if several else list,
+        )
+        self._told = output.flags if several else None
+        return output
+
+    def _fetched(self, micros: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """Only the batches themselves know what they weigh: this worker's share, and the weight of all."""
+        workers = self.step.workers
+        came = attempt(lambda: list(micros), device=self.step.device, who=f"rank {workers.rank}")
+        own = [] if isinstance(came, Shortage) else came
+        weight, short = workers.sum_flags([sum(micro.weight for micro in own), int(isinstance(came, Shortage))])
+        if short:
+            raise self.step.dropped(came)
+        return own, weight
 
     def _micro_batches(self, handles: Any) -> Iterator[MicroBatch]:
         """This worker's micro-batches, with the seconds spent waiting for them kept apart."""
@@ -218,7 +247,8 @@ class TrainingLoop:
         if self.evaluate is None or (state.last_eval and state.last_eval["step"] == state.step):
             return
         begin = time.perf_counter()
-        values = self.evaluate(state.step)
+        evaluate = self.evaluate
+        values = self._memory.taken(lambda: evaluate(state.step), step=state.step, evaluation=True)
         loss = values.pop("loss")
         record = EvalRecord(step=state.step, loss=loss, accuracy=values.pop("accuracy", None), extra=values)
         self._charge("eval", begin)
@@ -240,8 +270,8 @@ class TrainingLoop:
         return [int(leads and self.should_stop()), int(leads and self.saver.due(step))]
 
     def _vote(self, step: int) -> tuple[bool, bool]:
-        """Rank 0's wishes become everybody's: (stop, save). Several workers began the vote with the step, so that it
-        travelled while they computed: a second meeting in each step costs two workers 2 % of it, measured."""
-        begun, self._begun = self._begun, None
-        stop, save = begun() if begun else self._wishes(step)
+        """Rank 0's wishes become everybody's: (stop, save). Several workers told each other with the step: a second
+        meeting in each step costs two workers 2 % of it, measured."""
+        told, self._told = self._told, None
+        stop, save = self._wishes(step) if told is None else told
         return bool(stop), bool(save)

@@ -5,7 +5,6 @@ A restarted or resumed attempt takes what was measured first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,18 +16,26 @@ from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.errors import RunError, StateLost
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
+from raytrain.measured_layers import settle_layers
 from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import process_budget, processes_here
 from raytrain.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
 from raytrain.plan import Deferred, Resolved
 from raytrain.plan_memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan_values import size_text
+from raytrain.probe import compare_inflight
+from raytrain.probe_record import read_measured, shared_record, write_decision, write_measured
 from raytrain.run_folder import RunFolder
+from raytrain.search import choose_inflight
 from raytrain.session import Session
+from raytrain.shares import SPLITS
 from raytrain.trainable import parameters_of
 
 Push = Callable[[dict[str, Any]], None]
 """Progress for the driver; silent but on rank 0."""
+
+MEASURED_PASSES = 4
+"""So many micro-batches of each worker, at most, show what a second one in flight is worth."""
 
 
 def settle_precision(
@@ -49,13 +56,15 @@ def settle_precision(
         known = read_measured(run).get("precision", {}).get("value")
     if known is None and isinstance(planned, Deferred):
         session.prepare("fp32")
+        settle_layers(session, run, precisions=planned.bounds, reporter=reporter)
         push({"phase": "measuring precisions"})
         chosen, trials = session.measure_precision(list(planned.bounds))
         session.use_precision(chosen.value)
         if session.workers.rank == 0:
-            _write(run, "precision", chosen, trials, reporter)
+            write_decision(run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
+    settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
     return session.precision or ""
 
 
@@ -70,19 +79,34 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
         return
     known = shared_record(session, run, "inflight")
     if known is not None:
-        session.use_inflight(Resolved(known["value"], known["reason"]))
+        session.settle(inflight=Resolved(known["value"], known["reason"]))
         return
     push({"phase": "measuring micro-batches in flight"})
     try:
-        chosen, seconds = session.measure_inflight()
+        chosen, seconds = measure_inflight(session)
     except (torch.OutOfMemoryError, StateLost) as error:
         if session.step.inflight == 2:  # the next attempt, in which nothing waits any more for this one, takes one
             why = f"2 in flight failed while measured ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            _write(run, "inflight", Resolved(1, why), {}, reporter)
+            write_decision(run, "inflight", Resolved(1, why), {}, reporter)
         raise
-    session.use_inflight(chosen)
+    session.settle(inflight=chosen)
     if session.workers.rank == 0:
-        _write(run, "inflight", chosen, seconds, reporter)
+        write_decision(run, "inflight", chosen, seconds, reporter)
+
+
+def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
+    """One and two micro-batches in flight on the real model and its first ones; changes nothing it measures."""
+    feed, batches = session.feed, session.feed.batches
+    handles, _ = feed.window(session.state.cursor)
+    rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
+    seconds = compare_inflight(
+        session.step,
+        lambda: feed.micro_batches(rows),
+        passes=feed.passes(len(rows)),
+        workers=session.workers,
+        device=session.device,
+    )
+    return choose_inflight(seconds), seconds
 
 
 def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
@@ -104,7 +128,7 @@ def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, 
         session.use_micro_batch(Resolved(known["value"], known["reason"]))
         spare_memory(session, peak=known["peak_bytes"], budget=known["budget_bytes"])
         return
-    share = micro_batch_sizes(total, world)[-1]
+    share = micro_batch_sizes(total, world * _parts(session))[-1]
     unasked = session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
     if unasked and parameters_of(session.trainable.module) < TINY_PARAMETERS:
         reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
@@ -151,7 +175,8 @@ def measure_micro_batch(
         RunError: not even the smallest micro-batch fits.
     """
     assert session.precision is not None, "measured after `prepare`"
-    sizes = sizes or micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world)
+    shares = session.workers.world * _parts(session)
+    sizes = sizes or micro_batch_sizes(int(session.job.planned("global_batch_size")), shares)
     budget = memory_budget(session)
     tried = [(Next(one.candidate.micro_batch_size, None), one) for one in known]
     before = session.step.inflight
@@ -171,6 +196,11 @@ def measure_micro_batch(
     return chosen, settled_record(chosen, tried, budget=budget, settings=settings)
 
 
+def _parts(session: Session) -> int:
+    """Micro-batches of an equal share, where unequal ones are to be measured."""
+    return SPLITS if isinstance(session.job.plan.shares, Deferred) else 1
+
+
 def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
     rows = last.candidate.micro_batch_size
     if last.outcome == "error":
@@ -181,25 +211,3 @@ def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
         f"not even a micro-batch of {rows} rows fits{needed}: {last.reason}; raise cluster.memory_fraction or"
         f" cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
     )
-
-
-def shared_record(session: Session, run: RunFolder, what: str) -> dict[str, Any] | None:
-    """What rank 0 reads of one decision in memory_probe.json, on every worker; None where it was not taken yet."""
-    own = read_measured(run).get(what) if session.workers.rank == 0 else None
-    return json.loads(session.workers.gather_bytes(json.dumps(own).encode())[0])
-
-
-def read_measured(run: RunFolder) -> dict[str, Any]:
-    """What this run has measured so far, by what it decides."""
-    return run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
-
-
-def write_measured(run: RunFolder, what: str, record: dict[str, Any]) -> None:
-    """Add one decision to memory_probe.json; rank 0's alone."""
-    run.write_json(run.memory_probe, {**read_measured(run), what: record})
-
-
-def _write(run: RunFolder, what: str, chosen: Resolved, trials: Any, reporter: Reporter) -> None:
-    record = {"value": chosen.value, "reason": chosen.reason, "trials": trials}
-    write_measured(run, what, record)
-    reporter.event("decision", what=what, value=chosen.value, reason=chosen.reason)

@@ -95,16 +95,17 @@ def limit_device_memory(device: torch.device, *, fraction: float, limit: int | N
     return share
 
 
-def is_out_of_memory(error: BaseException, *, device: torch.device, budget: int | None = None) -> bool:
+def is_out_of_memory(error: BaseException, *, device: torch.device | None, budget: int | None = None) -> bool:
     """Whether an error means that memory ran out: by its type and the allocator, never by its message.
 
     torch's allocators for devices and Python's own have types for it. torch's allocator for CPU tensors raises a plain
-    RuntimeError, as many mistakes do: it is judged by what the process had against its limits (RLIMIT_AS,
-    RLIMIT_DATA, the cgroup or machine, `budget` bytes resident).
+    RuntimeError, as many mistakes do: it is judged by what the process had against the limits at which an allocation
+    is refused (RLIMIT_AS, RLIMIT_DATA), and `budget` bytes resident. At those of a cgroup or machine it is killed.
+    Where nobody knows the device (None) the type alone decides.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
         return True
-    if device.type != "cpu" or type(error) is not RuntimeError:
+    if device is None or device.type != "cpu" or type(error) is not RuntimeError:
         return False
     return any(used >= PRESSED * allowed for used, allowed in _use_and_limits(budget))
 
@@ -112,15 +113,12 @@ def is_out_of_memory(error: BaseException, *, device: torch.device, budget: int 
 def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:
     """(used at most so far, allowed) of each limit in force on this process."""
     sizes = _status(root)
-    peak = process_memory(root=root).peak
     for kind, name in ((resource.RLIMIT_AS, "VmPeak"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft > 0:
             yield sizes.get(name, 0), soft
-    total, _ = memory_bytes(root=root)
-    for allowed in (total, budget):
-        if allowed:
-            yield peak, allowed
+    if budget:
+        yield process_memory(root=root).peak, budget
 
 
 def _status(root: Path) -> dict[str, int]:

@@ -35,13 +35,14 @@ class MemoryLine:
 
 
 def points(measurements: Iterable[Measurement]) -> list[tuple[int, int]]:
-    """(rows, peak bytes) of those that fitted, for `fit`.
+    """(rows, peak bytes) of those whose peak is known, for `fit`: also of what was above its budget, but not of what
+    the allocator refused.
 
     A process keeps something of each size that it has met (compiled kernels), so that its floor rises: every peak is
     what its own size added, on top of the highest floor.
     """
-    good = [one for one in measurements if one.outcome == "ok"]
-    found = [(one.candidate.micro_batch_size, one.peak_bytes, one.floor_bytes or 0) for one in good if one.peak_bytes]
+    known = [one for one in measurements if one.peak_bytes]
+    found = [(one.candidate.micro_batch_size, one.peak_bytes or 0, one.floor_bytes or 0) for one in known]
     base = max((floor for _, _, floor in found), default=0)
     return [(rows, peak - floor + base) for rows, peak, floor in found]
 

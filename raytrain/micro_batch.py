@@ -49,7 +49,7 @@ def next_size(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: 
     if not best:
         first = max((size for size in larger if size <= FIRST * min(ceiling, max(sizes))), default=larger[0])
         return Next(first, None)
-    line = line_of(measured)
+    line = line_of([one for one in measured if one.outcome == "ok"])  # others may lie beyond a kink
     within = max(larger) if budget is None else line.largest(budget, larger)
     if within is None and len(fitted) == 1:
         within = larger[0]  # one size alone predicts too much: what it needs once is charged to its rows
@@ -57,10 +57,10 @@ def next_size(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: 
 
 
 def line_of(measured: Sequence[Measurement]) -> MemoryLine:
-    """The line through all that fitted; through its floor, where that is one size alone."""
+    """The line through all whose peak is known; through its floor, where that is one size alone."""
     found = points(measured)
     if len(found) == 1:
-        found.append((0, min(one.floor_bytes or 0 for one in measured if one.outcome == "ok")))
+        found.append((0, min(one.floor_bytes or 0 for one in measured if one.peak_bytes)))
     return fit(found)
 
 

@@ -26,11 +26,11 @@ from raytrain.plan_hosts import (
     choose_inflight,
     choose_strategy,
     hosts_by_node,
-    kinds_text,
     taken_by_hosts,
 )
-from raytrain.plan_machines import Machines, choose_machines, choose_precision, warn_of_kinds
+from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
 from raytrain.plan_memory import ShareOut, doubt_of_memory, estimate_bytes
+from raytrain.plan_shares import choose_shares, splits
 from raytrain.plan_steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -42,6 +42,7 @@ from raytrain.plan_steps import (
     choose_warmup,
     leave_to_memory,
 )
+from raytrain.plan_text import reason_of, shown
 from raytrain.plan_time import predict_step
 from raytrain.plan_values import (
     Choice,
@@ -56,14 +57,13 @@ from raytrain.plan_workers import choose_placement, choose_threads, count_worker
 
 __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
 
-IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
-
 
 @dataclass(frozen=True)
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere.
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `shares` where
+    they are asked to be equal, `fp32_layers` where none is asked for.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -78,10 +78,12 @@ class Plan:
     backend: Choice
     threads: Choice
     precision: Choice
+    fp32_layers: Choice | None = field(default=None, kw_only=True)
     global_batch_size: Choice
     micro_batch_size: Choice
     accumulation: Choice
     effective_batch: Choice
+    shares: Choice | None = field(default=None, kw_only=True)
     steps_per_epoch: Choice
     max_steps: Choice
     warmup_steps: Choice
@@ -115,7 +117,7 @@ class Plan:
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, reason) of each decision, as text for a table; None is what does not apply."""
         known = ((n, c) for n, c in self.choices().items() if not isinstance(c, Resolved) or c.value is not None)
-        return [(name, _shown(name, choice), _reason(choice)) for name, choice in known]
+        return [(name, shown(name, choice), reason_of(choice)) for name, choice in known]
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `Plan.from_json` of it equals this plan."""
@@ -144,52 +146,12 @@ class Plan:
         )
 
 
-def _shown(name: str, choice: Choice) -> str:
-    """A value, or what it may become."""
-    if isinstance(choice, Resolved):
-        value = choice.value
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        if isinstance(value, float):
-            return f"{value:g}"
-        if isinstance(value, dict):
-            return kinds_text(value)
-        if isinstance(value, int):
-            return size_text(value) if name in IN_BYTES else f"{value:,}"
-        return str(value)
-    if not choice.bounds:
-        return "later"
-    if all(isinstance(bound, str) for bound in choice.bounds):
-        return " or ".join(choice.bounds)
-    low, high = choice.bounds
-    return f"{low:,} to {high:,}" if high is not None else f"{low:,} or more"
-
-
-def _reason(choice: Choice) -> str:
-    if isinstance(choice, Resolved):
-        return choice.reason
-    return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
-
-
 def make_plan(
-    *,
-    model: ModelConfig,
-    data: DataConfig,
-    optim: OptimConfig,
-    precision: PrecisionConfig,
-    loop: LoopConfig,
-    save: SaveConfig,
-    scale: ScaleConfig,
-    experts_hosts: Any,
-    experts_inflight: Any,
-    cluster: ClusterConfig,
-    seed: int,
-    inventory: Inventory,
-    model_facts: ModelFacts | None,
-    data_facts: DataFacts | None,
-    name: str = "run",
+    *, model: ModelConfig, data: DataConfig, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig,
+    save: SaveConfig, scale: ScaleConfig, experts_hosts: Any, experts_inflight: Any, cluster: ClusterConfig, seed: int,
+    inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
     share_out: ShareOut | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
 
     `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
@@ -204,7 +166,8 @@ def make_plan(
     left = machines.without(taken_by_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
-    batches = choose_batches(loop, workers=workers.value, warnings=warnings)
+    parts = splits(scale, workers=workers.value, hosts=hosts)
+    batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     allowed = _allowed(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
@@ -216,9 +179,16 @@ def make_plan(
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_memory(loop, batches, doubt=doubt)
     _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
+    known: dict[str, Choice] = {**choices, **batches, **estimates}
+    shares = choose_shares(
+        scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
+    )
+    known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates,
-        step_time=predict_step(model_facts, machines, inventory, {**choices, **batches}, hosts=hosts),
+        shares=shares,
+        fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
+        step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),
@@ -238,7 +208,8 @@ def _machine_choices(
     workers: Resolved, hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
     """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
-    warn_of_kinds(left, warnings)
+    if scale.shares == "equal":
+        warn_of_kinds(left, warnings)
     counts = spread(workers.value, left, inventory)
     beside = hosts_by_node(hosts, counts, machines, inventory)
     return {

@@ -70,7 +70,7 @@ def warn_of_kinds(machines: Machines, warnings: list[str]) -> None:
     if len(names) > 1:
         warnings.append(
             f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
-            " scale.accelerator picks one kind"
+            " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
         )
 
 
@@ -192,6 +192,25 @@ def choose_precision(
     if precision.dtype == "bf16" and not machines.on_gpu and not any(inventory.cpu_flags.values()):
         warnings.append("bf16 on a CPU without bf16 instructions is emulated: slower than fp32")
     return Resolved(precision.dtype, "precision.dtype")
+
+
+def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: list[str]) -> Choice | None:
+    """Layers that stay in fp32; None where none is asked for.
+
+    Args:
+        chosen: the format of the rest.
+    """
+    if precision.fp32_layers == []:
+        return None
+    may_be = chosen.bounds if isinstance(chosen, Deferred) else (chosen.value,)
+    if not {"bf16", "fp16"}.intersection(may_be):
+        if precision.fp32_layers != "auto":
+            warnings.append(f"precision.fp32_layers changes nothing: everything computes in {may_be[0]}")
+        return Resolved([], f"everything computes in {may_be[0]}")
+    if precision.fp32_layers == "auto":
+        how = "measured at the start, one layer at a time in half precision"
+        return Deferred(how, (), "as few as bring the loss of the real model into the band of fp32's")
+    return Resolved(list(precision.fp32_layers), "precision.fp32_layers")
 
 
 def _measured_precision(

@@ -46,16 +46,22 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
     return loop.global_batch_size
 
 
-def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str]) -> dict[str, Resolved]:
+def choose_batches(
+    loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1
+) -> dict[str, Resolved]:
     """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch.
 
     Micro-batches of one global batch go to the workers in order, as evenly as whole ones can.
+
+    Args:
+        splits: micro-batches that `auto` makes of a worker's equal share.
     """
     total = loop.global_batch_size
     assert isinstance(total, int)  # choose_global_batch has refused "auto"
     if loop.micro_batch_size == "auto":
-        micro = math.ceil(total / workers)
+        micro = math.ceil(total / (workers * splits))
         reason = f"global batch {total} / {workers} workers" if workers > 1 else "the global batch"
+        reason += f" / {splits}, so that scale.shares can differ by less than a whole share" if splits > 1 else ""
         chosen = Resolved(micro, reason)
     elif loop.micro_batch_size > total:
         raise InputError(

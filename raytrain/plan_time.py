@@ -81,7 +81,7 @@ def predict_step(
     """Seconds of a step as planned, and in the reason those of the other strategies.
 
     Args:
-        choices: precision, workers, effective_batch and accumulation are read.
+        choices: precision, workers, effective_batch, accumulation and shares (where there is such) are read.
     """
     unknown = facts is not None and facts.experts is None and hosts.value not in ("none", 0)
     if facts is None or facts.flops_per_sample is None or unknown:
@@ -89,16 +89,17 @@ def predict_step(
     workers, rows, accumulation = (_known(choices[name]) for name in ("workers", "effective_batch", "accumulation"))
     precision = choices["precision"]
     dtype = str(precision.value if isinstance(precision, Resolved) else precision.bounds[0])
-    if machines.on_gpu and _gpu_flops(machines, dtype) is None:
+    unequal = isinstance(choices.get("shares"), Deferred)
+    if machines.on_gpu and _gpu_flops(machines, dtype, unequal=unequal) is None:
         return Deferred("measured in the run", (), f"no rate is stated for {_slowest_name(machines)}")
     work = _work(facts, rows=rows, accumulation=accumulation, half=dtype in ("bf16", "fp16"))
     found: dict[str, float] = {}
     for name, number in _strategies(hosts, machines, workers=workers, has_experts=facts.experts is not None).items():
-        rates = _rates(machines, inventory, dtype, processes=workers + (number or 0))
+        rates = _rates(machines, inventory, dtype, processes=workers + (number or 0), unequal=unequal)
         found[name] = _seconds(work, rates, workers=workers, hosts=number, shared=name != "data_parallel")
     planned = found[_title(hosts)]
     each = ", ".join(f"{name} {_text(spent)}" for name, spent in found.items())
-    source = _rates(machines, inventory, dtype, processes=workers).source
+    source = _rates(machines, inventory, dtype, processes=workers, unequal=unequal).source
     told = f"an estimate, not measured: {each}; {source}; {LEFT_OUT}"
     return Resolved(f"about {_text(planned)} at assumed rates", told)
 
@@ -165,10 +166,11 @@ def _seconds(work: Work, rates: Rates, *, workers: int, hosts: int, shared: bool
     return spent + (max(own, theirs) if hosts else own + theirs) + rates.latency_s
 
 
-def _rates(machines: Machines, inventory: Inventory, dtype: str, *, processes: int) -> Rates:
+def _rates(machines: Machines, inventory: Inventory, dtype: str, *, processes: int, unequal: bool) -> Rates:
     nodes = len({node.host for node, _ in machines.pool}) if machines.on_gpu else len(inventory.nodes)
     if machines.on_gpu:
-        flops, name = _gpu_flops(machines, dtype) or 0.0, _slowest_name(machines)
+        flops = _gpu_flops(machines, dtype, unequal=unequal) or 0.0
+        name = _each_name(machines) if unequal else _slowest_name(machines)
         wire, told = (50e9, "50 GB/s between GPUs of a node") if nodes == 1 else (3e9, "3 GB/s between nodes")
         said = f"{name} at {GPU_SHARE:.0%} of its stated peak, {told}, assumed"
         return Rates(flops, 1, len(machines.gpus), 1e12, 5e-5, wire, said)
@@ -181,20 +183,30 @@ def _rates(machines: Machines, inventory: Inventory, dtype: str, *, processes: i
     return Rates(one, threads, max(1, inventory.cpus), memory, 3e-4, wire, f"{said}: measured on another machine")
 
 
-def _gpu_flops(machines: Machines, dtype: str) -> float | None:
-    """Of the slowest GPU, at the share of its peak that training reaches; None where one is not in the table."""
-    found = []
-    for gpu in machines.gpus:
-        peak = next((peaks for name, peaks in GPU_FLOPS.items() if name in _words(gpu.name)), None)
-        if peak is None:
-            return None
-        found.append(GPU_SHARE * peak[dtype in ("bf16", "fp16")])
-    return min(found, default=None)
+def _gpu_flops(machines: Machines, dtype: str, *, unequal: bool) -> float | None:
+    """Of the slowest GPU, at the share of its peak that training reaches, or of the mean one where shares are unequal;
+    None where one is not in the table."""
+    peaks = [peak_flops(gpu.name, dtype) for gpu in machines.gpus]
+    found = [GPU_SHARE * peak for peak in peaks if peak is not None]
+    if not found or len(found) < len(peaks):
+        return None
+    return sum(found) / len(found) if unequal else min(found)
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """A GPU's stated peak, None for one that is not in the table."""
+    peaks = next((peaks for known, peaks in GPU_FLOPS.items() if known in _words(name)), None)
+    return None if peaks is None else peaks[dtype in ("bf16", "fp16")]
 
 
 def _slowest_name(machines: Machines) -> str:
     names = sorted({gpu.name for gpu in machines.gpus})
     return names[0] if len(names) == 1 else f"the slowest of {', '.join(names)}"
+
+
+def _each_name(machines: Machines) -> str:
+    names = sorted({gpu.name for gpu in machines.gpus})
+    return names[0] if len(names) == 1 else f"each of {', '.join(names)}"
 
 
 def _words(name: str) -> list[str]:

@@ -2,21 +2,24 @@
 
 The rules, in order:
   1. a failure that raytrain explains itself (wrong device, unreadable data) will not go away: stop.
-  2. the same traceback at the same step twice, under the same precision, or three times at any step: a bug; stop with
+  2. out of memory (outside the passes of a step, which undo it by themselves): half the micro-batch, as often as there
+     is a half; such a restart is not counted by the rules below.
+  3. the same traceback at the same step twice, under the same precision, or three times at any step: a bug; stop with
      its cause.
-  3. an operation that failed inside a reduced-precision step (torch raises RuntimeError), with `precision.fallback`:
+  4. an operation that failed inside a reduced-precision step (torch raises RuntimeError), with `precision.fallback`:
      go on in fp32, once.
-  4. `retry.restarts_without_progress` restarts without a new committed step: stop.
-  5. otherwise a lost worker: restart from the newest good checkpoint.
+  5. `retry.restarts_without_progress` restarts without a new committed step: stop.
+  6. otherwise a lost worker: restart from the newest good checkpoint.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from raytrain.config import RetryConfig
+from raytrain.micro_batch_size import halved
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is somebody's mistake.
 OPERATION_ERRORS = ("RuntimeError",)
@@ -38,6 +41,8 @@ class Fault:
         final: raytrain's own explanation; will not go away by itself.
         from_step: the step the attempt had started from.
         time: unix seconds.
+        out_of_memory: by the type of the exception.
+        micro_batch: rows of a micro-batch then; None where a process just died, or before there was any.
     """
 
     attempt: int
@@ -51,6 +56,8 @@ class Fault:
     final: bool
     from_step: int
     time: float
+    out_of_memory: bool = False
+    micro_batch: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -59,11 +66,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the next attempt does: `go_on`, `raise_precision` (to `precision`) or `stop`; and why."""
+    """What the next attempt does: `go_on`, `raise_precision` (to `precision`) or `stop`; and why. Its micro-batches are
+    of at most `micro_batch` rows; None = as planned."""
 
     action: Literal["go_on", "raise_precision", "stop"]
     reason: str
     precision: str | None = None
+    micro_batch: int | None = None
 
 
 def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> Decision:
@@ -77,10 +86,18 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
     """
     if not faults:
         return Decision("go_on", "no fault so far")
+    decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from)
+    halves = [halved(fault.micro_batch) for fault in faults if fault.out_of_memory and fault.micro_batch]
+    return replace(decision, micro_batch=min(halves)) if halves else decision
+
+
+def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> Decision:
     newest = faults[-1]
     what = f"{newest.error}: {newest.message}" if newest.message else newest.error
     if newest.final:
         return Decision("stop", what)
+    if _has_half(newest):
+        return _after_out_of_memory(newest, what)
     alike = [fault for fault in faults[:-1] if newest.traceback and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
         return Decision("stop", f"the same error twice at step {newest.step}, so it is no accident: {what}")
@@ -89,12 +106,31 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
     if newest.reduced and fallback and newest.error in OPERATION_ERRORS:
         return Decision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
     without_progress = 0
-    for earlier, later in pairwise(resumed_from):
+    for (earlier, later), fault in zip(pairwise(resumed_from), faults, strict=False):
+        if _has_half(fault):
+            continue
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
         return Decision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
     return Decision(
         "go_on", f"rank {newest.rank} failed at step {newest.step} ({what}); restarted from the newest checkpoint"
+    )
+
+
+def _has_half(fault: Fault) -> bool:
+    """Out of memory where there were micro-batches, which can be smaller."""
+    return fault.out_of_memory and fault.micro_batch is not None
+
+
+def _after_out_of_memory(fault: Fault, what: str) -> Decision:
+    where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
+    if fault.micro_batch and fault.micro_batch > 1:
+        half = halved(fault.micro_batch)
+        return Decision("go_on", f"{where}; restarted from the newest checkpoint with micro-batches of {half}")
+    return Decision(
+        "stop",
+        f"{where} with loop.micro_batch_size 1; a smaller model or shorter samples (model.*), optim.name: sgd, "
+        "loop.activation_checkpointing: true or data.storage: stream need less memory",
     )
 
 

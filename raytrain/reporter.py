@@ -85,6 +85,8 @@ class RankZeroReporter:
         if kind in SAID:
             print(row["reason"])
         self._observers.event(row)
+        if kind == "out_of_memory":
+            print(f"out of memory: {row['reason']}")
 
     def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """One row of experts.jsonl, and routing traces by step."""

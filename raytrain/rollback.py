@@ -37,6 +37,7 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
     loaded = _same_checkpoint(run, workers)
     fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
     fresh.prepare(higher)
+    fresh.sizing = session.sizing
     if loaded is not None:
         fresh.restore(loaded)
     fresh.state.cursor = cursor
@@ -93,6 +94,7 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
     loaded = _same_checkpoint(run, workers)
     fresh.prepare(session.precision or "fp32")
+    fresh.sizing = session.sizing
     if loaded is not None:
         fresh.restore(loaded)
     if workers.rank == 0:

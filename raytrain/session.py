@@ -22,22 +22,22 @@ from raytrain.device import need_data, rng_state, seed_everything, set_determini
 from raytrain.evaluation import evaluate
 from raytrain.feed import Feed, most_passes
 from raytrain.gradients import Workers
+from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import limit_device_memory
+from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
-from raytrain.probe import compare_inflight, compare_precisions
+from raytrain.probe import compare_precisions
 from raytrain.recompute import recompute
-from raytrain.search import choose_inflight, choose_precision
+from raytrain.search import choose_precision
+from raytrain.shares import shares_in_force
 from raytrain.step import TrainingStep
 from raytrain.step_probe import StepProbe
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
-
-#: So many micro-batches of each worker, at most, show what a second one in flight is worth.
-MEASURED_PASSES = 4
 
 
 class Session:
@@ -69,9 +69,14 @@ class Session:
             workers.use(elsewhere.workers_group)
         if job.loop.activation_checkpointing:
             recompute(self.trainable)
+        self.layers = LayerPrecision(self.trainable.module, self.device)
+        self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
         self.state = LoopState()
         self.precision: str | None = None
         self._probe: StepProbe | None = None
+        self.sizing: MicroBatchSize | None = None
+        """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
+        the attempt takes it over."""
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -100,7 +105,7 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
-            inflight=job.plan.inflight.value if isinstance(job.plan.inflight, Resolved) else 1,
+            inflight=self._inflight(),
         )
         self.feed = self._feed()
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
@@ -118,7 +123,20 @@ class Session:
             device=self.device,
             storage=job.planned("storage"),
         )
+        batches.shares = shares_in_force(job.plan.shares)
         return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
+
+    def settle(self, **choices: Resolved) -> None:
+        """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
+        follows this one after a rewind."""
+        self.job = replace(self.job, plan=replace(self.job.plan, **choices))
+        self.layers.keep(kept_in_fp32(self.job.plan.fp32_layers))
+        self.feed.batches.shares = shares_in_force(self.job.plan.shares)
+        self.step.inflight = self._inflight()
+
+    def _inflight(self) -> int:
+        planned = self.job.plan.inflight
+        return planned.value if isinstance(planned, Resolved) else 1
 
     def measure_precision(self, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
         """`precision.dtype: auto` on the real model: needs `prepare("fp32")` first; changes nothing it measures."""
@@ -140,25 +158,6 @@ class Session:
         self.policy = self.step.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
-
-    def measure_inflight(self) -> tuple[Resolved, dict[int, float]]:
-        """`experts.inflight: auto` on the real model and its first micro-batches; changes nothing it measures."""
-        handles, _ = self.feed.window(self.state.cursor)
-        batches = self.feed.batches
-        rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
-        seconds = compare_inflight(
-            self.step,
-            lambda: self.feed.micro_batches(rows),
-            passes=self.feed.passes(len(rows)),
-            workers=self.workers,
-            device=self.device,
-        )
-        return choose_inflight(seconds), seconds
-
-    def use_inflight(self, chosen: Resolved) -> None:
-        """From now on, and in whatever session follows this one after a rewind."""
-        self.job = replace(self.job, plan=replace(self.job.plan, inflight=chosen))
-        self.step.inflight = chosen.value
 
     def measure(
         self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
@@ -258,6 +257,8 @@ class Session:
         clock: Clock | None = None,
     ) -> TrainingLoop:
         """A loop over this session's step and batches; without a saver it never saves."""
+        if self.sizing is None:
+            self.sizing = MicroBatchSize(self.feed.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
             self.step,
             feed=self.feed,
@@ -268,6 +269,7 @@ class Session:
             should_stop=should_stop,
             peak_memory=self.peak_memory,
             clock=clock,
+            sizing=self.sizing,
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:

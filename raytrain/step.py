@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches, one reduction, one agreement, one commit.
 
     zero -> for each micro-batch: forward, scaled backward (no communication between the workers)
-         -> sum gradients over the workers, buffer by buffer
+         -> everybody has come through (else all drop the step), and sum gradients over the workers, buffer by buffer
          -> unscale, float64 sum of squares, agree (norm and skip are one value for everybody)
          -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
 
@@ -17,18 +17,22 @@ micro-batches, and so do forwards, so that gradients and what is drawn are the s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from raytrain.device import Placement
 from raytrain.gradients import GradientBuffers, Workers
+from raytrain.oom import Shortage, StepDropped, attempt, heard, told
 from raytrain.optim import Schedule, takes_skip_on_device
 from raytrain.precision import LossScale, PrecisionPolicy
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class StepOutput:
         skip: True where the step was dropped for a non-finite gradient.
         lr: the learning rate used (a host number).
         compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
+        flags: what the workers told each other with it, summed (host numbers).
     """
 
     loss: Tensor
@@ -59,13 +64,11 @@ class StepOutput:
     lr: float
     compute_s: float
     communication_s: float
+    flags: list[int]
 
 
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
-    """Without experts elsewhere: gradients were already summed, so every worker holds the same squares.
-
-    Only the counts (tokens per expert) still have to be added up.
-    """
+    """Without experts elsewhere: gradients were summed already, and only the counts (tokens per expert) are not."""
     if local.counts is not None:
         workers.sum_([local.counts])
     return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
@@ -107,7 +110,8 @@ class TrainingStep:
         self.max_grad_norm = max_grad_norm or None
         self.device = device
         self.inflight = inflight
-        self.gradients = GradientBuffers(p for p in trainable.module.parameters() if p.requires_grad)
+        own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
+        self.gradients = GradientBuffers(own, with_word=True)
         self.placement = Placement(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
@@ -178,18 +182,27 @@ class TrainingStep:
             return self.trainable.elsewhere.idle()
 
     def run(
-        self, micro_batches: Iterable[MicroBatch], *, global_weight: int, step: int, passes: int = 0
+        self,
+        micro_batches: Iterable[MicroBatch],
+        *,
+        global_weight: int,
+        step: int,
+        passes: int = 0,
+        flags: Callable[[], list[int]] = list,
     ) -> StepOutput:
         """Take optimizer step number `step` (1-based). Collective over the workers.
 
+        Args:
+            flags: small host numbers of this worker; their sums travel with the step.
+
         Raises:
+            StepDropped: a worker had no memory for its passes. Nothing was committed, on any of them.
             DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
         """
         begin, waited = time.perf_counter(), self._waited()
         with self.placement.guarded():
-            loss, aux = self.backward(micro_batches, global_weight=global_weight, passes=passes)
-        self.gradients.mark_(~torch.isfinite(loss + aux))  # its gradients may be finite, the step is none all the same
-        self.workers.sum_(self.gradients.buffers)
+            work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
+            (loss, aux), summed = self._passed(work, flags=flags)
         self.scale.unscale_(self.gradients.buffers)
         squares = self.gradients.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
@@ -212,7 +225,46 @@ class TrainingStep:
             lr=lr,
             compute_s=time.perf_counter() - begin - waited,
             communication_s=waited,
+            flags=summed,
         )
+
+    def _passed(
+        self, passes: Callable[[], tuple[Tensor, Tensor]], *, flags: Callable[[], list[int]]
+    ) -> tuple[tuple[Tensor, Tensor], list[int]]:
+        """What this worker's passes return, when those of all are through, the gradients summed; and the sums of flags.
+
+        A shortage is told with the gradients (a meeting of its own would cost some percent of a step): on a CPU inside
+        them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
+        """
+        workers, inside = self.workers, self.device.type == "cpu"
+        begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
+        came = self.attempt(passes)
+        begun = begun or workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
+        if isinstance(came, Shortage):
+            self.gradients.say_short()
+        else:  # its gradients may be finite, the step is none all the same
+            self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
+        workers.sum_(self.gradients.payloads)
+        summed = begun()
+        short = self.gradients.some_were_short() if inside and workers.world > 1 else not inside and summed.pop() > 0
+        if short or isinstance(came, Shortage):
+            raise self.dropped(came)
+        return came, summed
+
+    def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
+        """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
+        came = attempt(passes, device=self.device, who=f"rank {self.workers.rank}")
+        if self.trainable.elsewhere is not None:
+            self.trainable.elsewhere.end_passes(short=isinstance(came, Shortage))
+        return came
+
+    def dropped(self, came: object) -> StepDropped:
+        """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
+        shortages = heard(self.workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
+        self.gradients.zero_()
+        if self.trainable.elsewhere is not None:
+            self.trainable.elsewhere.discard()
+        return StepDropped(shortages)
 
     def _waited(self) -> float:
         """Host seconds spent waiting for other processes, so far."""
@@ -240,8 +292,8 @@ class TrainingStep:
             found = agreed.skip.to(torch.float32)
             for optimizer in self.optimizers:
                 optimizer.found_inf, optimizer.grad_scale = found, None  # pyright: ignore[reportAttributeAccessIssue]
-                optimizer.step()
-        elif not bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
-            for optimizer in self.optimizers:
-                optimizer.step()
+        elif bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
+            return lr
+        for optimizer in self.optimizers:
+            optimizer.step()
         return lr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ class TrainJob:
         if not isinstance(choice, Resolved):
             raise TypeError(f"{name} is deferred: {choice.reason}")
         return choice.value
+
+
+def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
+    """The same orders with micro-batches of another size."""
+    return replace(job, plan=replace(job.plan, micro_batch_size=chosen))
 
 
 def source_facts(source: Source) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from raytrain.found import confirm_found
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
 from raytrain.measured import settle_inflight, settle_micro_batch, settle_precision
+from raytrain.measured_shares import settle_shares
 from raytrain.models.registry import make_importable, resolve
-from raytrain.plan import Deferred
+from raytrain.plan import Deferred, Resolved
 from raytrain.rank_log import rank_log
 from raytrain.recovery import Decision, Fault, decide
 from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded
@@ -38,7 +39,7 @@ from raytrain.rollback import Rewinds, roll_back
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
-from raytrain.train_job import TrainJob
+from raytrain.train_job import TrainJob, with_micro_batch
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -137,6 +138,8 @@ class Worker:
         return self.run_folder.next_attempt(self.job.owner)
 
     def _train(self, decision: Decision, loaded: LoadedCheckpoint | None, data: Any) -> dict[str, Any] | None:
+        if decision.micro_batch is not None:
+            self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
         source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
         self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=source)
         reporter = self._reporter(decision)
@@ -146,6 +149,7 @@ class Worker:
         settle_micro_batch(session, self.run_folder, reporter=reporter, push=self._push)
         confirm_found(session, self.run_folder, reporter=reporter, push=self._push)
         settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
+        settle_shares(session, self.run_folder, reporter=reporter)
         if loaded is not None:
             session.restore(loaded)
         if self.workers.rank == 0:
@@ -267,6 +271,7 @@ class Worker:
             step=session.state.step + 1 if session else 0,
             precision=(session.precision or "") if session else "",
             from_step=self.from_step,
+            micro_batch=session.feed.micro_batch if session and session.precision else None,
         )
         write_fault(self.run_folder, fault)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any
 
@@ -65,19 +65,22 @@ class JointGroup:
         if device.type == "cuda":
             self._payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
 
-    def headers(self, rows: Tensor | None, words: int) -> list[list[int]]:
-        """One int64 row from each worker to each holder; `rows` (holders, words) on the CPU, None on a mere host."""
+    def headers(self, rows: Tensor | None, words: int, *, out: Set[int] = frozenset()) -> list[list[int]]:
+        """One int64 row from each worker that is not `out` to each holder; `rows` (holders, words) on the CPU, None on
+        a mere host and on a worker that is out."""
         holds = self.rank in self.holders
         sends = [int(rank in self.holders and rows is not None) for rank in range(self.size)]
-        receives = [int(rank < self.workers and holds) for rank in range(self.size)]
+        receives = [int(rank < self.workers and holds and rank not in out) for rank in range(self.size)]
         sent = torch.empty((0, words), dtype=torch.int64) if rows is None else rows
         received = torch.empty((sum(receives), words), dtype=torch.int64)
         Exchange(self, self._between_pairs(sent, received, sends, receives, HEADERS), sent, received).wait()
         return received.tolist()
 
-    def exchange(self, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Exchange:
+    def exchange(
+        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
+    ) -> Exchange:
         """Start an uneven all-to-all over the first dimension."""
-        received = send.new_empty((sum(receive_counts), *send.shape[1:]))
+        received = send.new_empty((sum(receive_counts), *send.shape[1:])) if into is None else into
         send = send.contiguous()
         if send.device.type == "cpu":
             works = self._between_pairs(send, received, send_counts, receive_counts, ROWS)

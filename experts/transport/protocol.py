@@ -7,6 +7,7 @@ rows that follow for every expert of the host.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -39,6 +40,8 @@ class Op(IntEnum):
     SAVE = 10  # hosts take a snapshot in memory
     FETCH = 11  # hosts send the weights of their experts to rank 0
     END = 12  # the hosts leave the generation
+    OUT = 13  # in place of any other: a worker without memory takes no part until DISCARD, which it has said by this
+    SHORTAGES = 14  # one sum over all members: which holders of experts had no memory
 
 
 class HeaderMismatch(RunError):
@@ -62,27 +65,35 @@ class Header:
     dtype: int = 0
     width: int = 0
 
+    @staticmethod
+    def op_of(row: list[int]) -> int:
+        """The operation of a header as it came."""
+        return row[FIELDS.index("op")]
+
     def words(self) -> list[int]:
         """As int64 words, the magic number first."""
         fixed = (self.generation, self.version, self.step, int(self.op), self.layer)
         return [MAGIC, *fixed, self.micro_batch, self.dtype, self.width]
 
 
-def read_headers(rows: list[list[int]], *, generation: int, version: int) -> Header:
-    """The one header that all workers sent; `rows` holds what came from each of them.
+def read_headers(
+    rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None
+) -> Header:
+    """The one header that all workers sent; `rows` holds what came from each of them, or from `workers`.
 
     Raises:
         HeaderMismatch: they differ from each other, or from this host's generation or placement.
     """
     first = rows[0][:WORDS]
-    for worker, row in enumerate(rows):
+    names = workers or list(range(len(rows)))
+    for worker, row in zip(names, rows, strict=True):
         if row[:WORDS] != first:
             told = ", ".join(
                 f"{name} {mine} and {other}"
                 for name, mine, other in zip(FIELDS, first, row[:WORDS], strict=True)
                 if mine != other
             )
-            raise HeaderMismatch(f"worker 0 and worker {worker} are in different operations: {told}")
+            raise HeaderMismatch(f"worker {names[0]} and worker {worker} are in different operations: {told}")
     expected: dict[str, int] = {"magic": MAGIC, "generation": generation, "version": version}
     seen: dict[str, int] = dict(zip(FIELDS, first, strict=True))
     wrong = [f"{name} {seen[name]} instead of {value}" for name, value in expected.items() if seen[name] != value]
@@ -104,12 +115,16 @@ class Transport(Protocol):
     seconds: float
     """Spent in calls, waiting included."""
 
-    def headers(self, rows: Tensor | None, words: int) -> list[list[int]]:
-        """A worker gives one int64 row (H, words) for each host; a host gets one from each worker. Blocks a host."""
+    def headers(self, rows: Tensor | None, words: int, *, out: Set[int] = frozenset()) -> list[list[int]]:
+        """A worker gives one int64 row (H, words) for each host; a host gets one from each worker that is not `out`.
+        Blocks a host."""
         ...
 
-    def exchange(self, send: Tensor, send_counts: list[int], receive_counts: list[int]) -> Pending:
-        """Rows to every member and from every member, in the order of the ranks; starts it."""
+    def exchange(
+        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
+    ) -> Pending:
+        """Rows to every member and from every member, in the order of the ranks; starts it. `into`: room for those
+        received, made now where it is None."""
         ...
 
     def sum_(self, vector: Tensor) -> None:

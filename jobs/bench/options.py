@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -126,6 +126,23 @@ class MovesOptions(BenchOptions):
     slowness: list[Count] = Field([1, 3], description="how often each host computes everything")
 
 
+class UnequalOptions(BenchOptions):
+    """Two workers of which one is half as fast: shares by measured speed against equal ones."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 16, "context": 16, "batch": 12, "micro_batch": 1, "blocks": 3, "block_steps": 2,
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions that are kept; each runs one block of both arms")
+    block_steps: Count = Field(5, description="steps of one block")
+    layers: Count = Field(2, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(96, description="rows of a step, over both workers")
+    micro_batch: Count = Field(4, description="rows of one forward and backward pass")
+    slowness: Count = Field(2, description="times that the second worker computes everything")
+
+
 class RecoveryOptions(BenchOptions):
     """Deaths of an expert host and of a worker in a run of the default recipe."""
 
@@ -137,6 +154,29 @@ class RecoveryOptions(BenchOptions):
     width: Count = Field(128, description="of the GPT")
     save_every: Count = Field(10, description="steps between checkpoints")
     steps_between: Count = Field(40, description="steps from one recovery to the next death")
+
+
+class OomOptions(BenchOptions):
+    """Out-of-memory errors on one of two workers, in steps drawn at random."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "blocks": 3, "steps_between": 4, "layers": 1, "width": 16, "context": 16, "batch": 8, "micro_batch": 2,
+    }  # fmt: skip
+
+    blocks: Count = Field(20, description="errors")
+    steps_between: Annotated[int, Field(ge=2)] = Field(6, description="steps to one error, on average")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(32, description="rows of a step, over both workers")
+    micro_batch: Count = Field(8, description="rows of a micro-batch, before it is halved")
+    grow_after: Count = Field(2, description="loop.grow_after")
+
+    @property
+    def steps(self) -> int:
+        """Of the whole measurement."""
+        return self.blocks * self.steps_between
 
 
 class ExpertsOptions(BenchOptions):
@@ -197,7 +237,9 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
                   "time to plan"),
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
               "round-robin"),
+    "unequal": (UnequalOptions, "two workers of unequal speed: shares of a batch as measured against equal ones"),
     "recovery": (RecoveryOptions, "how long a run stands still when an expert host dies, against a dead worker"),
+    "oom": (OomOptions, "what out-of-memory errors on one of two workers cost, and that they change nothing"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "

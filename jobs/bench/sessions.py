@@ -42,16 +42,16 @@ def session_of(job: Mapping[str, Any], *, connection: Any = None) -> tuple[Sessi
 class SessionArm:
     """A prepared session as an arm: `run(steps)` takes that many more and returns its seconds."""
 
-    def __init__(self, job: Mapping[str, Any], *, precision: str) -> None:
+    def __init__(self, job: Mapping[str, Any], *, precision: str, reporter: Losses | None = None) -> None:
         self.session, self.plan = session_of(job)
         self.session.prepare(precision)
-        self._reporter = Losses()
-        self.loop = self.session.loop(reporter=self._reporter, should_stop=_never)
+        self.reporter = reporter or Losses()
+        self.loop = self.session.loop(reporter=self.reporter, should_stop=_never)
 
     @property
     def losses(self) -> list[float]:
         """Of every logged step."""
-        return self._reporter.losses
+        return self.reporter.losses
 
     def run(self, steps: int) -> float:
         """Advance; ends with a logged row, so that the device has caught up."""

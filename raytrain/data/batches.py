@@ -11,6 +11,7 @@ import torch
 
 from raytrain.data.contract import Batch, Split
 from raytrain.data.resident import place
+from raytrain.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,18 @@ class Window(NamedTuple):
     next: Cursor
 
 
-def rank_micro_batches(handles: np.ndarray, *, micro_batch: int, rank: int, world: int) -> list[np.ndarray]:
+def rank_micro_batches(
+    handles: np.ndarray, *, micro_batch: int, rank: int, world: int, shares: Shares | None = None
+) -> list[np.ndarray]:
     """This rank's micro-batches of one window, in order.
 
     The window is cut into M micro-batches of `micro_batch` rows (the last may be shorter); rank r takes
     M // world of them, one more where r < M % world, all next to each other. Ranks that get none give [].
+    With `shares` each rank takes as many rows as they say, next to each other too.
     """
+    if shares is not None:
+        passes = shares.passes(len(handles), rank=rank, micro_batch=micro_batch)
+        return [handles[mine.start : mine.stop] for mine in passes]
     micros = -(-len(handles) // micro_batch)
     share, more = divmod(micros, world)
     first = rank * share + min(rank, more)
@@ -55,6 +62,8 @@ class StepBatches:
         rank, world: this worker among all.
         device: where batches must be.
         storage: "resident" or "stream" (`raytrain.data.resident.place`).
+
+    `shares` may be set to share windows out unequally; None while all workers take the same.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class StepBatches:
         self.micro_batch = micro_batch
         self.rank = rank
         self.world = world
+        self.shares: Shares | None = None
         self._epoch = -1
         self._order = np.empty(0, np.int64)
 
@@ -108,7 +118,9 @@ class StepBatches:
 
     def rank_handles(self, handles: np.ndarray) -> list[np.ndarray]:
         """This rank's micro-batches of a window, as handles."""
-        return rank_micro_batches(handles, micro_batch=self.micro_batch, rank=self.rank, world=self.world)
+        return rank_micro_batches(
+            handles, micro_batch=self.micro_batch, rank=self.rank, world=self.world, shares=self.shares
+        )
 
     def micro_batches(self, handles: np.ndarray) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of a window: (batch on the device, its rows)."""
@@ -128,14 +140,13 @@ class StepBatches:
 
 
 def eval_batches(
-    split: Split, *, micro_batch: int, rank: int = 0, world: int = 1, limit: int | None = None
-) -> list[np.ndarray]:
+    split: Split, *, micro_batch: int, rank: int = 0, world: int = 1, rows: int | None = None,
+    shares: Shares | None = None,
+) -> list[np.ndarray]:  # fmt: skip
     """This rank's handles of an evaluation, one array for each batch, in file order.
 
-    Together the ranks cover the split exactly once. `limit` counts batches over all ranks, from the first,
-    so that the rows scored do not depend on the number of workers.
+    Together the ranks cover the split exactly once, or its first `rows`: what is scored does not depend on the number
+    of workers.
     """
-    order = split.eval_order()
-    if limit is not None:
-        order = order[: limit * micro_batch]
-    return rank_micro_batches(order, micro_batch=micro_batch, rank=rank, world=world)
+    order = split.eval_order()[:rows]
+    return rank_micro_batches(order, micro_batch=micro_batch, rank=rank, world=world, shares=shares)

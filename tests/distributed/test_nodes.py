@@ -10,17 +10,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parent / "guest" / "two_nodes.py"
+from raytrain.shares import Shares
+
+GUESTS = Path(__file__).parent / "guest"
 
 
-@pytest.mark.timeout(150)
-def test_one_job_on_two_nodes(tmp_path: Path) -> None:
+def answer_of(script: str, tmp_path: Path, *, timeout: float) -> dict[str, Any]:
+    """What a guest that makes a cluster of its own says about the jobs it ran there."""
     short = tempfile.mkdtemp(prefix="rtn-")  # socket paths end at 107 bytes
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), short, str(tmp_path / "runs")],
+        [sys.executable, str(GUESTS / script), short, str(tmp_path / "runs")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -28,14 +32,19 @@ def test_one_job_on_two_nodes(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         shutil.rmtree(short, ignore_errors=True)
     lines = [line for line in out.splitlines() if line.startswith("ANSWER ")]
     assert lines, f"{out}\n{err}"
-    answer = json.loads(lines[-1][7:])
+    return json.loads(lines[-1][7:])
+
+
+@pytest.mark.timeout(150)
+def test_one_job_on_two_nodes(tmp_path: Path) -> None:
+    answer = answer_of("two_nodes.py", tmp_path, timeout=120)
     assert answer["status"] == "done"
     assert len(answer["losses"]) == 12 and answer["losses"][-1] < answer["losses"][0]
     plan = json.loads((Path(answer["run"]) / "plan.json").read_text())
@@ -45,3 +54,20 @@ def test_one_job_on_two_nodes(tmp_path: Path) -> None:
     seen, unseen = answer["checks"]
     assert seen[:2] == ["data.path", "ok"]
     assert unseen[:2] == ["save.dir", "fail"] and "127.0.0.1" in unseen[2] and "127.0.0.2" in unseen[2]
+
+
+@pytest.mark.timeout(240)
+def test_nodes_of_unequal_speed_get_unequal_shares_and_take_the_same_steps(tmp_path: Path) -> None:
+    answer = answer_of("slow_nodes.py", tmp_path, timeout=220)
+    assert [answer[name]["status"] for name in ("auto", "equal")] == ["done"] * 2
+    run = Path(answer["auto"]["run"])
+    planned = json.loads((run / "plan.json").read_text())["choices"]["shares"]
+    assert "measured at the start" in planned["how"]
+    record = json.loads((run / "memory_probe.json").read_text())["shares"]
+    shares = Shares.from_json(record["value"])
+    rows = [len(span) for span in shares.spans(48, micro_batch=2)]
+    assert sum(rows) == 48 and rows[0] > rows[1] > rows[2] >= 0, record["reason"]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [row["value"] for row in events if row.get("what") == "shares"] == [record["value"]]
+    assert len(answer["auto"]["losses"]) == 8
+    np.testing.assert_allclose(answer["auto"]["losses"], answer["equal"]["losses"], rtol=1e-4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,44 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
     assert run.result["weights"] is None
     assert "planted at pass 5" in (run.path / "report" / "report.html").read_text()
     assert run.plan["mode"]["value"] == "cpu" and "fell back: multi_gpu was asked for" in run.plan["mode"]["reason"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.covers("TUNE-08")
+def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
+    fit: Fit, guest_job: Callable[..., Any], tmp_path: Path
+) -> None:
+    """In a pass without a restart; behind a step with one, which no limit counts."""
+
+    def run_of(name: str, workers: int) -> Any:
+        (tmp_path / name).mkdir()
+        return fit(
+            guest_job(
+                name=name,
+                model={"builder": "guest_code:short_net", "note": str(tmp_path / name)},
+                precision={"dtype": "fp64"},
+                loop={"max_steps": 16},
+                save={"every": 5},
+                scale={"workers": workers},
+                retry={"restarts_without_progress": 0},
+            )
+        )
+
+    clean, run = run_of("clean", 1), run_of("short", 2)
+    assert run.result["status"] == "done" and clean.events("out_of_memory") == []
+    assert [step for step, _ in run.losses()] == list(range(1, 17))
+    gaps = [abs(ours - theirs) for (_, ours), (_, theirs) in zip(run.losses(), clean.losses(), strict=True)]
+    assert max(gaps) < 1e-6, "the guest computes its loss in float32"
+    (event,) = run.events("out_of_memory")
+    assert (event["step"], event["who"], event["attempt"]) == (7, ["rank 1"], 1)
+    assert (event["micro_batch_size_before"], event["micro_batch_size"]) == (6, 3)
+    assert "2.00 GiB" in event["reason"]
+    assert [row["from_step"] for row in run.events("attempt")] == [0, 10]
+    (fault,) = run.events("fault")
+    assert (fault["out_of_memory"], fault["micro_batch"], fault["step"]) == (True, 3, 12)
+    assert "with micro-batches of 2" in run.events("attempt")[1]["reason"]
+    assert "Memory ran out, and was made do with" in (run.path / "report" / "report.html").read_text()
+    assert run.plan["effective_batch"]["value"] == clean.plan["effective_batch"]["value"] == 12
 
 
 @pytest.mark.timeout(240)

@@ -232,8 +232,8 @@ def spoil_moves(server: HostServer) -> None:
     """One bit of the largest uint8 payload that comes to this host is another when it arrives."""
     inner = server.group.exchange
 
-    def exchange(send: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> Any:
-        pending = inner(send, send_counts, receive_counts)
+    def exchange(send: torch.Tensor, send_counts: list[int], receive_counts: list[int], **room: Any) -> Any:
+        pending = inner(send, send_counts, receive_counts, **room)
         if send.dtype == torch.uint8 and sum(receive_counts) and not receive_counts[0]:
             wait = pending.wait
 

@@ -16,6 +16,7 @@ from test_probe_is_neutral import state_of
 
 from experts.serve import HostServer
 from experts.transport.protocol import Aborted, Header, Op
+from raytrain.measured import measure_inflight
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 
@@ -91,7 +92,7 @@ def measured(rank: int, _world: int, given: Scene) -> Any:
         return act(rank, given)
     session = session_of(given, rank)
     before = state_of(session)
-    chosen, seconds = session.measure_inflight()
+    chosen, seconds = measure_inflight(session)
     assert state_of(session) == before and session.step.inflight == 1
     rows, _ = train(session)
     return chosen, seconds, record(session, rows)

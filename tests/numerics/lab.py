@@ -109,13 +109,13 @@ def make_session(
     data: Mapping[str, Any],
     *,
     workers: Workers | None = None,
-    precision: str = "fp32",
+    precision: str | Mapping[str, Any] = "fp32",
     prepare: bool = True,
     **sections: Any,
 ) -> Session:
     """A session on this process's workers (one, unless a group is up), prepared for `precision`."""
     workers = workers or Workers()
-    sections["precision"] = {"dtype": precision}
+    sections["precision"] = {"dtype": precision} if isinstance(precision, str) else precision
     job, source = make_job(model, data, world=workers.world, **sections)
     session = Session(job, workers=workers, source=source)
     if prepare:

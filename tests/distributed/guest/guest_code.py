@@ -90,6 +90,10 @@ class Troubled(Net):
             (notes / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def runs_short(self, call: int, row: Tensor) -> None:
+        if call == self._at:
+            short_once(Path(self._note) / "in a pass")
+
     def overflows_under_autocast(self, call: int, row: Tensor) -> None:
         with open(self._note, "a") as file:
             file.write(json.dumps(row.tolist()) + "\n")
@@ -99,6 +103,27 @@ class Troubled(Net):
 def net(width: int = 16, dropout: float = 0.1, fault: str = "", at: int = 0, note: str = "", pause: float = 0.0) -> Net:
     """The builder."""
     return Troubled(width, dropout, fault=fault, at=at, note=note, pause=pause)
+
+
+def short_net(note: str, width: int = 16) -> Any:
+    """Rank 1 runs out of memory once in the forward of pass 7, and once behind step 12, where no pass is."""
+    from raytrain.trainable import Trainable
+
+    trainable = Trainable.from_module(net(width, dropout=0.0, fault="runs_short", at=7, note=note))
+
+    def between_steps(step: int) -> None:
+        if step == 12:
+            short_once(Path(note) / "behind a step")
+
+    trainable.between_steps = between_steps
+    return trainable
+
+
+def short_once(mark: Path) -> None:
+    """On rank 1 of several, where the mark is not there yet."""
+    if dist.is_initialized() and dist.get_rank() == 1 and not mark.exists():
+        mark.touch()
+        raise torch.OutOfMemoryError("planted: tried to allocate 2.00 GiB")
 
 
 class Watcher:

@@ -77,6 +77,20 @@ def test_precision_compares_full_steps_and_the_bytes_kept_for_backward(bench: Ca
     assert even is None or 16 <= even <= 32
 
 
+def test_errors_for_want_of_memory_are_priced_against_the_same_steps_without(bench: Callable[..., Any]) -> None:
+    document = bench("oom")
+    values, (ratio,) = document["values"], document["ratios"]
+    steps = [error["step"] for error in values["errors"]]
+    assert len(steps) == 3 == len(set(steps)) and ratio["goal"] == {"at_least": None, "at_most": 2.5}
+    assert ratio["values"][0] == values["seconds"]["errors"][steps[0] - 1] / values["seconds"]["clean"][steps[0] - 1]
+    assert 1 in values["micro_batch_sizes"] and 2 in values["micro_batch_sizes"], "halved, and grown back"
+    assert [check["name"] for check in document["gate"]["checks"]] == [
+        "each error is one event on record",
+        "weights are those of the undisturbed run",
+        "both ranks hold the same weights",
+    ]
+
+
 def test_the_bytes_kept_of_a_known_model_are_counted_exactly() -> None:
     from jobs.bench.sessions import SavedForBackward
 

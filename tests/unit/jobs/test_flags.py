@@ -108,6 +108,21 @@ def nan_job(folder: Path) -> dict[str, Any]:
     return {"model": {"module": Net(8, math.nan)}, "data": {"train": class_rows()}}
 
 
+class Tight(Net):
+    """Has no memory for a whole window, the first time."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training and len(x) == 16 and not hasattr(self, "_short"):
+            self._short = True
+            raise torch.OutOfMemoryError("planted")
+        return super().forward(x, labels)
+
+
+def tight_job(folder: Path) -> dict[str, Any]:
+    """A module that runs out of memory once."""
+    return {"model": {"module": Tight(8)}, "data": {"train": class_rows()}}
+
+
 def experts_job(folder: Path) -> dict[str, Any]:
     """A small mixture of experts on token windows."""
     tokens = torch.randint(31, (64, 13), generator=torch.Generator().manual_seed(0))
@@ -421,12 +436,14 @@ FLAGS = {
     "optim.scale_lr": Flag(trained, "losses", "none", "sqrt"),
     "precision.dtype": Flag(trained, "dtypes", "fp32", "bf16"),
     "precision.fallback": Flag(planned, "refused", "true", "false", ("precision.dtype=tf32",)),
+    "precision.fp32_layers": Flag(trained, "dtypes", "[]", "[layers.0]", ("precision.dtype=bf16",)),
     "loop.max_steps": Flag(trained, "steps", "2", "3"),
     "loop.epochs": Flag(trained, "epochs", "1", "2", ("loop.max_steps=9",)),
     "loop.global_batch_size": Flag(trained, "batches", "16", "8"),
     "loop.micro_batch_size": Flag(trained, "batches", "auto", "4"),
     "loop.eval_every": Flag(trained, "eval_steps", "1", "3"),
     "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
+    "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
     "loop.activation_checkpointing": experts("batches", "false", "true"),
@@ -441,6 +458,7 @@ FLAGS = {
     "scale.strategy": Flag(planned, "strategy", "auto", "data_parallel"),
     "scale.accelerator": Flag(planned_on_gpus, "device", "null", "cpu", UNHELD),
     "scale.threads": Flag(trained, "threads", "1", "2"),
+    "scale.shares": Flag(planned, "micro_batch_size", "equal", "auto", ("scale.workers=2",)),
     "retry.restarts_without_progress": Flag(decided, "action", "3", "2"),
     "retry.nonfinite_steps": Flag(trained, "steps", "1", "3", job=nan_job),
     "retry.rollbacks": Flag(worked, "rollbacks", "0", "2", ("retry.nonfinite_steps=1",), nan_job),
@@ -479,7 +497,6 @@ FLAGS = {
 
 REFUSED = {
     "model.init_from": "runs/latest", "loop.compile": "default",
-    "scale.shares": "auto",
 }  # fmt: skip
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 

@@ -130,7 +130,7 @@ def test_evaluation_covers_the_split_once_in_file_order() -> None:
     for world in (1, 2, 5):
         parts = [eval_batches(rows(), micro_batch=8, rank=rank, world=world) for rank in range(world)]
         assert np.array_equal(np.concatenate([p for rank in parts for p in rank]), np.arange(103))
-    limited = [eval_batches(rows(), micro_batch=8, rank=rank, world=2, limit=3) for rank in range(2)]
+    limited = [eval_batches(rows(), micro_batch=8, rank=rank, world=2, rows=24) for rank in range(2)]
     assert [[len(p) for p in rank] for rank in limited] == [[8, 8], [8]]
     assert np.array_equal(np.concatenate([p for rank in limited for p in rank]), np.arange(24))
     assert eval_batches(rows(3), micro_batch=8, rank=1, world=2) == []

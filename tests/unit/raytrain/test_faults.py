@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from raytrain.errors import CollectiveFailed, DevicePlacementError, InputError, OutOfMemory, RunError
 from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
@@ -45,6 +46,13 @@ def test_an_exception_leaves_its_type_its_first_line_and_its_place() -> None:
 )
 def test_what_we_explain_ourselves_will_not_go_away(error: Exception, final: bool) -> None:
     assert of(error).final is final
+
+
+def test_a_fault_knows_that_memory_ran_out_and_at_which_size() -> None:
+    assert of(torch.OutOfMemoryError("x")).out_of_memory and of(MemoryError()).out_of_memory
+    assert of(OutOfMemory("x")).out_of_memory and not of(RuntimeError("CUDA out of memory")).out_of_memory
+    made = fault_of(MemoryError(), attempt=1, rank=0, step=7, precision="fp32", from_step=3, micro_batch=8)
+    assert made.micro_batch == 8 and of(MemoryError()).micro_batch is None
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("fp32", False), ("fp64", False), ("tf32", True), ("bf16", True)])

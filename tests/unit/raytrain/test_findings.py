@@ -97,6 +97,21 @@ def test_fall_backs_of_the_run_and_warnings_of_the_plan():
     ]
 
 
+def test_memory_that_ran_out_is_told_with_the_size_that_fitted():
+    def shortage(step: int, size: int, **more: Any) -> dict[str, Any]:
+        told = {"kind": "out_of_memory", "step": step, "who": ["rank 1"], "micro_batch_size": size, "seconds": 0.5}
+        return {**told, "equal": "within rounding", **more}
+
+    name = "Memory ran out, and was made do with"
+    found = {one.title: one for one in diagnose(records(events=[shortage(7, 16), shortage(7, 8), shortage(90, 16)]))}
+    assert found[name].severity == "warning" and "loop.micro_batch_size: 8" in found[name].remedy
+    assert "3 times, on rank 1, in step 7, 90; micro-batches down to 8, 1.5 s" in found[name].evidence
+    drawn = shortage(7, 4, who=["expert host 0"], equal="in distribution only")
+    (one,) = [one for one in diagnose(records(events=[drawn])) if one.title == name]
+    assert "on expert host 0" in one.evidence and "in distribution only" in one.evidence
+    assert name not in titles(records(events=[{"kind": "attempt", "attempt": 1}]))
+
+
 @pytest.mark.parametrize(
     ("part", "title"),
     [

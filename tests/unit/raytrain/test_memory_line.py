@@ -35,7 +35,7 @@ def test_a_line_never_falls_and_one_size_charges_its_rows() -> None:
         fit([])
 
 
-def test_points_stand_on_the_highest_floor_and_leave_out_what_did_not_fit() -> None:
+def test_points_stand_on_the_highest_floor_and_leave_out_what_the_allocator_refused() -> None:
     second = replace(FITTED, candidate=Candidate("fp32", 8), peak_bytes=192, floor_bytes=112)
     refused = replace(second, candidate=Candidate("fp32", 16), outcome="out_of_memory", peak_bytes=None)
     assert points([FITTED, second, refused]) == [(4, 152), (8, 192)]

@@ -396,10 +396,13 @@ def test_a_given_warm_up_stands_and_one_as_long_as_the_run_is_a_warning() -> Non
     assert any("optim.warmup_steps" in warning for warning in made.warnings)
 
 
+@pytest.mark.covers("TUNE-12")
 @pytest.mark.parametrize(("rule", "lr"), [("none", 0.5), ("linear", 2.0), ("sqrt", 1.0)])
 def test_learning_rate_with_the_global_batch(rule: str, lr: float) -> None:
     made = plan(optim={"lr": 0.5, "scale_lr": rule}, loop={"global_batch_size": 128})
     assert value(made, "lr") == lr
+    recorded = made.to_json()["choices"]["lr"]
+    assert recorded["value"] == lr and (rule == "none" or f"{rule} in 128 / 32 rows" in recorded["reason"])
 
 
 @pytest.mark.parametrize(

@@ -96,3 +96,31 @@ def test_three_restarts_without_progress_are_enough(starts: list[int], action: s
 def test_a_fault_survives_json() -> None:
     one = fault(rank=2, step=None)
     assert Fault(**json.loads(json.dumps(one.to_json()))) == one
+
+
+def short(micro_batch: int | None, **fields: Any) -> Fault:
+    return fault(error="OutOfMemoryError", out_of_memory=True, micro_batch=micro_batch, **fields)
+
+
+def test_out_of_memory_outside_the_passes_halves_the_micro_batch_and_costs_no_restart() -> None:
+    faults = [short(size, attempt=number) for number, size in enumerate((16, 8, 4, 2), 1)]
+    for count in range(1, 5):
+        decision = decided(*faults[:count], starts=[0] * (count + 1))
+        assert decision.action == "go_on" and decision.micro_batch == 16 // 2**count
+        assert f"with micro-batches of {decision.micro_batch}" in decision.reason
+    last = decided(*faults, short(1), starts=[0] * 6)
+    assert last.action == "stop" and "loop.micro_batch_size 1" in last.reason and "optim.name" in last.reason
+
+
+def test_other_faults_count_as_before_beside_it_and_keep_the_smaller_size() -> None:
+    deaths = [short(16), died(), short(8), died()]
+    assert decided(*deaths, starts=[0] * 5).micro_batch == 4
+    assert decided(*deaths, starts=[0] * 5).action == "go_on"
+    third = decided(*deaths, died(), starts=[0] * 6)
+    assert third.action == "stop" and "3 restarts without progress" in third.reason
+    assert decided(died()).micro_batch is None
+
+
+def test_out_of_memory_before_there_are_micro_batches_is_an_error_as_any_other() -> None:
+    assert decided(short(None)).action == "go_on"
+    assert "twice" in decided(short(None), short(None)).reason

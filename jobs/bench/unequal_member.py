@@ -1,0 +1,114 @@
+"""A worker of bench `unequal`: the product's session in a gloo group of two.
+
+    python -m jobs.bench.unequal_member SETTINGS.json RANK
+
+The last rank computes every forward and backward pass several times and takes the result of one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from jobs.bench.lines import dial
+from jobs.bench.sessions import Losses, session_of
+from raytrain.allocator import keep_freed_memory
+from raytrain.measured_shares import measure_shares, rows_of_each
+from raytrain.session import Session
+from raytrain.shares import Shares
+from raytrain.step import MicroBatch
+
+
+def main() -> None:
+    """Join, be ready, obey until told to stop."""
+    settings, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    keep_freed_memory()
+    store = dist.FileStore(settings["store"], 2)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    member = Member(settings, slowness=settings["slowness"] if rank else 1)
+    line = dial(arm="unequal", rank=rank)
+    while (order := line.receive())["steps"]:
+        line.send(member.obey(order))
+    line.close()
+    dist.destroy_process_group()
+
+
+class Member:
+    """One of the two."""
+
+    def __init__(self, settings: dict[str, Any], *, slowness: int) -> None:
+        self._job = settings["job"]
+        self.session, _ = session_of(self._job)
+        self.session.prepare("fp32")
+        if slowness > 1:
+            slow_down(self.session, slowness)
+        self._measured: Shares | None = None
+        self._losses = Losses()
+        self._loop = self.session.loop(reporter=self._losses, should_stop=lambda: False)
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """What is asked for by `what`: "measure" the workers, "check" the gradient, or a block of steps."""
+        began = time.perf_counter()
+        if order["what"] == "measure":
+            return {**self._measure(), "seconds": time.perf_counter() - began}
+        if order["what"] == "check":
+            return {"gap": self._gradient_gap(), "seconds": time.perf_counter() - began}
+        self.session.feed.batches.shares = self._measured if order["what"] == "measured shares" else None
+        state, before = self.session.state, len(self._losses.losses)
+        self._loop.limits = replace(self._loop.limits, max_steps=state.step + order["steps"])
+        self.session.workers.sum_flags([0])  # both begin together
+        began = time.perf_counter()
+        self._loop.run(state)
+        return {"seconds": time.perf_counter() - began, "losses": self._losses.losses[before:]}
+
+    def _measure(self) -> dict[str, Any]:
+        batches = self.session.feed.batches
+        chosen, paces = measure_shares(self.session, [batches.micro_batch])
+        self.session.settle(shares=chosen)
+        self._measured = batches.shares
+        pass_s = [pace.pass_s[batches.micro_batch] for pace in paces]
+        return {"reason": chosen.reason, "rows": rows_of_each(self.session), "pass_s": pass_s}
+
+    def _gradient_gap(self) -> float:
+        """In float64: the largest difference between the gradient summed over unequal shares and that of this process
+        alone over all rows."""
+        session, _ = session_of({**self._job, "precision": {"dtype": "fp64"}})
+        session.prepare("fp64")
+        session.feed.batches.shares = self._measured
+        handles = session.feed.window(session.state.cursor).handles
+        weight = session.feed.global_weight(handles) or 0
+        size = session.feed.batches.micro_batch
+        alone: list[MicroBatch] = [
+            session.feed.one(handles[begin : begin + size]) for begin in range(0, len(handles), size)
+        ]
+        session.step.backward(alone, global_weight=weight)
+        single = [flat.clone() for flat in session.step.gradients.buffers]
+        session.step.backward(session.feed.micro_batches(handles), global_weight=weight)
+        session.workers.sum_(session.step.gradients.buffers)
+        pairs = zip(single, session.step.gradients.buffers, strict=True)
+        return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def slow_down(session: Session, times: int) -> None:
+    """Make this worker compute every pass so many times; the gradients of all but one are thrown away."""
+    inner = session.trainable.loss
+    parameters = [p for p in session.trainable.module.parameters() if p.requires_grad]
+
+    def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
+        for _ in range(times - 1):
+            torch.autograd.grad(inner(module, batch).loss, parameters, allow_unused=True)
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+
+
+if __name__ == "__main__":
+    main()

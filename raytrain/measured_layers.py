@@ -1,0 +1,47 @@
+"""`precision.fp32_layers: auto` on the real model: measured once, and what follows is used by all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytrain.layer_precision import layers_of
+from raytrain.loop_state import Reporter
+from raytrain.plan import Deferred, Resolved
+from raytrain.precision import policy_for
+from raytrain.probe_record import shared_record, write_decision
+from raytrain.run_folder import RunFolder
+from raytrain.sensitivity import MOST_LAYERS, LayerChange, LayerProbe
+from raytrain.session import Session
+
+
+def settle_layers(session: Session, run: RunFolder, *, precisions: Sequence[str], reporter: Reporter) -> None:
+    """Layers that stay in fp32, where the plan leaves it open; needs a prepared session. Collective.
+
+    Args:
+        precisions: in which the rest will or may compute; the first half precision counts.
+    """
+    if not isinstance(session.job.plan.fp32_layers, Deferred):
+        return
+    half = next((name for name in precisions if policy_for(name).autocast_dtype is not None), None)
+    if half is None:
+        session.settle(fp32_layers=Resolved([], "nothing computes in half precision"))
+        return
+    known = shared_record(session, run, "fp32_layers")
+    if known is not None and known["trials"]["precision"] == half:
+        session.settle(fp32_layers=Resolved(known["value"], known["reason"]))
+        return
+    chosen, changes = measure_layers(session, half)
+    session.settle(fp32_layers=chosen)
+    trials = {"precision": half, "layers": [change.to_json() for change in changes]}
+    if session.workers.rank == 0:
+        write_decision(run, "fp32_layers", chosen, trials, reporter)
+
+
+def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
+    """Which layers must stay in fp32 under this half precision, from the first micro-batch of the window, the same on
+    every worker; changes nothing it measures. Collective."""
+    handles, _ = session.feed.window(session.state.cursor)
+    micro = session.feed.one(handles[: session.feed.batches.micro_batch])
+    trainable = session.trainable
+    names = layers_of(trainable.module, blocks=trainable.blocks, most=MOST_LAYERS)
+    return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)

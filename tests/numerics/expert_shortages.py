@@ -1,0 +1,110 @@
+"""Scenes of `exchange` in which memory runs out in the middle of a pass, on a worker or where the experts are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from exchange import Scene, joint_group, placement_of, record, scene_experts, session_of
+from lab import train
+from torch import Tensor
+
+from experts.layer import MoELayer
+from experts.serve import HostServer
+from experts.shard import ExpertShard
+from raytrain.session import Session
+
+Fate = tuple[int, int, str, int]
+"""Step, rank in the gang, point, and which time (from 0) that point of layer 1 is met in the step."""
+
+
+class Fates:
+    """Raises `torch.OutOfMemoryError` at the points of this rank, each once."""
+
+    def __init__(self, fates: list[Fate], rank: int) -> None:
+        self._left = [fate for fate in fates if fate[1] == rank]
+        self._met: dict[tuple[int, str], int] = {}
+        self.happened: list[Fate] = []
+
+    def meet(self, step: int, point: str) -> None:
+        time = self._met.get((step, point), 0)
+        self._met[step, point] = time + 1
+        due = [fate for fate in self._left if (fate[0], fate[2], fate[3]) == (step, point, time)]
+        for fate in due:
+            self._left.remove(fate)
+            self.happened.append(fate)
+            raise torch.OutOfMemoryError(f"planted at {fate}")
+
+
+def play(rank: int, world: int, scenes: list[tuple[Scene, list[Fate]]]) -> list[Any]:
+    """Each scene in turn (all of one size); what this member made of it."""
+    return [act(rank, replace(scene, number=number), fates) for number, (scene, fates) in enumerate(scenes)]
+
+
+def act(rank: int, scene: Scene, planted: list[Fate]) -> Any:
+    fates = Fates(planted, rank)
+    if rank >= scene.workers:
+        server = HostServer(
+            joint_group(scene, rank), host=rank - scene.workers, generation=1,
+            placement=placement_of(scene, scene_experts(scene)), device=torch.device("cpu"),
+        )  # fmt: skip
+        with planted_in_experts(fates, lambda: server.steps + 1):
+            server.serve()
+        return {"happened": fates.happened}
+    session = session_of(scene, rank)
+    plant(session, fates)
+    with planted_in_experts(fates, lambda: session.state.step + 1):
+        reporter, _ = train(session)
+    made = record(session, reporter)
+    made["events"] = [event for event in reporter.events if event["kind"] == "out_of_memory"]
+    made["happened"] = fates.happened
+    return made
+
+
+def plant(session: Session, fates: Fates) -> None:
+    """Before the rows of layer 1 are sent, while they are under way, and behind it in backward."""
+    layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)][1]
+    route, share = layer.router.forward, layer._share
+
+    def step() -> int:
+        return session.state.step + int(layer.training)
+
+    def router(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+        fates.meet(step(), "before" if layer.training else "evaluation")
+        if x_BSD.requires_grad:
+            x_BSD.register_hook(lambda _gradient: fates.meet(step(), "backward"))
+        return route(x_BSD, valid_BS)
+
+    def shared(x_TD: Tensor) -> Any:
+        fates.meet(step(), "under way")
+        return share(x_TD)
+
+    layer.router.forward = router  # type: ignore[method-assign]
+    layer._share = shared  # type: ignore[method-assign]
+
+
+class planted_in_experts:
+    """In the forward and in the backward of the experts of this process."""
+
+    def __init__(self, fates: Fates, step: Any) -> None:
+        self._fates, self._step = fates, step
+
+    def __enter__(self) -> None:
+        self._kept = forward, backward = ExpertShard._forward, ExpertShard._backward
+        fates, step = self._fates, self._step
+
+        def forward_of(shard: ExpertShard, layer: int, *args: Any, **keys: Any) -> Tensor:
+            if layer == 1:
+                fates.meet(step(), "expert forward" if keys["keep"] else "expert evaluation")
+            return forward(shard, layer, *args, **keys)
+
+        def backward_of(shard: ExpertShard, layer: int, *args: Any) -> Tensor:
+            if layer == 1:
+                fates.meet(step(), "expert backward")
+            return backward(shard, layer, *args)
+
+        ExpertShard._forward, ExpertShard._backward = forward_of, backward_of  # type: ignore[method-assign]
+
+    def __exit__(self, *_exception: object) -> None:
+        ExpertShard._forward, ExpertShard._backward = self._kept  # type: ignore[method-assign]

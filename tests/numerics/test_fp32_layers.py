@@ -1,0 +1,76 @@
+"""Layers that stay in fp32: the one that needs it is found, the loss is fp32's, and measuring leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fragile
+import pytest
+import torch
+from gang import run_gang
+from lab import GPT, MOE, make_session, token_rows, train
+
+from raytrain.layer_precision import layers_of
+from raytrain.measured_layers import measure_layers
+from raytrain.search import LOSS_TOLERANCE
+
+
+@pytest.mark.covers("FUT-10")
+def test_the_fragile_layer_is_found_and_with_it_in_fp32_the_loss_stays_in_the_band() -> None:
+    session = fragile.session_of()
+    chosen, changes = measure_layers(session, "bf16")
+    assert chosen.value == [fragile.FRAGILE]
+    assert f"with {fragile.FRAGILE} in fp32 the loss is in the band, 93% of 14 layers in bf16" in chosen.reason
+    others = [change.score for change in changes if change.layer != fragile.FRAGILE]
+    assert max(change.score for change in changes) > 5 * max(others)
+    session.settle(fp32_layers=chosen)
+    exact = fragile.losses("fp32", [])
+    kept, plain = train(session)[0].losses, fragile.losses("bf16", [])
+    beyond = [max(abs(one / base - 1) for one, base in zip(losses, exact, strict=True)) for losses in (kept, plain)]
+    assert beyond[0] < LOSS_TOLERANCE, "a step's loss left the gate's band"
+    assert beyond[1] > 5 * LOSS_TOLERANCE, "bf16 throughout does no harm here: nothing is shown"
+    named = fragile.losses("bf16", [fragile.FRAGILE])
+    assert named == kept, "measured or named, it is the same run"
+
+
+def test_two_workers_measure_without_a_trace_once_and_alike(tmp_path: Path) -> None:
+    first, second = run_gang(fragile.settled, str(tmp_path / "run"), world=2)
+    for made in (first, second):
+        assert made["untouched"] and made["chosen"] == [[fragile.FRAGILE]] * 2
+    (event,) = first["events"]
+    assert event["kind"] == "decision" and event["what"] == "fp32_layers" and event["value"] == [fragile.FRAGILE]
+    table = {row["layer"]: row for row in first["record"]["trials"]["layers"]}
+    assert len(table) == 2 + 2 * fragile.DEPTH
+    assert table[fragile.FRAGILE]["gradient"] > 0.1 > table["layers.3"]["gradient"] > 0
+    assert table["norms.3"]["gradient"] == 0.0, "a norm computes in fp32 under autocast anyway"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("builder", ["gpt", "moe_gpt"])
+def test_every_layer_of_the_built_in_models_can_stay_in_fp32(builder: str, precision: str) -> None:
+    model, more = (GPT, {}) if builder == "gpt" else (MOE, {"experts": {"num_experts": 4, "top_k": 2, "hosts": 0}})
+    data = {"train": token_rows(32), "eval_fraction": 0.0}
+    loop = {"max_steps": 2, "micro_batch_size": 8}
+
+    def losses(kept: list[str], dtype: str) -> list[float]:
+        section = {"dtype": dtype, "fp32_layers": kept}
+        return train(make_session(model, data, precision=section, loop=loop, **more))[0].losses
+
+    exact = losses([], "fp32")
+    module = make_session(model, data, loop=loop, **more).trainable.module
+    names = layers_of(module, blocks=None, most=99)
+    assert len(names) >= 12
+    everything = [name for name, _ in module.named_children()]
+    for kept in [*([name] for name in names), everything]:
+        for loss, base in zip(losses(kept, precision), exact, strict=True):
+            assert abs(loss / base - 1) < LOSS_TOLERANCE, kept
+    assert losses(names, "fp32") == exact, "without autocast they change nothing"
+
+
+def test_a_model_of_which_nothing_breaks_stays_in_half_precision_whole() -> None:
+    section = {"dtype": "bf16", "fp32_layers": "auto"}
+    session = make_session(GPT, {"train": token_rows(32), "eval_fraction": 0.0}, precision=section)
+    chosen, changes = measure_layers(session, "bf16")
+    assert chosen.value == [] and "in the band" in chosen.reason
+    assert any(change.gradient > 0 for change in changes) and all(change.error is None for change in changes)
+    assert torch.is_autocast_enabled("cpu") is False

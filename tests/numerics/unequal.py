@@ -1,0 +1,133 @@
+"""What the processes of a gang with unequal shares do. Each function is `(rank, world, ...)`, and returns numbers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from torch import nn
+
+from raytrain import measured_shares
+from raytrain.checkpoint import load
+from raytrain.gradients import Workers
+from raytrain.plan import Resolved
+from raytrain.run_folder import RunFolder
+from raytrain.saver import CheckpointSaver
+from raytrain.session import Session
+from raytrain.shares import Shares
+
+ROWS, GLOBAL, MICRO = 54, 16, 2
+SLOWNESS = 12
+
+
+def session_of(
+    *, precision: str, steps: int, shares: dict[str, Any] | None, dropout: float = 0.0, run: RunFolder | None = None
+) -> Session:
+    """A GPT on 54 rows with ragged labels: windows of 16, the fourth with 6. `shares`: as measured before."""
+    workers = Workers()
+    session = make_session(
+        {**GPT, "dropout": dropout},
+        {"train": token_rows(ROWS, ragged=True, empty=range(3)), "eval": token_rows(21, seed=5)},
+        workers=workers,
+        precision=precision,
+        loop={"max_steps": steps, "global_batch_size": GLOBAL, "micro_batch_size": MICRO, "eval_every": 7},
+        optim={"max_grad_norm": 0.3},
+        scale={"shares": "auto"},
+        run=run,
+    )
+    if shares is not None:
+        session.settle(shares=Resolved(shares, "given"))
+    return session
+
+
+def steps_taken(rank: int, world: int, shares: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+    """Losses, norms, evaluations and weights after AdamW steps in float64."""
+    session = session_of(precision="fp64", steps=steps, shares=shares)
+    handles = session.feed.window(session.state.cursor).handles
+    reporter, _ = train(session)
+    return {
+        "rows": [len(own) for own in session.feed.batches.rank_handles(handles)],
+        "losses": reporter.losses,
+        "norms": reporter.of("train", "grad_norm"),
+        "evals": reporter.of("eval", "loss"),
+        "weights": weights_of(session),
+        "digest": digest(session.trainable.module.state_dict()),
+    }
+
+
+def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
+    """One attempt with dropout and a checkpoint every 3 steps. Orders: run (folder), shares, steps, resume (a step)."""
+    run = RunFolder(orders["run"])
+    session = session_of(precision="fp32", steps=orders["steps"], shares=orders["shares"], dropout=0.1)
+    if orders.get("resume"):
+        session.restore(load(run.checkpoint_dir(orders["resume"])))
+    seen: dict[int, list[int]] = {}
+    inner = session.feed.micro_batches
+
+    def watched(handles: Any) -> Any:
+        mine = session.feed.batches.rank_handles(handles)
+        seen[session.state.step + 1] = [int(row) for rows in mine for row in rows]
+        return inner(handles)
+
+    session.feed.micro_batches = watched  # type: ignore[method-assign]
+    reporter = Rows()
+    loop = session.loop(reporter=reporter, should_stop=lambda: False)
+    loop.saver = saver = CheckpointSaver(
+        session, run, every=3, keep="all", asynchronous=False, reporter=reporter, clock=loop.clock, fence=None
+    )
+    loop.run(session.state)
+    saver.close()
+    return {
+        "losses": dict(zip(reporter.of("train", "step"), reporter.losses, strict=True)),
+        "rows": seen,
+        "digest": digest(session.trainable.module.state_dict(), optimizer_state(session)),
+    }
+
+
+def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Shares measured where the last rank computes everything many times; then found again by a second attempt."""
+    run = RunFolder(folder)
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+    session = session_of(precision="fp32", steps=4, shares=None, dropout=0.1, run=run)
+    if rank == world - 1:
+        _slow_down(session)
+    before = everything(session)
+    reporter = Rows()
+    measured_shares.settle_shares(session, run, reporter=reporter)
+    after = everything(session)
+    again = session_of(precision="fp32", steps=4, shares=None, run=run)
+    measured_shares.measure_shares = _not_again
+    measured_shares.settle_shares(again, run, reporter=reporter)
+    shares = session.feed.batches.shares
+    return {
+        "untouched": before == after,
+        "rows": measured_shares.rows_of_each(session),
+        "same": shares == again.feed.batches.shares and isinstance(shares, Shares),
+        "events": reporter.events,
+        "record": run.read_json(run.memory_probe)["shares"] if rank == 0 else None,
+    }
+
+
+def everything(session: Session) -> str:
+    """A hash of what a run consists of."""
+    cursor = [session.state.cursor.epoch, session.state.cursor.position]
+    module = session.trainable.module
+    return digest(module.state_dict(), optimizer_state(session), session.generator_state(), cursor)
+
+
+def _slow_down(session: Session) -> None:
+    """This worker's forward and backward are computed many times over, without a trace."""
+    inner = session.trainable.loss
+
+    def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
+        for _ in range(SLOWNESS):
+            inner(module, batch)
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+
+
+def _not_again(session: Session, sizes: list[int]) -> Any:
+    raise AssertionError(f"measured once more, {sizes}")
