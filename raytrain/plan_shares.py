@@ -14,7 +14,7 @@ from raytrain.plan_machines import Machines
 from raytrain.plan_time import GPU_SHARE, peak_flops
 from raytrain.plan_values import Choice, Deferred, ModelFacts, Resolved
 from raytrain.plan_workers import spread
-from raytrain.shares import SPLITS, Shares, gain_over_equal
+from raytrain.search.shares import SPLITS, Shares, gain_over_equal
 
 MEASURED = "measured at the start, on all workers at the same time"
 EVENLY = "shares follow the measurement, and stay equal where unequal ones would save less than 5 %"

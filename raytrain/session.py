@@ -25,18 +25,18 @@ from raytrain.gradients import Workers
 from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
-from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import limit_device_memory
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
-from raytrain.probe import compare_precisions
+from raytrain.probe.precisions import compare_precisions
+from raytrain.probe.step_probe import StepProbe
 from raytrain.recompute import recompute
-from raytrain.search import choose_precision
-from raytrain.shares import shares_in_force
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.precision import choose_precision
+from raytrain.search.shares import shares_in_force
 from raytrain.step import TrainingStep
-from raytrain.step_probe import StepProbe
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
 
 

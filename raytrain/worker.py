@@ -25,13 +25,13 @@ from raytrain.data.sources import Source, handed_over
 from raytrain.errors import StateLost
 from raytrain.export import export
 from raytrain.faults import fault_of, read_faults, write_fault
-from raytrain.found import confirm_found
 from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
-from raytrain.measured import settle_inflight, settle_micro_batch, settle_precision
-from raytrain.measured_shares import settle_shares
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred, Resolved
+from raytrain.probe.found import confirm_found
+from raytrain.probe.settled import settle_inflight, settle_micro_batch, settle_precision
+from raytrain.probe.settled_shares import settle_shares
 from raytrain.rank_log import rank_log
 from raytrain.recovery import Decision, Fault, decide
 from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded

@@ -29,8 +29,8 @@ from jobs.bench.measuring import (
 from jobs.bench.options import PrecisionOptions
 from jobs.bench.precision_arms import PlainArm, gpt_job, perceptron_job
 from jobs.bench.sessions import SavedForBackward, SessionArm, chosen_precision
-from raytrain.probe import compare_precisions
-from raytrain.search import LOSS_TOLERANCE, WORTHWHILE_GAIN
+from raytrain.probe.precisions import compare_precisions
+from raytrain.search.precision import LOSS_TOLERANCE, WORTHWHILE_GAIN
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 #: The range that half-precision training is commonly promised to gain.

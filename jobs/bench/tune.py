@@ -20,11 +20,11 @@ from jobs.bench.measuring import Check, Goal, Measurement, Say, alternate, compa
 from jobs.bench.options import TuneOptions
 from jobs.bench.sessions import SessionArm
 from jobs.bench.tune_arms import PRECISIONS, Bench, Found, gpt_job
-from raytrain.batch_space import MOST_SIZES, MOST_STEPS, BatchSpace, sizes_free
 from raytrain.errors import InputError
-from raytrain.measurement import Candidate
-from raytrain.measurement import Measurement as Measured
-from raytrain.search import WORTHWHILE_GAIN
+from raytrain.search.measurement import Candidate
+from raytrain.search.measurement import Measurement as Measured
+from raytrain.search.precision import WORTHWHILE_GAIN
+from raytrain.search.space import MOST_SIZES, MOST_STEPS, BatchSpace, sizes_free
 
 #: Goals of issue 5.
 OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4

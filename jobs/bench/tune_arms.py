@@ -12,15 +12,15 @@ import torch
 from cluster.inventory import local_inventory
 from jobs.bench.options import TuneOptions
 from jobs.bench.sessions import session_of
-from raytrain.batch_decision import BatchDecision
-from raytrain.batch_search import decide, next_proposals
-from raytrain.batch_space import PASSES, BatchSpace
-from raytrain.gate import run_gate
-from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import process_budget
-from raytrain.search import GateReport
+from raytrain.probe.gate import run_gate
+from raytrain.probe.untouched import restored_steps, untouched
+from raytrain.search.batch import decide, next_proposals
+from raytrain.search.decision import BatchDecision
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.precision import GateReport
+from raytrain.search.space import PASSES, BatchSpace
 from raytrain.session import Session
-from raytrain.untouched import restored_steps, untouched
 
 PRECISIONS = ("fp32", "bf16")
 VOCABULARY = 256

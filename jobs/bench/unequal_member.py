@@ -21,9 +21,9 @@ from torch import nn
 from jobs.bench.lines import dial
 from jobs.bench.sessions import Losses, session_of
 from raytrain.allocator import keep_freed_memory
-from raytrain.measured_shares import measure_shares, rows_of_each
+from raytrain.probe.settled_shares import measure_shares, rows_of_each
+from raytrain.search.shares import Shares
 from raytrain.session import Session
-from raytrain.shares import Shares
 from raytrain.step import MicroBatch
 
 

@@ -20,13 +20,13 @@ from ray import cloudpickle, tune
 from jobs.tuning.batch_trials import Wanted
 from raytrain.allocator import keep_freed_memory
 from raytrain.data.sources import handed_over
-from raytrain.found import signature_of
-from raytrain.gate import run_gate
 from raytrain.gradients import Workers
 from raytrain.memory import limit_device_memory
 from raytrain.models.registry import make_importable
-from raytrain.noise_probe import measure_norms
-from raytrain.noise_scale import noise_scale
+from raytrain.probe.found import signature_of
+from raytrain.probe.gate import run_gate
+from raytrain.probe.noise import measure_norms
+from raytrain.search.noise_scale import noise_scale
 from raytrain.session import Session
 from raytrain.train_job import TrainJob
 

@@ -18,16 +18,16 @@ from jobs.tuning.batch_results import write_batch
 from jobs.tuning.cache import FOLDER, Cache
 from jobs.tuning.command import show_only_picked
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
-from raytrain.batch_space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.decode import encode
 from raytrain.errors import InputError
 from raytrain.expected import render
-from raytrain.measurement import Candidate
 from raytrain.plan import Deferred, Plan, _allowed
 from raytrain.plan_machines import choose_machines
 from raytrain.plan_memory import trained_bytes
 from raytrain.plan_values import size_text
-from raytrain.signature import make_signature
+from raytrain.search.measurement import Candidate
+from raytrain.search.signature import make_signature
+from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.sweep_folder import SweepFolder
 
 if TYPE_CHECKING:

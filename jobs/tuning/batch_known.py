@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raytrain.batch_space import BatchSpace
-from raytrain.measurement import Measurement
-from raytrain.noise_scale import NoiseScale
-from raytrain.search import GateReport
+from raytrain.search.measurement import Measurement
+from raytrain.search.noise_scale import NoiseScale
+from raytrain.search.precision import GateReport
+from raytrain.search.space import BatchSpace
 
 
 class Known:

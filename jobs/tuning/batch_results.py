@@ -12,13 +12,13 @@ from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.points import whole_mapping
 from jobs.tuning.results import close, draw, header_of, say_files
 from jobs.tuning.table import bytes_text, number_text, print_table
-from raytrain.batch_decision import BatchDecision
-from raytrain.batch_search import decide
 from raytrain.config import TuneFound
 from raytrain.decode import encode
-from raytrain.memory_line import fit, points
-from raytrain.noise_scale import goodput_advice
 from raytrain.plan_values import size_text
+from raytrain.search.batch import decide
+from raytrain.search.decision import BatchDecision
+from raytrain.search.memory_line import fit, points
+from raytrain.search.noise_scale import goodput_advice
 from raytrain.tune_figures import batch_spec
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 from jobs.tuning.batch_known import Known, weighed
 from jobs.tuning.searcher import DONE, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
-from raytrain.batch_search import BatchSpace, Proposal, next_proposals
-from raytrain.measurement import Candidate, Measurement
-from raytrain.search import GateReport
+from raytrain.search.batch import BatchSpace, Proposal, next_proposals
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.precision import GateReport
 from raytrain.sweep_folder import SweepFolder
 
 

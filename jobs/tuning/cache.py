@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.tuning.batch_known import Known
-from raytrain.batch_search import BatchSpace, next_proposals
 from raytrain.plan_values import size_text
 from raytrain.record import to_line
 from raytrain.run_folder import RunFolder
+from raytrain.search.batch import BatchSpace, next_proposals
 
 FOLDER = "tune_cache"
 

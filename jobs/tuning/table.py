@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 
 from jobs.tuning.space import told
-from raytrain.batch_space import BatchSpace
-from raytrain.measurement import Measurement
 from raytrain.plan_values import size_text
-from raytrain.search import GateReport, gate_refusal
+from raytrain.search.measurement import Measurement
+from raytrain.search.precision import GateReport, gate_refusal
+from raytrain.search.space import BatchSpace
 
 PIPED_COLUMNS = 10_000
 """Wider than any line of a table."""

@@ -11,7 +11,7 @@ import torch
 
 from raytrain.data.contract import Batch, Split
 from raytrain.data.resident import place
-from raytrain.shares import Shares
+from raytrain.search.shares import Shares
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain.shares import Shares
+from raytrain.search.shares import Shares
 
 GUESTS = Path(__file__).parent / "guest"
 

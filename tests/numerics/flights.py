@@ -16,7 +16,7 @@ from test_probe_is_neutral import state_of
 
 from experts.serve import HostServer
 from experts.transport.protocol import Aborted, Header, Op
-from raytrain.measured import measure_inflight
+from raytrain.probe.settled import measure_inflight
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 

@@ -8,8 +8,8 @@ import torch
 from lab import Rows, class_rows, digest, make_session, optimizer_state, train
 from torch import Tensor, nn
 
-from raytrain import measured_layers
 from raytrain.plan import Resolved
+from raytrain.probe import settled_layers
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 
@@ -61,11 +61,11 @@ def settled(rank: int, world: int, folder: str) -> dict[str, Any]:
     run = RunFolder(folder)
     session = session_of(dropout=True, run=run)
     before, reporter = _everything(session), Rows()
-    measured_layers.settle_layers(session, run, precisions=["bf16", "fp32"], reporter=reporter)
+    settled_layers.settle_layers(session, run, precisions=["bf16", "fp32"], reporter=reporter)
     again = session_of(run=run)
-    measure, measured_layers.measure_layers = measured_layers.measure_layers, _not_again
-    measured_layers.settle_layers(again, run, precisions=["bf16"], reporter=reporter)
-    measured_layers.measure_layers = measure
+    measure, settled_layers.measure_layers = settled_layers.measure_layers, _not_again
+    settled_layers.settle_layers(again, run, precisions=["bf16"], reporter=reporter)
+    settled_layers.measure_layers = measure
     return {
         "untouched": before == _everything(session),
         "chosen": [_kept(session), _kept(again)],

@@ -11,12 +11,12 @@ from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, tr
 
 from cluster.telemetry import process_memory, reset_peak
 from raytrain.config import TuneFound
-from raytrain.found import confirm_found, signature_of
-from raytrain.measured import memory_budget, read_measured, settle_micro_batch
-from raytrain.measurement import Candidate
 from raytrain.memory import address_space_limit
 from raytrain.plan import Deferred, Resolved
+from raytrain.probe.found import confirm_found, signature_of
+from raytrain.probe.settled import memory_budget, read_measured, settle_micro_batch
 from raytrain.run_folder import RunFolder
+from raytrain.search.measurement import Candidate
 from raytrain.session import Session
 
 WIDE_GPT = {**GPT, "layers": 1, "width": 32, "context": 128, "vocab_size": 512}

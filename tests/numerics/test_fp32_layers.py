@@ -11,8 +11,8 @@ from gang import run_gang
 from lab import GPT, MOE, make_session, token_rows, train
 
 from raytrain.layer_precision import layers_of
-from raytrain.measured_layers import measure_layers
-from raytrain.search import LOSS_TOLERANCE
+from raytrain.probe.settled_layers import measure_layers
+from raytrain.search.precision import LOSS_TOLERANCE
 
 
 @pytest.mark.covers("FUT-10")

@@ -10,9 +10,9 @@ from lab import MLP, Rows, class_rows, digest, make_session, train
 from test_probe_is_neutral import moe, noisy, state_of
 from torch import nn
 
-from raytrain.gate import run_gate
-from raytrain.measurement import Candidate
-from raytrain.search import gate_refusal
+from raytrain.probe.gate import run_gate
+from raytrain.search.measurement import Candidate
+from raytrain.search.precision import gate_refusal
 from raytrain.session import Session
 
 

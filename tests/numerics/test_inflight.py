@@ -15,11 +15,11 @@ from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, sce
 from gang import run_gang
 from lab import DeviceReads, Rows, train
 
-import raytrain.measured
+import raytrain.probe.settled
 from experts.call import Call
 from experts.transport.protocol import Op
-from raytrain.measured import settle_inflight
 from raytrain.plan import Deferred
+from raytrain.probe.settled import settle_inflight
 from raytrain.run_folder import RunFolder
 
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
@@ -164,7 +164,7 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     assert written["value"] == session.step.inflight == session.job.planned("inflight") and len(said) == 1
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
     session.job = job
-    monkeypatch.setattr(raytrain.measured, "measure_inflight", None)
+    monkeypatch.setattr(raytrain.probe.settled, "measure_inflight", None)
     settle_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
@@ -195,7 +195,7 @@ def test_where_two_do_not_fit_the_attempt_after_it_takes_one(
     if taken is None:
         assert not run.exists(run.memory_probe), "one does not fit either: that is for the step to say"
         return
-    monkeypatch.setattr(raytrain.measured, "measure_inflight", None)
+    monkeypatch.setattr(raytrain.probe.settled, "measure_inflight", None)
     settle_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == session.job.planned("inflight") == taken
     (event,) = reporter.events

@@ -10,8 +10,8 @@ from lab import MLP, class_rows, make_session, train
 from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 
-from raytrain.noise_probe import measure_norms
-from raytrain.noise_scale import noise_scale
+from raytrain.probe.noise import measure_norms
+from raytrain.search.noise_scale import noise_scale
 from raytrain.session import Session
 
 

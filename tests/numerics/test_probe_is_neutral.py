@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from experts.router import TopKRouter
 from raytrain.data.batches import Cursor
 from raytrain.device import rng_state
-from raytrain.measurement import Candidate
+from raytrain.search.measurement import Candidate
 from raytrain.session import Session
 from raytrain.trainable import Trainable
 

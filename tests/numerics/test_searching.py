@@ -9,11 +9,11 @@ from lab import digest, train
 from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 
-from raytrain.batch_search import BatchDecision, BatchSpace, decide, next_proposals
-from raytrain.batch_space import sizes_dividing
-from raytrain.gate import run_gate
-from raytrain.measurement import Candidate, Measurement
-from raytrain.search import GateReport
+from raytrain.probe.gate import run_gate
+from raytrain.search.batch import BatchDecision, BatchSpace, decide, next_proposals
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.precision import GateReport
+from raytrain.search.space import sizes_dividing
 from raytrain.session import Session
 
 

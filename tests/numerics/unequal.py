@@ -8,14 +8,14 @@ from typing import Any
 from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain import measured_shares
 from raytrain.checkpoint import load
 from raytrain.gradients import Workers
 from raytrain.plan import Resolved
+from raytrain.probe import settled_shares
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
+from raytrain.search.shares import Shares
 from raytrain.session import Session
-from raytrain.shares import Shares
 
 ROWS, GLOBAL, MICRO = 54, 16, 2
 SLOWNESS = 12
@@ -95,15 +95,15 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
         _slow_down(session)
     before = everything(session)
     reporter = Rows()
-    measured_shares.settle_shares(session, run, reporter=reporter)
+    settled_shares.settle_shares(session, run, reporter=reporter)
     after = everything(session)
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
-    measured_shares.measure_shares = _not_again
-    measured_shares.settle_shares(again, run, reporter=reporter)
+    settled_shares.measure_shares = _not_again
+    settled_shares.settle_shares(again, run, reporter=reporter)
     shares = session.feed.batches.shares
     return {
         "untouched": before == after,
-        "rows": measured_shares.rows_of_each(session),
+        "rows": settled_shares.rows_of_each(session),
         "same": shares == again.feed.batches.shares and isinstance(shares, Shares),
         "events": reporter.events,
         "record": run.read_json(run.memory_probe)["shares"] if rank == 0 else None,

@@ -16,9 +16,9 @@ from jobs.tune import found_job, run_tune
 from jobs.tuning.batch_known import Known
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.cache import Cache, still_true
-from raytrain.batch_search import BatchSpace
 from raytrain.errors import InputError
-from raytrain.measurement import Candidate, Measurement
+from raytrain.search.batch import BatchSpace
+from raytrain.search.measurement import Candidate, Measurement
 
 JOB: dict[str, Any] = {
     "name": "small",

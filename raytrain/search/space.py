@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain.errors import InputError
-from raytrain.measurement import Candidate
+from raytrain.search.measurement import Candidate
 
 #: Passes of one timed measurement, the dropped warm-up not counted; and of a reading of memory, which is not timed.
 PASSES, MEMORY_PASSES = 3, 2
@@ -30,7 +30,7 @@ class BatchSpace:
         budget_bytes: what one process may take; None: memory is not read.
         reference: the precision that others must beat.
         devices: measurements that may run at a time.
-        noise_rows: gradient noise scale in rows (`raytrain.noise_scale`); given, the search maximises goodput.
+        noise_rows: gradient noise scale in rows (`raytrain.search.noise_scale`); given, the search maximises goodput.
         workers: of the run; with the size they make the global batch where it is free.
         gate_steps: real steps in which a lower precision is held against the reference before it is taken; 0: none.
     """
@@ -85,8 +85,8 @@ class Proposal:
         candidate: what to measure; as `Session.measure(candidate, budget_bytes=, passes=, with_memory=)`.
         passes: timed passes, after a warm-up that is dropped; 0: memory alone.
         with_memory: the peak is wanted too.
-        gate_steps: not 0: no measurement but the numeric gate, `raytrain.gate.run_gate`, of this candidate against
-            the reference, so many steps.
+        gate_steps: not 0: no measurement but the numeric gate, `raytrain.probe.gate.run_gate`, of this candidate
+            against the reference, so many steps.
     """
 
     candidate: Candidate

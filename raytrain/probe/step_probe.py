@@ -26,13 +26,13 @@ from raytrain.data.longest import longest_row
 from raytrain.device import device_name
 from raytrain.errors import OutOfMemory
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
-from raytrain.measurement import Candidate, Measurement, Outcome
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.plan_values import size_text
 from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
+from raytrain.search.measurement import Candidate, Measurement, Outcome
 from raytrain.step import TrainingStep
 from raytrain.trainable import GlobalStep
-from raytrain.untouched import restored_steps, skipped_steps, untouched
 
 #: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
 ACCUMULATED = 2

@@ -10,7 +10,7 @@ import torch
 from lab import MLP, class_rows, make_session
 from torch import nn
 
-from raytrain.probe import MAX_ROUNDS, MIN_ROUNDS, compare_precisions, untouched
+from raytrain.probe.precisions import MAX_ROUNDS, MIN_ROUNDS, compare_precisions, untouched
 from raytrain.session import Session
 from raytrain.trainable import Trainable
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from raytrain.search import LOSS_TOLERANCE, NORM_BAND
-from raytrain.sensitivity import LayerChange, choose_layers, outside_band
+from raytrain.probe.sensitivity import LayerChange, choose_layers, outside_band
+from raytrain.search.precision import LOSS_TOLERANCE, NORM_BAND
 
 NAMES = [f"layer{number}" for number in range(10)]
 

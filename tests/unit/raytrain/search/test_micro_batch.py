@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from raytrain.measurement import Candidate, Measurement
-from raytrain.memory_line import fit
-from raytrain.micro_batch import Next, advice, choose_micro_batch, micro_batch_sizes, next_size, settled_record
 from raytrain.plan import Resolved
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.memory_line import fit
+from raytrain.search.micro_batch import Next, advice, choose_micro_batch, micro_batch_sizes, next_size, settled_record
 
 FLOOR = 1000
 
@@ -22,7 +22,7 @@ def measured(rows: int, peak: int, budget: int | None) -> Measurement:
 def search(
     sizes: tuple[int, ...], memory: Callable[[int], int], budget: int | None
 ) -> tuple[Resolved | None, list[tuple[Next, Measurement]]]:
-    """The loop of `raytrain.measured`, over a memory that is a formula."""
+    """The loop of `raytrain.probe.settled`, over a memory that is a formula."""
     tried: list[tuple[Next, Measurement]] = []
     while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
         assert asked.rows not in [one.candidate.micro_batch_size for _, one in tried]

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from raytrain.errors import RunError
-from raytrain.measurement import Candidate
 from raytrain.precision import LossScale, apply_matmul, policy_for
-from raytrain.search import GateReport
+from raytrain.probe.untouched import restored_steps, untouched
+from raytrain.search.measurement import Candidate
+from raytrain.search.precision import GateReport
 from raytrain.session import Session
 from raytrain.step import StepOutput
-from raytrain.untouched import restored_steps, untouched
 
 
 def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: int) -> GateReport:

@@ -16,10 +16,10 @@ from torch import Tensor
 from raytrain.device import rng_state, set_rng_state
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.precision import PrecisionPolicy, policy_for
-from raytrain.search import PrecisionTrial
+from raytrain.probe.untouched import untouched
+from raytrain.search.precision import PrecisionTrial
 from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import Trainable
-from raytrain.untouched import untouched
 
 #: Rounds are taken in turn over the candidates until the time is up, at least `MIN_ROUNDS` of them.
 BUDGET_S = 2.0

@@ -15,14 +15,14 @@ from raytrain.config import TuneFound
 from raytrain.data.longest import longest_row
 from raytrain.device import device_bytes, device_name
 from raytrain.loop_state import Reporter
-from raytrain.measured import Push, measure_micro_batch, memory_budget, shared_record, spare_memory, write_measured
-from raytrain.measurement import Candidate, Measurement
-from raytrain.micro_batch import micro_batch_sizes
 from raytrain.plan import Resolved
 from raytrain.plan_values import size_text
+from raytrain.probe.settled import Push, measure_micro_batch, memory_budget, shared_record, spare_memory, write_measured
 from raytrain.run_folder import RunFolder
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.micro_batch import micro_batch_sizes
+from raytrain.search.signature import Signature, make_signature
 from raytrain.session import Session
-from raytrain.signature import Signature, make_signature
 
 VERSIONS = ("raytrain", "torch")
 #: A difference up to this part of a found figure is noise.

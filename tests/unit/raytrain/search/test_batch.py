@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from raytrain.batch_search import BatchDecision, BatchSpace, Proposal, decide, next_proposals
-from raytrain.batch_space import MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
 from raytrain.errors import InputError, RunError
-from raytrain.measurement import Measurement
-from raytrain.search import GateReport
+from raytrain.search.batch import BatchDecision, BatchSpace, Proposal, decide, next_proposals
+from raytrain.search.measurement import Measurement
+from raytrain.search.precision import GateReport
+from raytrain.search.space import MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
 
 Curve = Callable[[int], float]
 POWERS = sizes_free(4096, 1)

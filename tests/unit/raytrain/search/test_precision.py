@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.search import PrecisionTrial, choose_inflight, choose_precision
+from raytrain.search.precision import PrecisionTrial, choose_inflight, choose_precision
 
 NAN = float("nan")
 

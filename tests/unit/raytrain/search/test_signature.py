@@ -7,8 +7,8 @@ import pytest
 
 from experts.config import ExpertsConfig
 from raytrain.config import LoopConfig, ModelConfig, OptimConfig, TuneFound
-from raytrain.found import differences
-from raytrain.signature import Signature, make_signature
+from raytrain.probe.found import differences
+from raytrain.search.signature import Signature, make_signature
 
 
 def signature(**changed: Any) -> Signature:

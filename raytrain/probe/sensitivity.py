@@ -19,9 +19,9 @@ from raytrain.device import rng_state, set_rng_state
 from raytrain.layer_precision import LayerPrecision
 from raytrain.plan_values import Resolved
 from raytrain.precision import PrecisionPolicy, policy_for
-from raytrain.search import LOSS_TOLERANCE, NORM_BAND
+from raytrain.probe.untouched import untouched
+from raytrain.search.precision import LOSS_TOLERANCE, NORM_BAND
 from raytrain.step import MicroBatch, TrainingStep
-from raytrain.untouched import untouched
 
 MOST_LAYERS = 128
 """Where a model has more, its repeated blocks are measured as wholes."""

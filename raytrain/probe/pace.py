@@ -11,9 +11,9 @@ import torch
 
 from raytrain.gradients import Workers
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
-from raytrain.shares import Pace
+from raytrain.probe.untouched import untouched
+from raytrain.search.shares import Pace
 from raytrain.step import MicroBatch, TrainingStep
-from raytrain.untouched import untouched
 
 #: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
 TIMED_S = 1.0

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from raytrain.batch_space import MEMORY_PASSES, BatchSpace
-from raytrain.measurement import Measurement
-from raytrain.memory_line import MemoryLine, fit, points
+from raytrain.search.measurement import Measurement
+from raytrain.search.memory_line import MemoryLine, fit, points
+from raytrain.search.space import MEMORY_PASSES, BatchSpace
 
 #: Bound of one pass's relative standard deviation where too few passes tell.
 LEAST_NOISE = 0.002

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.measurement import Measurement
-from raytrain.memory_line import MemoryLine, fit, points
 from raytrain.plan_values import Resolved, size_text
+from raytrain.search.measurement import Measurement
+from raytrain.search.memory_line import MemoryLine, fit, points
 
 #: The first size measured is at most this part of the largest one.
 FIRST = 1 / 8

@@ -1,4 +1,4 @@
-"""Decisions from measurements, pure: numbers in, `Resolved` out. Measuring is `probe.py`'s."""
+"""Decisions from measurements, pure: numbers in, `Resolved` out. Measuring is `probe/precisions.py`'s."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raytrain.data.batches import rank_micro_batches
-from raytrain.shares import Pace, Shares, apportion, choose_shares, shown, slowest_s
+from raytrain.search.shares import Pace, Shares, apportion, choose_shares, shown, slowest_s
 
 INFINITE = float("inf")
 

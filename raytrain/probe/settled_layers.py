@@ -8,9 +8,9 @@ from raytrain.layer_precision import layers_of
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
 from raytrain.precision import policy_for
-from raytrain.probe_record import shared_record, write_decision
+from raytrain.probe.record import shared_record, write_decision
+from raytrain.probe.sensitivity import MOST_LAYERS, LayerChange, LayerProbe
 from raytrain.run_folder import RunFolder
-from raytrain.sensitivity import MOST_LAYERS, LayerChange, LayerProbe
 from raytrain.session import Session
 
 

@@ -16,19 +16,19 @@ from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.errors import RunError, StateLost
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
-from raytrain.measured_layers import settle_layers
-from raytrain.measurement import Candidate, Measurement
 from raytrain.memory import process_budget, processes_here
-from raytrain.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
 from raytrain.plan import Deferred, Resolved
 from raytrain.plan_memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan_values import size_text
-from raytrain.probe import compare_inflight
-from raytrain.probe_record import read_measured, shared_record, write_decision, write_measured
+from raytrain.probe.precisions import compare_inflight
+from raytrain.probe.record import read_measured, shared_record, write_decision, write_measured
+from raytrain.probe.settled_layers import settle_layers
 from raytrain.run_folder import RunFolder
-from raytrain.search import choose_inflight
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
+from raytrain.search.precision import choose_inflight
+from raytrain.search.shares import SPLITS
 from raytrain.session import Session
-from raytrain.shares import SPLITS
 from raytrain.trainable import parameters_of
 
 Push = Callable[[dict[str, Any]], None]

@@ -5,8 +5,8 @@ Pure, without torch.
 
 from __future__ import annotations
 
-from raytrain.batch_space import nearest_at_most
-from raytrain.speed_curve import SpeedCurve
+from raytrain.search.space import nearest_at_most
+from raytrain.search.speed_curve import SpeedCurve
 
 #: A smaller size is taken where it gives up no more than this of the best throughput.
 NEAR = 0.03

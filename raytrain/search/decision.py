@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain.batch_space import BatchSpace
 from raytrain.errors import RunError
-from raytrain.measurement import Candidate
 from raytrain.plan_values import Resolved, size_text
-from raytrain.speed_curve import SpeedCurve
+from raytrain.search.measurement import Candidate
+from raytrain.search.space import BatchSpace
+from raytrain.search.speed_curve import SpeedCurve
 
 
 @dataclass(frozen=True)

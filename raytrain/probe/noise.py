@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from raytrain.errors import RunError
-from raytrain.noise_scale import NormPair
+from raytrain.probe.untouched import untouched
+from raytrain.search.noise_scale import NormPair
 from raytrain.session import Session
 from raytrain.step import MicroBatch
-from raytrain.untouched import untouched
 
 #: Micro-batches of a draw, and draws: the passes of eight steps that accumulate eight times.
 MICRO_BATCHES, DRAWS = 8, 8

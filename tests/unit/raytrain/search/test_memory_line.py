@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from raytrain.measurement import Candidate, Measurement
-from raytrain.memory_line import fit, points
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.memory_line import fit, points
 
 FITTED = Measurement(Candidate("fp32", 4), "ok", peak_bytes=140, floor_bytes=100)
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from raytrain.batch_decision import BatchDecision, nothing_fits, table_of
-from raytrain.batch_space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal, nearest_at_most
-from raytrain.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
-from raytrain.measurement import Candidate, Measurement
 from raytrain.plan_values import Resolved
-from raytrain.search import WORTHWHILE_GAIN, GateReport, gate_refusal
-from raytrain.speed_curve import SpeedCurve
+from raytrain.search.decision import BatchDecision, nothing_fits, table_of
+from raytrain.search.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.precision import WORTHWHILE_GAIN, GateReport, gate_refusal
+from raytrain.search.space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal, nearest_at_most
+from raytrain.search.speed_curve import SpeedCurve
 
 __all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain.measurement import Measurement
+from raytrain.search.measurement import Measurement
 
 
 @dataclass(frozen=True)

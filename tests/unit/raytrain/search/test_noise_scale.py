@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from raytrain.noise_scale import NoiseScale, NormPair, efficiency, goodput_advice, noise_scale
+from raytrain.search.noise_scale import NoiseScale, NormPair, efficiency, goodput_advice, noise_scale
 
 
 def drawn(*, signal: float, noise: float, draws: int, small: int = 4, big: int = 64, seed: int = 0) -> list[NormPair]:

@@ -6,13 +6,13 @@ import socket
 
 from raytrain.loop_state import Reporter
 from raytrain.memory import process_budget, processes_here
-from raytrain.pace import device_kind, measure_paces
 from raytrain.plan import Deferred, Resolved
 from raytrain.plan_memory import moments
-from raytrain.probe_record import shared_record, write_decision
+from raytrain.probe.pace import device_kind, measure_paces
+from raytrain.probe.record import shared_record, write_decision
 from raytrain.run_folder import RunFolder
+from raytrain.search.shares import Pace, Shares, choose_shares
 from raytrain.session import Session
-from raytrain.shares import Pace, Shares, choose_shares
 
 
 def settle_shares(session: Session, run: RunFolder, *, reporter: Reporter) -> None:
