@@ -35,6 +35,7 @@ from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
 from jobs.driver import check_on_driver, train_job
+from jobs.built import facts_from
 from jobs.plan import plan_job
 from jobs.runtime import Cluster, StopSignals
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
@@ -666,7 +667,8 @@ def job_of(*flags: str, **sections: Any) -> LoadedSpec:
 def plan_of(*flags: str, inventory: Inventory = BOX, **sections: Any) -> Plan:
     loaded = job_of(*flags, **sections)
     source = open_source(loaded.spec.data, context=None, seed=loaded.spec.seed)
-    return plan_job(loaded, inventory=inventory, data_facts=source.facts)
+    model_facts, data_facts = facts_from(loaded.spec, source)
+    return plan_job(loaded, inventory=inventory, model_facts=model_facts, data_facts=data_facts)
 
 
 def value_of(plan: Plan, name: str) -> Any:
