@@ -34,8 +34,8 @@ from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
-from jobs.driver import check_on_driver, train_job
 from jobs.built import facts_from
+from jobs.driver import check_on_driver, train_job
 from jobs.plan import plan_job
 from jobs.runtime import Cluster, StopSignals
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
