@@ -94,3 +94,18 @@ def test_what_has_no_kernel_is_a_result_and_leaves_no_trace() -> None:
     report = run_gate(session, Candidate("fp16", 8), reference="fp32", steps=2)
     assert gate_refusal(report) == "\"op\" not implemented for 'Half'"
     assert everything(session) == before
+
+
+def test_a_gate_without_memory_is_a_result_too() -> None:
+    session = noisy()
+    before, inner = everything(session), session.trainable.loss
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("no room for it")
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+    report = run_gate(session, Candidate("bf16", 8), reference="fp32", steps=3)
+    assert report.error is not None and "no room for it" in report.error and "rank 0" in report.error
+    assert everything(session) == before
