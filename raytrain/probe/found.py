@@ -63,7 +63,9 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
     if found is None:
         return
     if (known := shared_record(session, run, "found")) is not None:  # by an earlier attempt of this run
-        session.use_micro_batch(Resolved(known["value"], known["reason"]))
+        planned = session.job.plan.micro_batch_size  # a restart after an out-of-memory takes less than what was known
+        if not isinstance(planned, Resolved) or planned.value > known["value"]:
+            session.use_micro_batch(Resolved(known["value"], known["reason"]))
         again = known.get("micro_batch", known)
         spare_memory(session, peak=again["peak_bytes"], budget=again["budget_bytes"])
         return

@@ -234,6 +234,7 @@ class StepProbe:
         if any(flags):
             found.outcome = "out_of_memory" if flags[0] else "error"
             found.reason = reason or "on another worker"
+            found.pass_s, found.update_s = [], []  # whoever came through has one more: nobody could put them together
         return not any(flags)
 
     def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:

@@ -18,6 +18,7 @@ from raytrain.probe.settled import memory_budget, read_measured, settle_micro_ba
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate
 from raytrain.session import Session
+from raytrain.train_job import with_micro_batch
 
 WIDE_GPT = {**GPT, "layers": 1, "width": 32, "context": 128, "vocab_size": 512}
 ROWS = 64
@@ -108,12 +109,21 @@ def by_everybody(rank: int, world: int) -> dict[str, Any]:
 
     session.trainable.loss = fails if rank else forward
     bad = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=2, with_memory=True)
+    calls = []
+
+    def fails_late(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        return (fails if rank and len(calls) == 3 else forward)(*arguments, **named)
+
+    session.trainable.loss = fails_late
+    late = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=3, with_memory=False)
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
     losses = train(session)[0].losses
     return {
-        "good": good.to_json(), "bad": bad.to_json(), "unchanged": unchanged, "budget": budget, "limit": limit,
+        "good": good.to_json(), "bad": bad.to_json(), "late": late.to_json(), "unchanged": unchanged,
+        "budget": budget, "limit": limit,
         "losses": losses, "plain": train(small())[0].losses,
     }  # fmt: skip
 
@@ -144,5 +154,10 @@ def confirming(rank: int, world: int, run_path: str) -> dict[str, Any]:
             continue
         confirm_found(one, run, reporter=reporter, push=silent)  # a restarted attempt takes it as it is
         told[name] = {"events": reporter.events, "record": read_measured(run)["found"]}
+        after = small()
+        after.job = with_micro_batch(replace(after.job, found=case), Resolved(4, "half, after an out-of-memory"))
+        after.prepare("fp32")
+        confirm_found(after, run, reporter=reporter, push=silent)
+        told[name]["after an out-of-memory"] = after.feed.micro_batch
     assert isinstance(session.job.plan.micro_batch_size, Resolved)
     return told

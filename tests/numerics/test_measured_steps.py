@@ -49,6 +49,8 @@ def test_workers_measure_as_one() -> None:
     assert len(first["good"]["pass_s"]) == 2 and first["good"]["grad_norm"] > 0
     for told, reason in ((first, "on another worker"), (second, "from a test")):
         assert told["bad"]["outcome"] == "out_of_memory" and told["bad"]["reason"] == reason
+        assert told["late"]["outcome"] == "out_of_memory" and told["late"]["reason"] == reason
+        assert not told["late"]["pass_s"]
         assert told["unchanged"] and told["losses"] == told["plain"] and len(told["losses"]) == 4
     # each worker heard its own limit, and the tightest budget holds for all
     assert (first["limit"], second["limit"]) == (10_000_000_000, 10_000_000_001)
@@ -60,6 +62,7 @@ def test_what_a_search_found_is_held_against_the_run(tmp_path: Path) -> None:
     (event,) = told["slower"]["events"]
     assert "the search found" in event["reason"] and "ms" in event["reason"]
     record = told["slower"]["record"]
+    assert told["slower"]["after an out-of-memory"] == 4
     assert record["confirmed"] is False and record["value"] == 8 and record["step_s"] > record["was"]["step_s"]
     (event,) = told["other"]["events"]
     assert "version.torch: 0 -> 2" in event["reason"] and "measured anew" in event["reason"]
