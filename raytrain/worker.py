@@ -30,7 +30,8 @@ from raytrain.loop_state import Clock, Outcome
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred, Resolved
 from raytrain.probe.found import confirm_found
-from raytrain.probe.settled import settle_inflight, settle_micro_batch, settle_precision
+from raytrain.probe.settled import settle_inflight, settle_precision
+from raytrain.probe.settled_memory import settle_micro_batch
 from raytrain.probe.settled_shares import settle_shares
 from raytrain.rank_log import rank_log
 from raytrain.recovery import Decision, Fault, decide

@@ -17,7 +17,8 @@ from raytrain.device import device_bytes, device_name
 from raytrain.loop_state import Reporter
 from raytrain.plan import Resolved
 from raytrain.plan_values import size_text
-from raytrain.probe.settled import Push, measure_micro_batch, memory_budget, shared_record, spare_memory, write_measured
+from raytrain.probe.record import Push, shared_record, write_measured
+from raytrain.probe.settled_memory import measure_micro_batch, memory_budget, spare_memory
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.micro_batch import micro_batch_sizes

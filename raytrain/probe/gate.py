@@ -43,7 +43,7 @@ def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: i
     rows = np.split(taken, steps)
     try:
         wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
-    except (RuntimeError, OutOfMemory) as error:  # an operation without a kernel in this dtype, or out of memory: that is a result
+    except (RuntimeError, OutOfMemory) as error:  # no kernel in this dtype, or out of memory: that is a result
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return GateReport(candidate.precision, reference, error=reason)
     return GateReport(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from raytrain.loop_state import Reporter
 from raytrain.plan import Resolved
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
+
+Push = Callable[[dict[str, Any]], None]
+"""Progress for the driver; silent but on rank 0."""
 
 
 def shared_record(session: Session, run: RunFolder, what: str) -> dict[str, Any] | None:

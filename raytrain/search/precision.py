@@ -96,13 +96,16 @@ def gate_refusal(report: GateReport) -> str:
 
 
 def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:
-    """The fastest precision that passes the numeric gate and beats the reference by more than noise.
+    """The fastest precision that passes the numeric gate and beats the reference by more than noise; where the
+    reference cannot be run at all, the fastest that can.
 
     Args:
         trials: one for each candidate, the reference among them.
         reference: what is kept where nothing better is shown.
     """
     base = next(trial for trial in trials if trial.precision == reference)
+    if base.error is not None:
+        return _without_reference(trials, base)
     best, notes = base, []
     for trial in trials:
         if trial is base:
@@ -119,6 +122,13 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
                 f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
             )
     return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
+
+
+def _without_reference(trials: list[PrecisionTrial], base: PrecisionTrial) -> Resolved:
+    able = [one for one in trials if one.error is None and math.isfinite(one.loss) and math.isfinite(one.grad_norm)]
+    best = min(able, key=lambda one: one.seconds, default=base)
+    others = "" if able else ", and no other precision either"
+    return Resolved(best.precision, f"{base.precision} cannot be run ({base.error}){others}")
 
 
 def choose_inflight(seconds: dict[int, float]) -> Resolved:

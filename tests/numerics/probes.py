@@ -14,7 +14,9 @@ from raytrain.config import TuneFound
 from raytrain.memory import address_space_limit
 from raytrain.plan import Deferred, Resolved
 from raytrain.probe.found import confirm_found, signature_of
-from raytrain.probe.settled import memory_budget, read_measured, settle_micro_batch
+from raytrain.probe.record import read_measured
+from raytrain.probe.settled import settle_precision
+from raytrain.probe.settled_memory import memory_budget, settle_micro_batch
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate
 from raytrain.session import Session
@@ -71,6 +73,28 @@ def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
         "record": read_measured(run)["micro_batch"],
         "run_peak": process_memory().peak,
     }
+
+
+def precision_and_rows(rank: int, world: int, run_path: str) -> dict[str, Any]:
+    """Both left open, where a worker's share does not fit: how many rows the precisions were compared with."""
+    peaks = by_brute_force(wide(), None)
+    session = wide(limit=((peaks[16][1] or 0) + (peaks[32][1] or 0)) // 2)
+    deferred = Deferred("measured", ("fp32", "bf16"), "a test")
+    session.job = replace(session.job, plan=replace(session.job.plan, precision=deferred))
+    compare, rows = session.measure_precision, []
+
+    def seen(candidates: list[str]) -> Any:
+        rows.append(session.feed.micro_batch)
+        return compare(candidates)
+
+    session.measure_precision = seen
+    run, reporter = RunFolder(run_path), Rows()
+    chosen = settle_precision(session, run, forced=None, loaded=None, reporter=reporter, push=silent)
+    settle_micro_batch(session, run, reporter=reporter, push=silent)
+    return {
+        "rows": rows, "chosen": chosen, "micro_batch": session.feed.micro_batch,
+        "record": read_measured(run)["micro_batch"], "decisions": [row["what"] for row in reporter.events],
+    }  # fmt: skip
 
 
 def under_an_address_space_limit(rank: int, world: int, run_path: str) -> dict[str, Any]:

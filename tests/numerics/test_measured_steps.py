@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gang import run_gang
-from probes import by_everybody, confirming, under_a_budget, under_an_address_space_limit
+from probes import by_everybody, confirming, precision_and_rows, under_a_budget, under_an_address_space_limit
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -41,6 +41,15 @@ def test_real_failures_to_allocate_are_answered_as_brute_force_does(tmp_path: Pa
     (found,) = run_gang(under_an_address_space_limit, str(tmp_path), world=1)
     assert found["outcomes"] == {"ok", "out_of_memory"}
     assert abs(SIZES.index(found["chosen"]) - SIZES.index(max(found["fits"]))) <= 1
+
+
+def test_precisions_are_compared_with_rows_that_fit(tmp_path: Path) -> None:
+    (found,) = run_gang(precision_and_rows, str(tmp_path), world=1)
+    (rows,) = found["rows"]
+    assert 8 <= rows <= 32 and found["record"]["settings"]["precision"] == found["chosen"]
+    assert found["micro_batch"] == found["record"]["value"] < 64
+    again = ["micro_batch"] if found["chosen"] != "fp32" else []  # fp32's own measurement is not made twice
+    assert found["decisions"] == ["micro_batch", "precision", *again]
 
 
 def test_workers_measure_as_one() -> None:

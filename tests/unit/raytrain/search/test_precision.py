@@ -38,6 +38,15 @@ def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, wo
     assert made.value == chosen and words in made.reason
 
 
+def test_where_the_reference_cannot_be_run_the_fastest_that_can_is_taken() -> None:
+    base = trial("fp32", float("inf"), loss=0.0, norm=0.0, error="no room")
+    slow, fast, broken = trial("fp16", 0.9), trial("bf16", 0.5), trial("tf32", 0.1, loss=NAN)
+    made = choose_precision([base, slow, fast, broken])
+    assert (made.value, made.reason) == ("bf16", "fp32 cannot be run (no room)")
+    made = choose_precision([base, trial("bf16", float("inf"), error="no kernel")])
+    assert (made.value, made.reason) == ("fp32", "fp32 cannot be run (no room), and no other precision either")
+
+
 def test_a_gradient_of_zero_has_no_ratio() -> None:
     assert choose_precision([trial("fp32", 1.0, norm=0.0), trial("bf16", 0.5, norm=0.0)]).value == "bf16"
 
