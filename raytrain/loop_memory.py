@@ -11,8 +11,9 @@ from raytrain.errors import RunError
 from raytrain.feed import Feed
 from raytrain.loop_state import Reporter
 from raytrain.micro_batch_size import MicroBatchSize
-from raytrain.oom import StepDropped, Undo
+from raytrain.oom import StepDropped
 from raytrain.step import TrainingStep
+from raytrain.undo import Undo
 
 Made = TypeVar("Made")
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain.device import rng_state, set_rng_state
 from raytrain.optim import takes_skip_on_device
 from raytrain.trainable import Trainable
+from raytrain.undo import Undo
 
 
 @contextlib.contextmanager
@@ -23,23 +23,20 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
         worst: what depends on the data (the routing of a mixture of experts) takes the most memory inside.
     """
     module = trainable.module
-    generators = rng_state(device)
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    undo = Undo(module, device)
+    undo.take()
     modes = [(part, part.training) for part in module.modules()]
     routing = trainable.worst_case() if worst and trainable.worst_case is not None else contextlib.nullcontext()
     try:
         with routing:
             yield
     finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
+        undo.put_back()
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
-        set_rng_state(generators, device)
     if trainable.window is not None:
         trainable.window.forget()
     if trainable.elsewhere is not None:  # after a failure nothing: the others may wait in the middle of an exchange

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lab import MLP, class_rows, make_session
-from torch import nn
+from torch import Tensor, nn
 
-from raytrain.probe.precisions import MAX_ROUNDS, MIN_ROUNDS, compare_precisions, untouched
+from raytrain.probe.precisions import MAX_ROUNDS, MIN_ROUNDS, compare_precisions
+from raytrain.probe.untouched import untouched
 from raytrain.session import Session
 from raytrain.trainable import Trainable
 
@@ -95,3 +96,24 @@ def test_what_was_touched_is_put_back_even_after_an_error() -> None:
     assert torch.equal(module[0].running_mean, before) and torch.equal(torch.rand(2), wanted)
     assert (module[0].training, module[1].training) == (False, True)
     assert float(module[0].weight.grad.sum()) == 0.0
+
+
+class Remembers(nn.Module):
+    """Puts another tensor in a buffer's place, and makes a buffer as it first computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.register_buffer("last", x.detach())
+        return x
+
+
+def test_a_buffer_that_gives_way_to_another_stands_in_its_place_again() -> None:
+    module = Remembers()
+    first = module.calls
+    with untouched(Trainable.from_module(module), torch.device("cpu")):
+        module(torch.ones(2))
+    assert module.calls is first and float(first) == 0.0
