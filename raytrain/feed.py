@@ -55,6 +55,11 @@ class Feed:
     def micro_batch(self, rows: int) -> None:
         self.batches.micro_batch = rows
 
+    def settle_micro_batch(self, rows: int) -> None:
+        """From now on so many as planned: the batches that `loop.eval_batches` counts are of this size too."""
+        self.batches.micro_batch = rows
+        self._limit_rows = EVAL_MICRO_BATCHES * rows
+
     def window(self, cursor: Any) -> Window:
         """The rows of the step at `cursor`."""
         return self.batches.window(cursor)

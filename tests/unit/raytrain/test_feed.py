@@ -119,3 +119,13 @@ def test_evaluation_takes_each_row_once_over_the_ranks_in_larger_batches(
             assert micro.weight == len(micro.batch["x"]) <= 4 * EVAL_MICRO_BATCHES
             seen += micro.batch["x"].flatten().tolist()
     assert seen == list(range(rows))
+
+
+def test_a_settled_micro_batch_is_the_size_that_limited_evaluations_count_and_a_smaller_one_in_need_is_not() -> None:
+    split, feed = object_split(ROWS, key="data.eval"), feed_of(ROWS)
+    feed.settle_micro_batch(2)
+    planned = feed_of(ROWS)
+    assert sum(micro.weight for micro in feed.eval_batches(split, limit=1)) == 2 * EVAL_MICRO_BATCHES
+    feed.micro_batch = planned.micro_batch = 1
+    assert sum(micro.weight for micro in feed.eval_batches(split, limit=1)) == 2 * EVAL_MICRO_BATCHES
+    assert sum(micro.weight for micro in planned.eval_batches(split, limit=1)) == 4 * EVAL_MICRO_BATCHES
