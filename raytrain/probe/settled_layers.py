@@ -9,8 +9,9 @@ from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
 from raytrain.precision import policy_for
 from raytrain.probe.record import shared_record, write_decision
-from raytrain.probe.sensitivity import MOST_LAYERS, LayerChange, LayerProbe
+from raytrain.probe.sensitivity import MOST_LAYERS, LayerProbe
 from raytrain.run_folder import RunFolder
+from raytrain.search.layers import LayerChange
 from raytrain.session import Session
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from raytrain.probe.sensitivity import LayerChange, choose_layers, outside_band
+from raytrain.search.layers import LayerChange, choose_layers, outside_band
 from raytrain.search.precision import LOSS_TOLERANCE, NORM_BAND
 
 NAMES = [f"layer{number}" for number in range(10)]
