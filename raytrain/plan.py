@@ -53,7 +53,7 @@ from raytrain.plan_values import (
     choice_from_json,
     size_text,
 )
-from raytrain.plan_workers import choose_placement, choose_threads, count_workers, spread
+from raytrain.plan_workers import choose_placement, choose_threads, count_workers, spread, worker_room
 
 __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
 
@@ -169,7 +169,7 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    allowed = _allowed(cluster, left, inventory, workers=workers.value)
+    allowed = worker_room(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
         model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
@@ -229,22 +229,6 @@ def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
     """Rows whose activations a worker keeps at a time: those of each micro-batch in flight."""
     most = 1 if inflight is None or _is(inflight, 1) else 2
     return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
-
-
-def _allowed(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
-    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
-    and never more than `cluster.memory_limit`; None where nobody knows."""
-    if machines.on_gpu:
-        room = float(min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus))
-    else:
-        counts = spread(workers, machines, inventory)
-        room = min(
-            (node.memory_bytes if node.free_bytes is None else node.free_bytes) / counts[node.host]
-            for node in inventory.nodes
-            if node.host in counts
-        )
-    known = [int(value) for value in (cluster.memory_fraction * room, cluster.memory_limit) if value]
-    return min(known, default=None)
 
 
 def _is(choice: Choice, value: Any) -> bool:

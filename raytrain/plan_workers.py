@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cluster.config import ClusterConfig
 from cluster.inventory import Inventory
 from raytrain.config import ScaleConfig
 from raytrain.errors import InputError
@@ -92,6 +93,22 @@ def spread(workers: int, machines: Machines, inventory: Inventory) -> dict[str, 
         host = hosts[rank % len(hosts)]
         counts[host] = counts.get(host, 0) + 1
     return counts
+
+
+def worker_room(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
+    and never more than `cluster.memory_limit`; None where nobody knows."""
+    if machines.on_gpu:
+        room = float(min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus))
+    else:
+        counts = spread(workers, machines, inventory)
+        room = min(
+            (node.memory_bytes if node.free_bytes is None else node.free_bytes) / counts[node.host]
+            for node in inventory.nodes
+            if node.host in counts
+        )
+    known = [int(value) for value in (cluster.memory_fraction * room, cluster.memory_limit) if value]
+    return min(known, default=None)
 
 
 def choose_placement(counts: dict[str, int], machines: Machines) -> Resolved:

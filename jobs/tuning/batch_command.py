@@ -21,10 +21,11 @@ from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.decode import encode
 from raytrain.errors import InputError
 from raytrain.expected import render
-from raytrain.plan import Deferred, Plan, _allowed
+from raytrain.plan import Deferred, Plan
 from raytrain.plan_machines import choose_machines
 from raytrain.plan_memory import trained_bytes
 from raytrain.plan_values import size_text
+from raytrain.plan_workers import worker_room
 from raytrain.search.measurement import Candidate
 from raytrain.search.signature import make_signature
 from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free
@@ -122,7 +123,7 @@ def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
 def budget_of(spec: JobSpec, inventory: Inventory, *, workers: int) -> int | None:
     """Bytes that each process of the run may take; None where nobody knows."""
     machines = choose_machines(spec.scale, inventory, [])
-    return _allowed(spec.cluster, machines, inventory, workers=workers)
+    return worker_room(spec.cluster, machines, inventory, workers=workers)
 
 
 def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from raytrain.device import device_name
 from raytrain.gradients import Workers
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.probe.untouched import untouched
@@ -51,13 +52,8 @@ def measure_paces(
     for size in sizes:
         found.setdefault(size, float("inf"))
     rows = workers.gather_floats([found[size] for size in sizes])
-    kinds = [name.decode() for name in workers.gather_bytes(device_kind(device).encode())]
+    kinds = [name.decode() for name in workers.gather_bytes(device_name(device).encode())]
     return [Pace(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
-
-
-def device_kind(device: torch.device) -> str:
-    """The accelerator's name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int | None) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 
+from raytrain.device import device_name
 from raytrain.loop_state import Reporter
 from raytrain.memory import process_budget, processes_here
 from raytrain.plan import Deferred, Resolved
 from raytrain.plan_memory import moments
-from raytrain.probe.pace import device_kind, measure_paces
+from raytrain.probe.pace import measure_paces
 from raytrain.probe.record import shared_record, write_decision
 from raytrain.run_folder import RunFolder
 from raytrain.search.shares import Pace, Shares, choose_shares
@@ -23,7 +24,7 @@ def settle_shares(session: Session, run: RunFolder, *, reporter: Reporter) -> No
     if not isinstance(session.job.plan.shares, Deferred):
         return
     workers, micro = session.workers, session.feed.batches.micro_batch
-    place = f"{socket.gethostname()} {device_kind(session.device)}"
+    place = f"{socket.gethostname()} {device_name(session.device)}"
     places = [name.decode() for name in workers.gather_bytes(place.encode())]
     about = {"places": places, "micro_batch_size": micro}
     known = shared_record(session, run, "shares")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from raytrain.errors import InputError
 from raytrain.search.measurement import Candidate
+from raytrain.search.noise_scale import efficiency
 
 #: Passes of one timed measurement, the dropped warm-up not counted; and of a reading of memory, which is not timed.
 PASSES, MEMORY_PASSES = 3, 2
@@ -66,15 +67,13 @@ class BatchSpace:
         return (begin, within[-1] if within else later[0]) if later else (begin,)
 
     def score(self, size: int, pass_s: float, update_s: float) -> float:
-        """Rows per second of one worker; as goodput, those rows counted by what they are worth at the smallest batch.
-
-        Efficiency of a batch B against B0 is (noise + B0) / (noise + B): Qiao et al. 2021, "Pollux", section 3.
-        """
+        """Rows per second of one worker; as goodput, those rows counted by what they are worth at the smallest batch
+        (`raytrain.search.noise_scale`)."""
         rows = self.rows_per_step or size
         speed = rows / (math.ceil(rows / size) * pass_s + update_s)
-        if self.noise_rows is None or math.isinf(self.noise_rows) or self.rows_per_step is not None:
+        if self.noise_rows is None or self.rows_per_step is not None:
             return speed
-        return speed * (self.noise_rows + self.workers * self.sizes[0]) / (self.noise_rows + self.workers * size)
+        return speed * efficiency(self.noise_rows, self.workers * size, reference=self.workers * self.sizes[0])
 
 
 @dataclass(frozen=True)
