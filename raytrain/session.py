@@ -72,7 +72,7 @@ class Session:
         self.layers = LayerPrecision(self.trainable.module, self.device)
         self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
         self.state = LoopState()
-        self.precision: str | None = None
+        self.precision: str | None = None  # until `prepare` has come through
         self._probe: StepProbe | None = None
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
@@ -81,7 +81,6 @@ class Session:
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
         job, module = self.job, self.trainable.module
-        self.precision = precision
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         need_data(module)
@@ -108,6 +107,7 @@ class Session:
             inflight=self._inflight(),
         )
         self.feed = self._feed()
+        self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
