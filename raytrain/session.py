@@ -30,11 +30,9 @@ from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
-from raytrain.probe.precisions import compare_precisions
 from raytrain.probe.step_probe import StepProbe
 from raytrain.recompute import recompute
 from raytrain.search.measurement import Candidate, Measurement
-from raytrain.search.precision import choose_precision
 from raytrain.search.shares import shares_in_force
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
@@ -137,20 +135,6 @@ class Session:
     def _inflight(self) -> int:
         planned = self.job.plan.inflight
         return planned.value if isinstance(planned, Resolved) else 1
-
-    def measure_precision(self, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
-        """`precision.dtype: auto` on the real model: needs `prepare("fp32")` first; changes nothing it measures."""
-        handles, _ = self.feed.window(self.state.cursor)
-        rows = handles[: self.feed.batches.micro_batch]  # the first micro-batch of the window, the same on every worker
-        trials = compare_precisions(
-            self.trainable,
-            self.feed.one(rows),
-            candidates=candidates,
-            gradients=self.step.gradients,
-            workers=self.workers,
-            device=self.device,
-        )
-        return choose_precision(trials), [trial.to_json() for trial in trials]
 
     def use_precision(self, precision: str) -> None:
         """Change how the step computes; weights and optimizer state keep their dtype."""

@@ -16,6 +16,7 @@ from jobs.plan import plan_job
 from jobs.spec import load_spec
 from raytrain.gradients import Workers
 from raytrain.plan import Deferred, Plan
+from raytrain.probe.settled import measure_precision
 from raytrain.reporter import SilentReporter
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
@@ -67,7 +68,7 @@ def chosen_precision(job: Mapping[str, Any]) -> tuple[str, str, list[dict[str, A
     if not isinstance(plan.precision, Deferred):
         return str(plan.precision.value), plan.precision.reason, []
     session.prepare("fp32")
-    chosen, trials = session.measure_precision(list(plan.precision.bounds))
+    chosen, trials = measure_precision(session, list(plan.precision.bounds))
     return str(chosen.value), chosen.reason, trials
 
 

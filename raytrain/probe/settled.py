@@ -6,6 +6,8 @@ A restarted or resumed attempt takes what was measured first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from raytrain.checkpoint import LoadedCheckpoint
@@ -13,12 +15,12 @@ from raytrain.errors import StateLost
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
-from raytrain.probe.precisions import compare_inflight
+from raytrain.probe.precisions import compare_inflight, compare_precisions
 from raytrain.probe.record import Push, shared_record, write_decision
 from raytrain.probe.settled_layers import settle_layers
 from raytrain.probe.settled_memory import take_fitting_rows
 from raytrain.run_folder import RunFolder
-from raytrain.search.precision import choose_inflight
+from raytrain.search.precision import choose_inflight, choose_precision
 from raytrain.session import Session
 
 MEASURED_PASSES = 4
@@ -46,7 +48,7 @@ def settle_precision(
         take_fitting_rows(session, run, reporter=reporter, push=push)
         settle_layers(session, run, precisions=planned.bounds, reporter=reporter)
         push({"phase": "measuring precisions"})
-        chosen, trials = session.measure_precision(list(planned.bounds))
+        chosen, trials = measure_precision(session, list(planned.bounds))
         session.use_precision(chosen.value)
         if session.workers.rank == 0:
             write_decision(run, "precision", chosen, trials, reporter)
@@ -56,6 +58,21 @@ def settle_precision(
         take_fitting_rows(session, run, reporter=reporter, push=push)
     settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
     return session.precision or ""
+
+
+def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
+    """The precision of these for the real model, and what each showed: on the first micro-batch of the window, the same
+    on every worker. Needs `prepare("fp32")` first; changes nothing it measures. Collective."""
+    handles, _ = session.feed.window(session.state.cursor)
+    trials = compare_precisions(
+        session.trainable,
+        session.feed.one(handles[: session.feed.micro_batch]),
+        candidates=candidates,
+        gradients=session.step.gradients,
+        workers=session.workers,
+        device=session.device,
+    )
+    return choose_precision(trials), [trial.to_json() for trial in trials]
 
 
 def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:

@@ -13,9 +13,9 @@ from cluster.telemetry import process_memory, reset_peak
 from raytrain.config import TuneFound
 from raytrain.memory import address_space_limit
 from raytrain.plan import Deferred, Resolved
+from raytrain.probe import settled
 from raytrain.probe.found import confirm_found, signature_of
 from raytrain.probe.record import read_measured
-from raytrain.probe.settled import settle_precision
 from raytrain.probe.settled_memory import memory_budget, settle_micro_batch
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate
@@ -81,15 +81,15 @@ def precision_and_rows(rank: int, world: int, run_path: str) -> dict[str, Any]:
     session = wide(limit=((peaks[16][1] or 0) + (peaks[32][1] or 0)) // 2)
     deferred = Deferred("measured", ("fp32", "bf16"), "a test")
     session.job = replace(session.job, plan=replace(session.job.plan, precision=deferred))
-    compare, rows = session.measure_precision, []
+    compare, rows = settled.compare_precisions, []
 
-    def seen(candidates: list[str]) -> Any:
+    def seen(*arguments: Any, **named: Any) -> Any:
         rows.append(session.feed.micro_batch)
-        return compare(candidates)
+        return compare(*arguments, **named)
 
-    session.measure_precision = seen
+    settled.compare_precisions = seen  # in this process, which is the test's own
     run, reporter = RunFolder(run_path), Rows()
-    chosen = settle_precision(session, run, forced=None, loaded=None, reporter=reporter, push=silent)
+    chosen = settled.settle_precision(session, run, forced=None, loaded=None, reporter=reporter, push=silent)
     settle_micro_batch(session, run, reporter=reporter, push=silent)
     return {
         "rows": rows, "chosen": chosen, "micro_batch": session.feed.micro_batch,

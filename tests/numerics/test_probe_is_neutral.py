@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from experts.router import TopKRouter
 from raytrain.data.batches import Cursor
 from raytrain.device import rng_state
+from raytrain.probe.settled import measure_precision
 from raytrain.search.measurement import Candidate
 from raytrain.session import Session
 from raytrain.trainable import Trainable
@@ -118,7 +119,7 @@ def state_of(session: Session) -> dict[str, Any]:
 def test_the_precision_probe_leaves_everything_as_it_was(build: Any) -> None:
     session = build()
     before = state_of(session)
-    chosen, trials = session.measure_precision(["fp32", "bf16", "fp16"])
+    chosen, trials = measure_precision(session, ["fp32", "bf16", "fp16"])
     assert state_of(session) == before
     # and what it measured is there to be recorded
     assert [trial["precision"] for trial in trials] == ["fp32", "bf16", "fp16"]
@@ -130,7 +131,7 @@ def test_the_precision_probe_leaves_everything_as_it_was(build: Any) -> None:
 def test_a_run_after_the_probe_is_the_run_without_it(build: Any) -> None:
     first = train(plain := build())[0]
     probed = build()
-    probed.measure_precision(["fp32", "bf16"])
+    measure_precision(probed, ["fp32", "bf16"])
     second = train(probed)[0]
     assert first.losses == second.losses and len(first.losses) == 8
     assert digest(plain.trainable.module.state_dict()) == digest(probed.trainable.module.state_dict())
@@ -143,7 +144,7 @@ def test_a_probe_in_the_middle_of_a_run_is_neutral_too() -> None:
     loop = stopped.loop(reporter=(rows := Rows()), should_stop=lambda: stopped.state.step == 3)
     assert loop.run(stopped.state).kind == "interrupted"
     before = state_of(stopped)
-    stopped.measure_precision(["fp32", "bf16"])
+    measure_precision(stopped, ["fp32", "bf16"])
     assert state_of(stopped) == before
     assert rows.losses + train(stopped)[0].losses == reference
 
