@@ -58,3 +58,8 @@ class StateLost(RunError):
 
 class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says; its type's name where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain.errors import CollectiveFailed, RunError, StateLost
+from raytrain.errors import CollectiveFailed, RunError, StateLost, first_line
 
 BUCKET_BYTES = 64 * 2**20
 #: On a CPU the norm goes through a buffer in pieces of this many elements: torch makes a float64 copy of what it takes
@@ -256,7 +256,7 @@ class Workers:
             reason = self._why_lost()
             if reason is not None:
                 raise StateLost(reason) from error
-            raise CollectiveFailed(f"a sum over {self.world} workers failed: {str(error).splitlines()[0]}") from error
+            raise CollectiveFailed(f"a sum over {self.world} workers failed: {first_line(error)}") from error
         finally:
             self.wait_s += time.perf_counter() - begin
 

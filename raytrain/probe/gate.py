@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from raytrain.errors import OutOfMemory, RunError
+from raytrain.errors import OutOfMemory, RunError, first_line
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.untouched import restored_steps, untouched
 from raytrain.search.measurement import Candidate
@@ -44,8 +44,7 @@ def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: i
     try:
         wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
     except (RuntimeError, OutOfMemory) as error:  # no kernel in this dtype, or out of memory: that is a result
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return GateReport(candidate.precision, reference, error=reason)
+        return GateReport(candidate.precision, reference, error=first_line(error))
     return GateReport(
         precision=candidate.precision,
         reference=reference,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raytrain.device import rng_state, set_rng_state
+from raytrain.errors import first_line
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.precision import PrecisionPolicy, policy_for
 from raytrain.probe.untouched import untouched
@@ -56,7 +57,7 @@ def compare_precisions(
                 try:
                     seconds, loss, norm = _measure(trainable, micro, policy, gradients, device)
                 except RuntimeError as error:  # an operation without a kernel in this dtype: that is a result
-                    errors[policy.name] = str(error).splitlines()[0]
+                    errors[policy.name] = first_line(error)
                     continue
                 set_rng_state(state, device)  # the same dropout for every arm
                 values[policy.name] = (loss, norm)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from torch import Tensor
 
 from raytrain.device import rng_state, set_rng_state
+from raytrain.errors import first_line
 from raytrain.layer_precision import LayerPrecision
 from raytrain.plan_values import Resolved
 from raytrain.precision import PrecisionPolicy, policy_for
@@ -54,7 +55,7 @@ class LayerProbe:
             with self._layers.alone_in(name, self._half.autocast_dtype):
                 loss, _ = self._pass(self._full)
         except RuntimeError as error:  # an operation without a kernel in this dtype: that is a result
-            return LayerChange(name, math.nan, math.nan, str(error).splitlines()[0])
+            return LayerChange(name, math.nan, math.nan, first_line(error))
         return LayerChange(name, abs(loss - self._loss) / max(abs(self._loss), 1e-12), self._difference())
 
     def _difference(self) -> float:
@@ -71,7 +72,7 @@ class LayerProbe:
                 loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm
             )
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
+            why = first_line(error)
         return self._step.workers.gather_bytes(why.encode())[0].decode()
 
     def _pass(self, policy: PrecisionPolicy) -> tuple[float, float]:

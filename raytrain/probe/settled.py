@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.errors import StateLost
+from raytrain.errors import StateLost, first_line
 from raytrain.faults import fallen_precision
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
@@ -93,7 +93,7 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
         chosen, seconds = measure_inflight(session)
     except (torch.OutOfMemoryError, StateLost) as error:
         if session.step.inflight == 2:  # the next attempt, in which nothing waits any more for this one, takes one
-            why = f"2 in flight failed while measured ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
             write_decision(run, "inflight", Resolved(1, why), {}, reporter)
         raise
     session.settle(inflight=chosen)

@@ -24,7 +24,7 @@ from raytrain.data.batches import Cursor
 from raytrain.data.contract import Split
 from raytrain.data.longest import longest_row
 from raytrain.device import device_name
-from raytrain.errors import OutOfMemory
+from raytrain.errors import OutOfMemory, first_line
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.plan_values import size_text
@@ -229,7 +229,7 @@ class StepProbe:
             if self.step.trainable.elsewhere is not None:
                 raise  # it ends the attempt: the others wait in the middle of an exchange
             outcome = "out_of_memory" if is_out_of_memory(error, device=self.device, budget=budget) else "error"
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
         flags = self.workers.sum_flags([int(outcome == "out_of_memory"), int(outcome == "error")])
         if any(flags):
             found.outcome = "out_of_memory" if flags[0] else "error"
