@@ -147,7 +147,7 @@ class LoopConfig(Section):
     global_batch_size: Count | Auto = Field(default=32, description="samples per optimizer step, over all workers")
     micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
     eval_every: Count | Auto = Field(default="auto", description="steps between evaluations; always at the end")
-    eval_batches: Count | None = Field(default=None, description="batches per evaluation; null: the whole split")
+    eval_batches: Count | None = Field(default=None, description="global batches that an evaluation scores; null: all")
     grow_after: Count | None = Field(
         default=100, description="clean steps until a micro-batch halved for memory is tried larger; null: never"
     )

@@ -42,7 +42,6 @@ class Feed:
         self._weight = weight
         self._cast = dtype if dtype is torch.float64 else None
         self._verified = False
-        self._limit_rows = EVAL_MICRO_BATCHES * batches.micro_batch
         self.tokens_per_row = batches.split.tokens_per_row or 0
 
     @property
@@ -54,11 +53,6 @@ class Feed:
     @micro_batch.setter
     def micro_batch(self, rows: int) -> None:
         self.batches.micro_batch = rows
-
-    def settle_micro_batch(self, rows: int) -> None:
-        """From now on so many as planned: the batches that `loop.eval_batches` counts are of this size too."""
-        self.batches.micro_batch = rows
-        self._limit_rows = EVAL_MICRO_BATCHES * rows
 
     def window(self, cursor: Any) -> Window:
         """The rows of the step at `cursor`."""
@@ -79,12 +73,13 @@ class Feed:
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
-        rows = len(split) if limit is None else min(len(split), limit * self._limit_rows)
+        rows = len(split) if limit is None else min(len(split), limit * self.batches.global_batch)
         return self._most_passes(rows, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
-        """This rank's share of the eval split, in file order. `limit` counts batches of the size planned."""
-        batches, rows = self.batches, None if limit is None else limit * self._limit_rows
+        """This rank's share of the eval split, in file order. `limit` counts global batches, so that the same rows are
+        scored by any number of workers in micro-batches of any size."""
+        batches, rows = self.batches, None if limit is None else limit * self.batches.global_batch
         place = {"rank": batches.rank, "world": batches.world, "shares": batches.shares}
         for own in eval_batches(split, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch, rows=rows, **place):
             yield self._gather(split, own)

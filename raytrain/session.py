@@ -174,7 +174,7 @@ class Session:
         accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world} workers")
         plan = replace(self.job.plan, micro_batch_size=chosen, accumulation=accumulation)
         self.job = replace(self.job, plan=plan)
-        self.feed.settle_micro_batch(chosen.value)
+        self.feed.micro_batch = chosen.value
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 
