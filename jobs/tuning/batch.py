@@ -21,7 +21,6 @@ from jobs.tuning.batch_trials import Wanted
 from raytrain.allocator import keep_freed_memory
 from raytrain.data.sources import handed_over
 from raytrain.gradients import Workers
-from raytrain.memory import limit_device_memory
 from raytrain.models.registry import make_importable
 from raytrain.probe.found import signature_of
 from raytrain.probe.gate import run_gate
@@ -48,7 +47,6 @@ class BatchOrders:
         workers: of the run that the figures are for.
         goodput: the noise scale decides, and is not advice alone.
         link: the `RunLink` actor by which the driver has trials leave.
-        fraction, limit: `cluster.memory_fraction` and `cluster.memory_limit`, for a device's allocator.
     """
 
     job: Any
@@ -57,8 +55,6 @@ class BatchOrders:
     prepared: str
     reference: str
     budget_bytes: int | None
-    fraction: float
-    limit: int | None
     workers: int
     goodput: bool
     link: Any
@@ -76,7 +72,6 @@ def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     data: Any = None if orders.data is None else ray.get(orders.data)
     if job.planned("device") == "cuda":
         await_freed_memory(torch.device("cuda", 0))
-        limit_device_memory(torch.device("cuda", 0), fraction=orders.fraction, limit=orders.limit)
     source = handed_over(data, job.data, context=job.model.keys.get("context"))
     session = Session(job, workers=Workers(), source=source)
     session.prepare(orders.prepared)

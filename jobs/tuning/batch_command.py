@@ -234,8 +234,6 @@ def _try(
         prepared="fp64" if "fp64" in space.precisions else "fp32",
         reference=space.lead,
         budget_bytes=space.budget_bytes,
-        fraction=spec.cluster.memory_fraction,
-        limit=spec.cluster.memory_limit,
         workers=search.workers,
         goodput=spec.tune.objective == "goodput",
         link=link,
