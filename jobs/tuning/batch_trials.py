@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jobs.tuning.batch_known import Known, weighed
-from jobs.tuning.searcher import DONE, ran_out, why
+from jobs.tuning.searcher import DONE, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
 from raytrain.search.batch import BatchSpace, Proposal, next_proposals
 from raytrain.search.measurement import Candidate, Measurement
@@ -102,7 +102,8 @@ class BatchTrials:
         found = next_proposals(space, self.known.measurements, running, self.known.gates)
         if found:
             return Wanted(number, **vars(found[0]))
-        return None if self._running else noise
+        works = any(one.outcome == "ok" for one in self.known.measurements)
+        return noise if works and not self._running else None
 
     def _noise(self, number: int) -> Wanted | None:
         if self._noise_at is None or self.known.noise is not None:
@@ -138,6 +139,7 @@ class BatchTrials:
             "time": now,
             "wall_s": now - self._began.get(wanted.number, now),
         }
+        keep_traceback(self._sweep, wanted.number, error)
         self._sweep.record(row)
         self.known.add(row)
         self._table.end(wanted.number, batch_cells(row, self.space), batch_text(row, self.space))

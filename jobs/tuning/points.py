@@ -10,9 +10,11 @@ from cluster.inventory import Inventory
 from jobs.plan import plan_job
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.tuning.space import Space, parse_space, told
+from raytrain.data.keys import is_own
 from raytrain.decode import apply_overrides, decode, encode
 from raytrain.errors import InputError
 from raytrain.expected import render
+from raytrain.models.registry import check_keys, resolve
 from raytrain.plan import Plan
 from raytrain.plan_hosts import separate
 from raytrain.plan_values import Resolved
@@ -132,6 +134,7 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     own = [f"{key}={render(value)}" for key, value in values.items()]
     trial = load_spec(mapping=loaded.mapping, overrides=own)
     refuse_later(trial.spec, "train")
+    _check_called(trial.spec)
     plan = plan_job(trial, inventory=inventory)
     workers, threads = int(_value(plan, "workers")), int(_value(plan, "threads") or 1)
     hosts = separate(plan.hosts)
@@ -152,6 +155,20 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
         cores=processes if on_gpu else processes * threads,
         max_steps=None if most is None else int(most),
     )
+
+
+def _check_called(spec: JobSpec) -> None:
+    """That the trial's builder and dataset function are there and take its keys; neither is called.
+
+    Raises:
+        InputError: one cannot be imported, or does not take a key.
+    """
+    sections = [name for name in JobSpec.model_fields if name not in ("model", "data")]
+    if spec.model.builder is not None:
+        check_keys(resolve(spec.model.builder, "model.builder"), spec.model.keys, sections=sections)
+    if spec.data.source is not None and is_own(spec.data.source):
+        function = resolve(spec.data.source, "data.source")
+        check_keys(function, spec.data.keys, sections=["seed"], key="data")
 
 
 def _value(plan: Plan, name: str) -> Any:

@@ -12,6 +12,8 @@ from ray import cloudpickle
 from ray.tune import Callback
 from ray.tune.search import Searcher
 
+from raytrain.sweep_folder import SweepFolder
+
 DONE = "done"
 
 
@@ -99,6 +101,13 @@ def why(error: BaseException) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     short = lines[-1] if "Traceback" in text and lines else (lines[0] if lines else type(cause).__name__)
     return short if type(cause).__name__ in short or not lines else f"{type(cause).__name__}: {short}"
+
+
+def keep_traceback(sweep: SweepFolder, number: int, error: BaseException | None) -> None:
+    """What ended a trial as Ray tells it, into the sweep's `logs`; its line has the last words alone."""
+    if error is not None:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+        sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {text}\n")
 
 
 def ran_out(error: BaseException) -> bool:

@@ -93,7 +93,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def number_text(value: Any, unit: str = "") -> str:
     """A number for a cell; nothing for what is not known."""
-    if not isinstance(value, int | float) or math.isnan(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         return ""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".rstrip()

@@ -12,7 +12,7 @@ from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from jobs.tuning.points import Point
-from jobs.tuning.searcher import DONE, why
+from jobs.tuning.searcher import DONE, keep_traceback, why
 from jobs.tuning.space import told
 from jobs.tuning.table import SweepTable, whole_cells, whole_text
 from raytrain.sweep_folder import SweepFolder
@@ -90,6 +90,7 @@ class WholeTrials:
             "time": now,
             "wall_s": now - self._began.get(point.number, now),
         }
+        keep_traceback(self._sweep, point.number, error)
         self._sweep.record(row)
         self.rows[point.number] = row
         self._table.end(point.number, whole_cells(row, self._keys), whole_text(row))

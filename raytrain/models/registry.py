@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,23 @@ def takes(function: Callable[..., Any], name: str) -> bool:
                for one in _parameters(function))
 
 
+def check_keys(
+    function: Callable[..., Any], keys: Iterable[str], *, sections: Iterable[str], key: str = "model"
+) -> None:
+    """That a function takes the keys of its section; arguments as for `call_builder`, nothing is called.
+
+    Raises:
+        InputError: the first that it does not.
+    """
+    parameters, filled = _parameters(function), set(sections)
+    accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for given in keys:
+        if given not in accepted:
+            raise unknown_key(key, given, _name(function), [a for a in accepted if a not in filled])
+
+
 def call_builder(
     function: Callable[..., Any],
     keys: Mapping[str, Any],
@@ -113,14 +130,10 @@ def call_builder(
     known = dict(source_facts or {})
     if vocab_size is not None:
         known["vocab_size"] = vocab_size
+    check_keys(function, keys, sections=sections, key=key)
     name = _name(function)
     parameters = _parameters(function)
     accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not takes_any:
-        for given in keys:
-            if given not in accepted:
-                raise unknown_key(key, given, name, [a for a in accepted if a not in sections])
     arguments = {n: sections[n] for n in accepted if n in sections}
     arguments |= {n: known[n] for n in accepted if known.get(n) is not None}
     arguments |= keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from cluster.inventory import Device, Inventory, Node
 from jobs.spec import load_spec
 from jobs.tuning.points import find_points
 from jobs.tuning.space import Choices, Range, parse_space
+from jobs.tuning.table import whole_cells
 from raytrain.errors import InputError
 
 JOB: dict[str, Any] = {
@@ -167,3 +169,25 @@ def test_a_scheduler_that_has_heard_of_those_that_ended_stops_the_hopeless(name:
         stopped += any(scheduler.on_trial_result(None, trial, one) == TrialScheduler.STOP for one in results[:-1])
     assert stopped == 4
     assert scheduler_of("none", found, curves=curves) is None
+
+
+@pytest.mark.parametrize(
+    ("space", "seen"),
+    [
+        ({"model.widht": [1, 2]}, "does not take"),
+        ({"data.rows": [1, 2]}, "does not take"),
+        ({"model.builder": ["no_such_module:build"]}, "no module no_such_module"),
+    ],
+)
+def test_what_a_users_function_does_not_take_is_refused_before_a_trial_starts(
+    space: dict[str, Any], seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "called_mod.py").write_text("def build(width=1): 1 / 0\ndef data(n=1): 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    job = {"model": {"builder": "called_mod:build"}, "data": {"source": "called_mod:data"}, "tune": {"space": space}}
+    with pytest.raises(InputError, match=seen):
+        find_points(load_spec(mapping=job), machine())
+
+
+def test_a_switch_is_shown_as_one() -> None:
+    assert whole_cells({"values": {"loop.compile": True}}, ["loop.compile"])[0] == "True"
