@@ -93,7 +93,8 @@ def _error_of(trial: Any) -> BaseException:
 def why(error: BaseException) -> str:
     """An error of a trial in one line; the death of its process in words."""
     if isinstance(error, ray.exceptions.RayActorError):
-        return "its process died"
+        began = "in its creation task" not in str(error)
+        return "its process died" if began else f"it could not begin: {str(error).strip().splitlines()[-1].strip()}"
     if ran_out(error):
         return "Ray ended its process, as the machine's memory was nearly used up"
     cause = getattr(error, "cause", None) or error

@@ -135,3 +135,5 @@ def _write(
     if session.workers.rank == 0:
         write_measured(run, "found", {"value": value, "reason": reason, **record})
         reporter.event("decision", what="tune.found", value=value, reason=reason)
+        if not record["confirmed"]:
+            print(f"unlike the search: {reason}")
