@@ -29,7 +29,7 @@ from raytrain.plan_hosts import (
     taken_by_hosts,
 )
 from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.plan_memory import ShareOut, doubt_of_memory, estimate_bytes
+from raytrain.plan_memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
 from raytrain.plan_shares import choose_shares, splits
 from raytrain.plan_steps import (
     choose_batches,
@@ -169,6 +169,7 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
+    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts)
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config import OptimConfig
+from raytrain.errors import InputError
 from raytrain.plan_values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
@@ -120,6 +121,39 @@ def estimate_bytes(
         "host_memory": host_memory,
         "checkpoint_bytes": Resolved(whole.weights + whole.optimizer, saved),
     }
+
+
+def least_bytes(model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, away: int = 0) -> int:
+    """What a worker takes for certain before its first row: weights, gradients, optimizer state, and half of what a
+    process was measured to take, since another build of torch may need less.
+
+    Args:
+        away: parameters of experts that live elsewhere.
+    """
+    process = 0 if on_gpu else PROCESS_BYTES // 2
+    if model_facts is None:
+        return process
+    trainable = model_facts.trainable_bytes // 4 - away
+    return process + trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable).kept
+
+
+def check_limit(
+    limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, hosts: Resolved
+) -> None:
+    """Whether `cluster.memory_limit` leaves a worker more than it takes for certain.
+
+    Raises:
+        InputError: it does not.
+    """
+    facts = None if model_facts is None else model_facts.experts
+    away = facts.total if facts is not None and hosts.value not in ("none", 0) else 0
+    least = least_bytes(model_facts, optim, on_gpu=on_gpu, away=away)
+    if limit is not None and least > limit:
+        raise InputError(
+            "cluster.memory_limit", seen=f"{size_text(limit)} for each process",
+            expected=f"more than {size_text(least)}, for the process, weights, gradients and optimizer state",
+            remedy="null leaves it to cluster.memory_fraction",
+        )  # fmt: skip
 
 
 def doubt_of_memory(

@@ -140,7 +140,7 @@ class UnequalOptions(BenchOptions):
     context: Count = Field(64, description="tokens of a window")
     batch: Count = Field(96, description="rows of a step, over both workers")
     micro_batch: Count = Field(4, description="rows of one forward and backward pass")
-    slowness: Count = Field(2, description="times that the second worker computes everything")
+    slowness: Count = Field(2, description="times as long as the passes of the second worker take")
 
 
 class RecoveryOptions(BenchOptions):

@@ -2,7 +2,7 @@
 
     python -m jobs.bench.unequal_member SETTINGS.json RANK
 
-The last rank computes every forward and backward pass several times and takes the result of one.
+The last rank's passes take several times as long: it computes on for as long as that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from jobs.bench.lines import dial
 from jobs.bench.sessions import Losses, session_of
@@ -98,16 +97,18 @@ class Member:
 
 
 def slow_down(session: Session, times: int) -> None:
-    """Make this worker compute every pass so many times; the gradients of all but one are thrown away."""
-    inner = session.trainable.loss
-    parameters = [p for p in session.trainable.module.parameters() if p.requires_grad]
+    """Make this worker's passes take so many times as long: it goes on computing what nobody takes."""
+    backward, square = session.step.backward, torch.ones(64, 64)
 
-    def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
-        for _ in range(times - 1):
-            torch.autograd.grad(inner(module, batch).loss, parameters, allow_unused=True)
-        return inner(module, batch)
+    def slow(*args: Any, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        began = time.perf_counter()
+        made = backward(*args, **keys)
+        ends = began + times * (time.perf_counter() - began)
+        while time.perf_counter() < ends:
+            torch.mm(square, square)
+        return made
 
-    session.trainable.loss = loss
+    session.step.backward = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.plan import Deferred, Plan
 from raytrain.plan_machines import choose_machines
-from raytrain.plan_memory import trained_bytes
+from raytrain.plan_memory import least_bytes
 from raytrain.plan_values import size_text
 from raytrain.plan_workers import worker_room
 from raytrain.search.measurement import Candidate
@@ -131,12 +131,13 @@ def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
     facts = plan.model_facts
     if facts is None or budget is None:
         return
-    taken = trained_bytes(facts.parameters, spec.optim, dtype="fp32", trainable=facts.trainable_bytes // 4)
-    if taken.kept > budget:
+    least = least_bytes(facts, spec.optim, on_gpu=plan.device.value == "cuda")  # type: ignore[union-attr]
+    if least > budget:
         raise InputError(
             "cluster.memory_fraction" if spec.cluster.memory_limit is None else "cluster.memory_limit",
-            seen=f"{size_text(budget)} for each process", expected=f"at least {size_text(taken.kept)}, for weights,"
-            f" gradients and optimizer state of {facts.parameters:,} parameters", remedy="or take a smaller model",
+            seen=f"{size_text(budget)} for each process", expected=f"more than {size_text(least)}, for the process and"
+            f" weights, gradients and optimizer state of {facts.parameters:,} parameters",
+            remedy="or take a smaller model",
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from raytrain.decode import encode
 from raytrain.plan_values import size_text
 from raytrain.search.batch import decide
 from raytrain.search.decision import BatchDecision
+from raytrain.search.measurement import STEADY
 from raytrain.search.memory_line import fit, points
 from raytrain.search.noise_scale import goodput_advice
 from raytrain.tune_figures import batch_spec
@@ -105,6 +106,11 @@ def decision_table(decision: BatchDecision) -> Table:
 def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, asked: Any) -> list[str]:
     """What else the measurements tell: memory at half and twice the size, and what another global batch is worth."""
     lines = []
+    unsteady = sum(not one.is_steady for one in known.measurements)
+    if unsteady:
+        of = len(known.measurements)
+        lines.append(f"times of {unsteady} of {of} measurements vary by more than {STEADY:.0%}: the machine did other work."
+                     " They are not kept for later searches; search again when it is quiet")
     chosen, space = decision.candidate, search.space
     size = chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]

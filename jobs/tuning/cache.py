@@ -15,6 +15,7 @@ from raytrain.plan_values import size_text
 from raytrain.record import to_line
 from raytrain.run_folder import RunFolder
 from raytrain.search.batch import BatchSpace, next_proposals
+from raytrain.search.measurement import Measurement
 
 FOLDER = "tune_cache"
 
@@ -41,10 +42,15 @@ class Cache:
         return bool(known.measurements) and not next_proposals(space, known.measurements, (), known.gates)
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add what was measured now, errors left out: they may not come again."""
+        """Add what was measured now, without errors and unsteady times: they may not come again."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
-        new = [to_line(dict(row)) for row in rows if row["outcome"] != "error"]
+        new = [to_line(dict(row)) for row in rows if row["outcome"] != "error" and _is_steady(row)]
         self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
+
+
+def _is_steady(row: Mapping[str, Any]) -> bool:
+    measured = row.get("measurement")
+    return measured is None or Measurement.from_json(measured).is_steady
 
 
 def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None) -> list[dict[str, Any]]:

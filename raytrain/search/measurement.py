@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
+#: Passes of one size that differ by more than this part of their median were taken while the machine did other work.
+STEADY = 0.5
+
 Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
 
 
@@ -56,6 +59,11 @@ class Measurement:
         """Seconds of a step of so many rows on one worker, from the medians: whole passes, then one update."""
         passes = math.ceil(rows / self.candidate.micro_batch_size)
         return passes * median(self.pass_s) + (median(self.update_s) if self.update_s else 0.0)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether its timed passes are alike; a reading of memory alone always is."""
+        return not self.pass_s or max(self.pass_s) - min(self.pass_s) <= STEADY * median(self.pass_s)
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `from_json` of it equals this."""

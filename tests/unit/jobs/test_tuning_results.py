@@ -54,6 +54,14 @@ def row(size: int, *, peak: int | None = None, outcome: Any = "ok", budget: int 
     return {"trial": size, "outcome": outcome, "budget_bytes": budget, "measurement": one.to_json()}
 
 
+def test_times_taken_beside_other_work_are_not_kept_for_later_searches(tmp_path: Path) -> None:
+    cache = Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False)
+    rushed = row(2)
+    rushed["measurement"]["pass_s"] = (0.01, 0.012, 0.02)
+    cache.keep([row(1), rushed])
+    assert [one["trial"] for one in Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False).rows] == [1]
+
+
 def test_the_cache_gives_back_what_was_measured_for_the_same_signature_alone(tmp_path: Path) -> None:
     folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
     empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)

@@ -503,6 +503,12 @@ def test_more_than_the_memory_is_a_warning() -> None:
 KNOWN = ModelFacts(1_000_000, 4_000_000, 1 << 20, 1e9, "a test")
 
 
+def test_a_memory_limit_below_what_a_worker_takes_before_its_first_row_is_refused() -> None:
+    with pytest.raises(InputError, match=r"cluster.memory_limit: seen 100 MiB.*expected more than .*for the process, weights"):
+        plan(model_facts=KNOWN, cluster={"memory_limit": 100 << 20})
+    assert plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20}).memory.value
+
+
 def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_half() -> None:
     """32 rows of 1 MiB, 16 MB of state, the process: about 480 MiB."""
     made = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20})
