@@ -108,9 +108,9 @@ def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, ask
     lines = []
     unsteady = sum(not one.is_steady for one in known.measurements)
     if unsteady:
-        of = len(known.measurements)
-        lines.append(f"times of {unsteady} of {of} measurements vary by more than {STEADY:.0%}: the machine did other work."
-                     " They are not kept for later searches; search again when it is quiet")
+        told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
+        lines.append(f"{told}: the machine did other work. They are not kept for later searches; search again when it is"
+                     " quiet")
     chosen, space = decision.candidate, search.space
     size = chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
