@@ -109,8 +109,7 @@ def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, ask
     unsteady = sum(not one.is_steady for one in known.measurements)
     if unsteady:
         told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
-        lines.append(f"{told}: the machine did other work. They are not kept for later searches; search again when it is"
-                     " quiet")
+        lines.append(f"{told}: the machine did other work. They are not kept; search again when it is quiet")
     chosen, space = decision.candidate, search.space
     size = chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]

@@ -504,7 +504,7 @@ KNOWN = ModelFacts(1_000_000, 4_000_000, 1 << 20, 1e9, "a test")
 
 
 def test_a_memory_limit_below_what_a_worker_takes_before_its_first_row_is_refused() -> None:
-    with pytest.raises(InputError, match=r"cluster.memory_limit: seen 100 MiB.*expected more than .*for the process, weights"):
+    with pytest.raises(InputError, match=r"cluster.memory_limit: seen 100 MiB.*expected more than .*, for the process"):
         plan(model_facts=KNOWN, cluster={"memory_limit": 100 << 20})
     assert plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20}).memory.value
 
