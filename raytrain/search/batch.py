@@ -71,9 +71,10 @@ class _Search:
         """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
         reference's before the others', then whatever promises most."""
         curves = sorted(self.curves.values(), key=lambda curve: curve is not self.lead)
-        begun = [one for curve in curves for one in self._begin(curve)]
+        begun = [one for curve in curves for one in (*self._begin(curve), *self._again(curve))]
         by_promise = sorted(curves, key=lambda curve: -curve.reach)
-        found = begun + [one for curve in by_promise if not self._begin(curve) for one in self._go_on(curve)]
+        settled = [curve for curve in by_promise if not self._begin(curve) and not self._again(curve)]
+        found = begun + [one for curve in settled for one in self._go_on(curve)]
         return found or self._between() or self._gate() or self._confirm()
 
     def _begin(self, curve: SpeedCurve) -> list[Proposal]:
@@ -82,6 +83,13 @@ class _Search:
             return []
         missing = [size for size in self._first(curve) if size not in curve.seconds]
         return [self._timed(curve, size, with_memory=self._unread(curve, size)) for size in missing]
+
+    def _again(self, curve: SpeedCurve) -> list[Proposal]:
+        """Once more what was timed beside other work on the machine, in a process of its own at another moment."""
+        left = MOST_STEPS - curve.steps - self._reserved()
+        if curve.nonfinite or left < 2:
+            return []
+        return [self._timed(curve, size, most=left - 1) for size in curve.unsteady if size in curve.measured]
 
     def _go_on(self, curve: SpeedCurve) -> list[Proposal]:
         """What one precision needs after its first sizes."""

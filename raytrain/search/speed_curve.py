@@ -32,7 +32,9 @@ class SpeedCurve:
         too_large: the smallest size that did not fit; None where nothing failed so.
         broken: sizes at which a pass failed otherwise, with the reason.
         nonfinite: why the precision is of no use here, or "".
-        steps: passes spent, warm-ups and memory readings included.
+        unsteady: sizes timed once, beside other work on the machine: to be timed once more. Once they are steady, what
+            was not is left out.
+        steps: passes spent, warm-ups and memory readings included; without what was left out as unsteady.
     """
 
     def __init__(self, space: BatchSpace, precision: str, measurements: Iterable[Measurement]) -> None:
@@ -44,11 +46,17 @@ class SpeedCurve:
         self.too_large: int | None = None
         self.nonfinite = ""
         self.steps = 0
+        self._timed: dict[int, list[Measurement]] = {}
         self._updates: list[float] = []
         self._read: list[Measurement] = []
         for one in measurements:
             if one.candidate.precision == precision:
                 self._take(one)
+        for size, timed in self._timed.items():
+            counted = [one for one in timed if one.is_steady] or timed
+            self.steps -= sum(len(one.pass_s) + 1 for one in timed if one not in counted)
+            self.seconds[size] = tuple(second for one in counted for second in one.pass_s)
+        self.unsteady = [size for size, timed in self._timed.items() if len(timed) == 1 and not timed[0].is_steady]
 
     def _take(self, one: Measurement) -> None:
         size = one.candidate.micro_batch_size
@@ -68,7 +76,7 @@ class SpeedCurve:
         elif one.outcome == "nonfinite":
             self.nonfinite = one.reason or "its loss or gradient is not finite"
         elif one.pass_s:
-            self.seconds[size] = (*self.seconds.get(size, ()), *one.pass_s)
+            self._timed.setdefault(size, []).append(one)
             self._updates += one.update_s
 
     # -- memory -----------------------------------------------------------------------------------

@@ -334,6 +334,25 @@ def test_a_precision_that_fails_its_gate_is_refused(more: dict[str, Any], words:
     assert "measured 2.00 times as fast" in found.refusals["bf16"] and words in found.refusals["bf16"]
 
 
+class Busy(Machine):
+    """Other work on the machine while the first sizes of fp32 are timed."""
+
+    def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
+        one = super().measure(wanted, budget)
+        self.taken = getattr(self, "taken", 0) + 1
+        slow = (4.0, 9.0, 6.0) if self.taken <= 2 else (1.0,) * 3
+        return replace(one, pass_s=tuple(s * by for s, by in zip(one.pass_s, slow, strict=False)))
+
+
+def test_what_was_timed_beside_other_work_is_timed_once_more_and_decides_nothing() -> None:
+    space, quiet = two(0.7)
+    busy = Busy(quiet.seconds)
+    found, truth = searched(space, busy), searched(space, quiet)
+    assert truth.decision.precision.value == found.decision.precision.value == "fp32"
+    assert share_of_best(space, quiet, found) > 0.95
+    assert max(found.decision.steps.values()) <= MOST_STEPS
+
+
 def test_a_gain_within_the_noise_keeps_the_reference() -> None:
     found = searched(*two(1.02))
     assert found.decision.candidate.precision == "fp32" and not any(one.gate_steps for one in found.asked)
