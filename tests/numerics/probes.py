@@ -168,9 +168,10 @@ def confirming(rank: int, world: int, run_path: str) -> dict[str, Any]:
     }
     told = {}
     for name, case in cases.items():
-        job = {"cluster": {"memory_limit": 1000}} if name == "too large" else {}
-        one, run, reporter = small(**job), RunFolder(f"{run_path}-{name[:5]}"), Rows()
+        one, run, reporter = small(), RunFolder(f"{run_path}-{name[:5]}"), Rows()
         one.job = replace(one.job, found=case)
+        if name == "too large":  # a plan would refuse so little
+            one.job = replace(one.job, cluster=one.job.cluster.model_copy(update={"memory_limit": 1000}))
         try:
             confirm_found(one, run, reporter=reporter, push=silent)
         except Exception as error:

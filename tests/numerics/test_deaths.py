@@ -87,7 +87,8 @@ def test_two_hosts_killed_at_once_are_both_named_and_the_series_is_as_it_was(tmp
     deaths = [fields for kind, fields in made.events if kind == "death"]
     assert len(deaths) == 2 and {row["who"] for row in deaths} == names, "each told once"
     for row in deaths:
-        assert (row["from_step"], row["step"]) == (8, 9) and row["seconds"] > 0
+        assert row["from_step"] in (4, 8), "the newest checkpoint that both had finished writing"
+        assert row["step"] == row["from_step"] + 1 and row["seconds"] > 0
         assert f"{row['who']} on here (pid {row['pid']}) died at" in row["reason"]
 
 
