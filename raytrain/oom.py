@@ -67,9 +67,7 @@ def attempt(work: Callable[[], Made], *, device: torch.device, who: str) -> Made
         if not is_out_of_memory(error, device=device):
             raise
         found = shortage_of(error, device=device, who=who)
-        _let_go(error)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        let_go(error, device)
     return found
 
 
@@ -83,14 +81,16 @@ def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shor
     return Shortage(who, said, torch.cuda.memory_allocated(device), free)
 
 
-def _let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None, device: torch.device) -> None:
     """Empty the frames of its traceback, and of what it followed from: they hold the activations, often in a cycle.
-    Looking for cycles in the whole process instead takes some tenths of a second."""
+    Looking for cycles in the whole process instead takes some tenths of a second. A GPU's allocator gives them back."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def told(shortage: Shortage | None) -> bytes:

@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.bench.experts_layers import Case
-from jobs.bench.lines import Arms
+from jobs.bench.lines import Arms, await_end
 from raytrain.errors import RunError
-
-ENDING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,4 @@ class Gang:
         for process in self.processes:
             if at_once:
                 process.kill()
-            try:
-                process.wait(timeout=ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            await_end(process)

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from raytrain.errors import RunError
 ADDRESS = "RAYTRAIN_BENCH_SOCKET"
 #: Seconds without a word after which an arm counts as dead.
 PATIENCE_S = 180.0
+#: A process that was told to leave may take so long.
+ENDING_S = 20.0
 
 
 class Line:
@@ -129,3 +132,12 @@ class Arms:
             with contextlib.suppress(OSError):
                 line.send({"steps": 0})
             line.close()
+
+
+def await_end(process: subprocess.Popen[Any], *, within_s: float = ENDING_S) -> None:
+    """Wait for a process that was told to leave; it is killed if it does not."""
+    try:
+        process.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

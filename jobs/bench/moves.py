@@ -21,7 +21,7 @@ from experts.config import ExpertsConfig
 from experts.placement.starting import PlacementRules
 from experts.plan import hidden_widths
 from experts.shapes import LayerShape
-from jobs.bench.lines import ADDRESS, Arms
+from jobs.bench.lines import ADDRESS, Arms, await_end
 from jobs.bench.loop_arms import borrowed_environment, make_text
 from jobs.bench.measuring import Goal, Measurement, Say, alternate, compare, equal_series
 from jobs.bench.options import LoopOptions, MovesOptions
@@ -32,7 +32,6 @@ GOAL = Goal(at_least=1.2)
 #: The step after a switch over the median step around it.
 SWITCH_GOAL = Goal(at_most=1.5)
 AROUND = 10
-ENDING_S = 20.0
 ROUND_ROBIN, MOVING = "round-robin", "moving"
 
 
@@ -131,11 +130,7 @@ class Gang:
         """Let them go; whoever does not is killed."""
         self.arms.dismiss(self.name)
         for process in self.processes:
-            try:
-                process.wait(timeout=ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            await_end(process)
 
 
 def _measure(options: MovesOptions, found: Measurement, gangs: dict[str, Gang], say: Say) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jobs.bench.lines import await_end
 from jobs.bench.loop_arms import borrowed_environment
 from jobs.bench.measuring import Check, Goal, Measurement, Say, alternate, compare, median_interval
 from jobs.bench.options import RecoveryOptions
@@ -152,8 +153,4 @@ class Command:
     def end(self) -> None:
         """Stop it as a user would; it saves and leaves."""
         self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout=60.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        await_end(self.process, within_s=60.0)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.lines import ADDRESS, Arms
+from jobs.bench.lines import ADDRESS, Arms, await_end
 from jobs.bench.loop_arms import borrowed_environment, make_text
 from jobs.bench.measuring import Check, Goal, Measurement, Say, alternate, compare
 from jobs.bench.options import LoopOptions, UnequalOptions
@@ -26,7 +26,6 @@ GOAL = Goal(at_least=1.35)
 #: Largest difference of a gradient in float64 from that of one process.
 GRADIENT_GAP = 1e-12
 EQUAL, MEASURED = "equal shares", "measured shares"
-ENDING_S = 20.0
 
 
 def run(options: UnequalOptions, *, quick: bool, say: Say) -> Measurement:
@@ -81,11 +80,7 @@ class Pair:
         """Let them go; whoever does not is killed."""
         self.arms.dismiss("unequal")
         for process in self.processes:
-            try:
-                process.wait(timeout=ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            await_end(process)
 
 
 def settings_of(options: UnequalOptions, folder: Path) -> dict[str, Any]:

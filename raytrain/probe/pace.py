@@ -12,6 +12,7 @@ import torch
 from raytrain.device import device_name
 from raytrain.gradients import Workers
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
+from raytrain.oom import let_go
 from raytrain.probe.untouched import untouched
 from raytrain.search.shares import Pace
 from raytrain.step import MicroBatch, TrainingStep
@@ -65,6 +66,7 @@ def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int
         except RuntimeError as error:
             if not is_out_of_memory(error, device=device, budget=room):
                 raise
+            let_go(error, device)
             return False
         return room is None or meter.peak() <= room
 

@@ -27,6 +27,7 @@ from raytrain.device import device_name
 from raytrain.errors import OutOfMemory, first_line
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
+from raytrain.oom import let_go
 from raytrain.plan_values import size_text
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
@@ -230,6 +231,7 @@ class StepProbe:
                 raise  # it ends the attempt: the others wait in the middle of an exchange
             outcome = "out_of_memory" if is_out_of_memory(error, device=self.device, budget=budget) else "error"
             reason = first_line(error)
+            let_go(error, self.device)
         flags = self.workers.sum_flags([int(outcome == "out_of_memory"), int(outcome == "error")])
         if any(flags):
             found.outcome = "out_of_memory" if flags[0] else "error"

@@ -14,6 +14,7 @@ from typing import Any
 from raytrain.plan_values import Resolved, size_text
 from raytrain.search.measurement import Measurement
 from raytrain.search.memory_line import MemoryLine, fit, points
+from raytrain.search.space import sizes_dividing
 
 #: The first size measured is at most this part of the largest one.
 FIRST = 1 / 8
@@ -29,9 +30,7 @@ class Next:
 
 def micro_batch_sizes(global_batch: int, workers: int) -> tuple[int, ...]:
     """Sizes that may stand for `auto`, ascending: one worker's share, and those that divide the batch evenly."""
-    share = math.ceil(global_batch / workers)
-    whole = share if global_batch % workers == 0 else global_batch
-    return tuple(size for size in range(1, share + 1) if whole % size == 0 or size == share)
+    return tuple(sorted({*sizes_dividing(global_batch, workers), math.ceil(global_batch / workers)}))
 
 
 def next_size(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Next | None:
