@@ -13,7 +13,8 @@ class RunLink:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._status: dict[str, Any] = {}
-        self._said: list[str] = []
+        self._said: dict[int, str] = {}
+        self._next = 0
 
     async def stop(self) -> None:
         """Driver: ask the workers to save at the next step boundary and return."""
@@ -32,11 +33,17 @@ class RunLink:
         """Driver: what was pushed last."""
         return self._status
 
-    async def say(self, text: str) -> None:
-        """Rank 0: something its code printed, for the driver's terminal."""
-        self._said.append(text)
+    async def say(self, number: int, text: str) -> None:
+        """Rank 0: lines its code printed, for the driver's terminal; numbered, since calls may overtake each other.
+        A new attempt begins at 0 again."""
+        self._said[number] = text
+        if number == 0:
+            self._next = 0
 
     async def heard(self) -> str:
-        """Driver: what was printed since the last call."""
-        said, self._said = "".join(self._said), []
-        return said
+        """Driver: what was printed since the last call, in order; what an overtaken call holds comes with it."""
+        said = []
+        while self._next in self._said:
+            said.append(self._said.pop(self._next))
+            self._next += 1
+        return "".join(said)

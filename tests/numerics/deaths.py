@@ -6,6 +6,7 @@ Hosts are the product's `ExpertHost`, workers its sessions and its `Rewinds`; on
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -116,7 +117,7 @@ class Lead:
                 for name in [name for name, end in self.ends.items() if end in ready]:
                     try:
                         kind, *about = self.ends[name].recv()
-                    except (EOFError, ConnectionResetError):
+                    except (EOFError, OSError):  # nothing, or a message that the kill cut off
                         self._died(name)
                         continue
                     getattr(self, f"_{kind}")(name, *about)
@@ -154,7 +155,7 @@ class Lead:
         }  # fmt: skip
         for member, end in self.ends.items():
             number = int(member.split()[1])
-            end.send(("join", {**told, "host": number} if member.startswith("host") else told))
+            tell(end, ("join", {**told, "host": number} if member.startswith("host") else told))
 
     def _died(self, name: str) -> None:
         self.processes[name].join()
@@ -177,7 +178,7 @@ class Lead:
         self.store.set(f"over/{self.generation}", reason)
         for member, end in self.ends.items():
             if member.startswith("host"):
-                end.send(("abort", self.generation, reason))
+                tell(end, ("abort", self.generation, reason))
 
     def _fate(self, _name: str, fate: Fate, moment: float) -> None:
         if fate in self.told.happened:
@@ -199,6 +200,12 @@ class Lead:
 
     def _returned(self, name: str, value: Any) -> None:
         self.told.records[int(name.split()[1])] = value
+
+
+def tell(end: Connection, order: tuple[Any, ...]) -> None:
+    """To a member, who may have died without the lead having heard of it yet."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        end.send(order)
 
 
 # ---------------------------------------------------------------- the members

@@ -33,12 +33,18 @@ def test_progress_is_laid_over_what_was_known() -> None:
     asyncio.run(story())
 
 
-def test_what_rank_zero_says_is_heard_once_and_in_order() -> None:
+def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_each_other() -> None:
     async def story() -> None:
         link = RunLink()
         assert await link.heard() == ""
-        for word in ("one ", "two\n"):
-            await link.say(word)
-        assert await link.heard() == "one two\n" and await link.heard() == ""
+        for number, word in ((0, "one\n"), (2, "three\n")):
+            await link.say(number, word)
+        assert await link.heard() == "one\n" and await link.heard() == ""
+        await link.say(1, "two\n")
+        assert await link.heard() == "two\nthree\n" and await link.heard() == ""
+        await link.say(1, "a new attempt's second\n")
+        assert await link.heard() == ""
+        await link.say(0, "a new attempt's first\n")
+        assert await link.heard() == "a new attempt's first\na new attempt's second\n"
 
     asyncio.run(story())
