@@ -25,7 +25,7 @@ from raytrain.models.sizes import (
     language_flops,
 )
 from raytrain.plan import ModelFacts
-from raytrain.plan_values import ExpertFacts
+from raytrain.planning.values import ExpertFacts
 
 DEFAULT_EXPERTS = 4
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}

@@ -11,9 +11,9 @@ from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, 
 from experts.placement.values import Costs, ExpertCost, HostSpec
 from experts.shapes import LayerShape
 from raytrain.config import OptimConfig
-from raytrain.plan_hosts import number_of_hosts
-from raytrain.plan_memory import trained_bytes
-from raytrain.plan_values import ExpertFacts, Held
+from raytrain.planning.hosts import number_of_hosts
+from raytrain.planning.memory import trained_bytes
+from raytrain.planning.values import ExpertFacts, Held
 
 
 def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[Held]]:

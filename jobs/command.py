@@ -23,7 +23,7 @@ from raytrain.attempts import this_process
 from raytrain.decode import load_yaml
 from raytrain.errors import InputError, RaytrainError, RunError
 from raytrain.plan import Plan
-from raytrain.plan_hosts import separate
+from raytrain.planning.hosts import separate
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 
@@ -268,7 +268,7 @@ class TrainCommand:
         run.flush()
         leave = bool(ending.get("leave"))
         if not leave:
-            from raytrain.report import build_report
+            from raytrain.readers.report import build_report
 
             page = build_report(run)
             say_ending(self.console, run, record, page)

@@ -10,7 +10,7 @@ from typing import Any
 
 from experts.membership import ColocatedConnection, Connection
 from raytrain.plan import Plan, Resolved
-from raytrain.plan_hosts import kinds_of_hosts
+from raytrain.planning.hosts import kinds_of_hosts
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
 

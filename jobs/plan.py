@@ -17,8 +17,8 @@ from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config import DataConfig
 from raytrain.decode import encode
 from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
-from raytrain.plan_hosts import separate
-from raytrain.plan_machines import pick_devices
+from raytrain.planning.hosts import separate
+from raytrain.planning.machines import pick_devices
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain.errors import InputError
-from raytrain.report import build_report, compare
+from raytrain.readers.report import build_report, compare
 from raytrain.run_folder import RunFolder
 
 NEWEST = "runs/latest"

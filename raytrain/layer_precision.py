@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raytrain.data.resident import rebuild
 from raytrain.errors import InputError
-from raytrain.plan_values import Choice, Resolved
+from raytrain.planning.values import Choice, Resolved
 
 KEY = "precision.fp32_layers"
 NEAREST = 3

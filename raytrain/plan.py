@@ -20,7 +20,7 @@ from raytrain.config import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan_hosts import (
+from raytrain.planning.hosts import (
     beside_hosts,
     choose_hosts,
     choose_inflight,
@@ -28,10 +28,10 @@ from raytrain.plan_hosts import (
     hosts_by_node,
     taken_by_hosts,
 )
-from raytrain.plan_machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.plan_memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
-from raytrain.plan_shares import choose_shares, splits
-from raytrain.plan_steps import (
+from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
+from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
+from raytrain.planning.shares import choose_shares, splits
+from raytrain.planning.steps import (
     choose_batches,
     choose_checkpoint_every,
     choose_eval_every,
@@ -42,9 +42,9 @@ from raytrain.plan_steps import (
     choose_warmup,
     leave_to_memory,
 )
-from raytrain.plan_text import reason_of, shown
-from raytrain.plan_time import predict_step
-from raytrain.plan_values import (
+from raytrain.planning.text import reason_of, shown
+from raytrain.planning.time import predict_step
+from raytrain.planning.values import (
     Choice,
     DataFacts,
     Deferred,
@@ -53,7 +53,7 @@ from raytrain.plan_values import (
     choice_from_json,
     size_text,
 )
-from raytrain.plan_workers import choose_placement, choose_threads, count_workers, spread, worker_room
+from raytrain.planning.workers import choose_placement, choose_threads, count_workers, spread, worker_room
 
 __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
 

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 from raytrain.checkpoint_read import COMPLETE, best_checkpoint, list_checkpoints
-from raytrain.plan_values import Resolved
+from raytrain.planning.values import Resolved
 from raytrain.run_folder import RunFolder
 from raytrain.storage import open_store
 

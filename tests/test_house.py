@@ -186,7 +186,7 @@ def test_matplotlib_is_imported_in_one_module() -> None:
     wrong = [
         at(module, found.line, f"imports {found.target}")
         for module in modules()
-        if module.name != "raytrain.plots"
+        if module.name != "raytrain.readers.plots"
         for found in imports_of(module)
         if package_of(found.target) in ("matplotlib", "pylab")
     ]

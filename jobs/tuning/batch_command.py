@@ -22,10 +22,10 @@ from raytrain.decode import encode
 from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.plan import Deferred, Plan
-from raytrain.plan_machines import choose_machines
-from raytrain.plan_memory import least_bytes
-from raytrain.plan_values import size_text
-from raytrain.plan_workers import worker_room
+from raytrain.planning.machines import choose_machines
+from raytrain.planning.memory import least_bytes
+from raytrain.planning.values import size_text
+from raytrain.planning.workers import worker_room
 from raytrain.search.measurement import Candidate
 from raytrain.search.signature import make_signature
 from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free

@@ -14,13 +14,13 @@ from jobs.tuning.results import close, draw, header_of, say_files
 from jobs.tuning.table import bytes_text, number_text, print_table
 from raytrain.config import TuneFound
 from raytrain.decode import encode
-from raytrain.plan_values import size_text
+from raytrain.planning.values import size_text
+from raytrain.readers.tune_figures import batch_spec
 from raytrain.search.batch import decide
 from raytrain.search.decision import BatchDecision
 from raytrain.search.measurement import STEADY
 from raytrain.search.memory_line import fit, points
 from raytrain.search.noise_scale import goodput_advice
-from raytrain.tune_figures import batch_spec
 
 if TYPE_CHECKING:
     from jobs.tuning.batch_command import BatchSearch

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.tuning.batch_known import Known
-from raytrain.plan_values import size_text
+from raytrain.planning.values import size_text
 from raytrain.record import to_line
 from raytrain.run_folder import RunFolder
 from raytrain.search.batch import BatchSpace, next_proposals

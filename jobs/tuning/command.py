@@ -19,7 +19,7 @@ from jobs.tuning.points import Points, find_points, whole_mapping
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
-from raytrain.plan_machines import choose_machines, pick_devices
+from raytrain.planning.machines import choose_machines, pick_devices
 from raytrain.record import event
 from raytrain.sweep_folder import SweepFolder
 

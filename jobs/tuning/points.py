@@ -16,8 +16,8 @@ from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.models.registry import check_keys, resolve
 from raytrain.plan import Plan
-from raytrain.plan_hosts import separate
-from raytrain.plan_values import Resolved
+from raytrain.planning.hosts import separate
+from raytrain.planning.values import Resolved
 
 LOOKS = 10
 """So many evaluations a trial gets, at least, where a scheduler is to compare them and the job leaves it open."""

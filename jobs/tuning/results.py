@@ -11,9 +11,9 @@ from jobs.tuning.points import Points, whole_mapping
 from jobs.tuning.space import told
 from jobs.tuning.table import SweepTable, print_table
 from raytrain.errors import RunError
+from raytrain.readers.tune_figures import whole_spec
 from raytrain.record import event
 from raytrain.run_folder import RunFolder
-from raytrain.tune_figures import whole_spec
 
 if TYPE_CHECKING:
     from jobs.tuning.command import TuneCommand
@@ -61,7 +61,7 @@ def close(command: TuneCommand, record: dict[str, Any]) -> None:
 
 def draw(command: TuneCommand, spec: dict[str, Any]) -> None:
     """tune.png from a plot spec, which is kept beside it."""
-    from raytrain.plots import figure, png
+    from raytrain.readers.plots import figure, png
 
     command.the_sweep.write_json("tune_plot.json", spec)
     command.the_sweep.write_bytes(command.the_sweep.picture, png(figure(spec)))

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from jobs.tuning.space import told
-from raytrain.plan_values import size_text
+from raytrain.planning.values import size_text
 from raytrain.search.measurement import Measurement
 from raytrain.search.precision import GateReport, gate_refusal
 from raytrain.search.space import BatchSpace

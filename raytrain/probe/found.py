@@ -16,7 +16,7 @@ from raytrain.data.longest import longest_row
 from raytrain.device import device_bytes, device_name
 from raytrain.loop_state import Reporter
 from raytrain.plan import Resolved
-from raytrain.plan_values import size_text
+from raytrain.planning.values import size_text
 from raytrain.probe.record import Push, shared_record, write_measured
 from raytrain.probe.settled_memory import measure_micro_batch, memory_budget, spare_memory
 from raytrain.run_folder import RunFolder

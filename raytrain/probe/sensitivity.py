@@ -15,7 +15,7 @@ from torch import Tensor
 from raytrain.device import rng_state, set_rng_state
 from raytrain.errors import first_line
 from raytrain.layer_precision import LayerPrecision
-from raytrain.plan_values import Resolved
+from raytrain.planning.values import Resolved
 from raytrain.precision import PrecisionPolicy, policy_for
 from raytrain.probe.untouched import untouched
 from raytrain.search.layers import LayerChange, choose_layers, outside_band

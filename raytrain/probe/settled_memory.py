@@ -15,8 +15,8 @@ from raytrain.layer_precision import kept_in_fp32
 from raytrain.loop_state import Reporter
 from raytrain.memory import process_budget, processes_here
 from raytrain.plan import Deferred, Resolved
-from raytrain.plan_memory import DOUBTFUL, TINY_PARAMETERS
-from raytrain.plan_values import size_text
+from raytrain.planning.memory import DOUBTFUL, TINY_PARAMETERS
+from raytrain.planning.values import size_text
 from raytrain.probe.record import Push, shared_record, write_measured
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate, Measurement

@@ -8,7 +8,7 @@ from raytrain.device import device_name
 from raytrain.loop_state import Reporter
 from raytrain.memory import process_budget, processes_here
 from raytrain.plan import Deferred, Resolved
-from raytrain.plan_memory import moments
+from raytrain.planning.memory import moments
 from raytrain.probe.pace import measure_paces
 from raytrain.probe.record import shared_record, write_decision
 from raytrain.run_folder import RunFolder

@@ -28,7 +28,7 @@ from raytrain.errors import OutOfMemory, first_line
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.oom import let_go
-from raytrain.plan_values import size_text
+from raytrain.planning.values import size_text
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
 from raytrain.search.measurement import Candidate, Measurement, Outcome

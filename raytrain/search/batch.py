@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from raytrain.plan_values import Resolved
+from raytrain.planning.values import Resolved
 from raytrain.search.decision import BatchDecision, nothing_fits, table_of
 from raytrain.search.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
 from raytrain.search.measurement import Candidate, Measurement

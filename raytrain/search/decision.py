@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain.errors import RunError
-from raytrain.plan_values import Resolved, size_text
+from raytrain.planning.values import Resolved, size_text
 from raytrain.search.measurement import Candidate
 from raytrain.search.space import BatchSpace
 from raytrain.search.speed_curve import SpeedCurve

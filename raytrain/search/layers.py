@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain.plan_values import Resolved
+from raytrain.planning.values import Resolved
 from raytrain.search.precision import LOSS_TOLERANCE, NORM_BAND
 
 NAMED_AT_MOST = 6

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.plan_values import Resolved, size_text
+from raytrain.planning.values import Resolved, size_text
 from raytrain.search.measurement import Measurement
 from raytrain.search.memory_line import MemoryLine, fit, points
 from raytrain.search.space import sizes_dividing

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from raytrain.plan_values import Resolved
+from raytrain.planning.values import Resolved
 
 #: A lower precision must win by this share of the time, or it is not worth its rounding.
 WORTHWHILE_GAIN = 0.03

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from raytrain.plan_values import Choice, Resolved
+from raytrain.planning.values import Choice, Resolved
 
 WORTHWHILE = 0.05
 """Shares that save less than this part of a step stay equal: they would follow noise."""

@@ -19,8 +19,8 @@ from experts.router import TopKRouter
 from experts.shapes import LayerShape
 from experts.shard import Commit, ExpertShard
 from raytrain.config import OptimConfig
-from raytrain.plan_memory import held_bytes, trained_bytes
-from raytrain.plan_values import ExpertFacts
+from raytrain.planning.memory import held_bytes, trained_bytes
+from raytrain.planning.values import ExpertFacts
 
 WIDTH, HIDDEN = 16, 64
 GROWN = """

@@ -23,9 +23,9 @@ from raytrain.config import (
 )
 from raytrain.errors import InputError
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
-from raytrain.plan_hosts import separate
-from raytrain.plan_memory import HOST_PROCESS_BYTES, PROCESS_BYTES
-from raytrain.plan_values import ExpertFacts
+from raytrain.planning.hosts import separate
+from raytrain.planning.memory import HOST_PROCESS_BYTES, PROCESS_BYTES
+from raytrain.planning.values import ExpertFacts
 
 GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}

@@ -1,4 +1,4 @@
-"""One diagnosis of a run, as the rules of `raytrain.findings` give it."""
+"""One diagnosis of a run, as the rules of `raytrain.readers.findings` give it."""
 
 from __future__ import annotations
 

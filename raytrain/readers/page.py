@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from raytrain.figures import outcome, plain_number, seconds, size
-from raytrain.findings import Finding, diagnose
-from raytrain.reading import RunRecords, number, series, values
-from raytrain.report_charts import Curve, Mark, chart, smoothed
-from raytrain.report_style import esc, page
-from raytrain.report_tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
-from raytrain.summary import summarise
+from raytrain.readers.charts import Curve, Mark, chart, smoothed
+from raytrain.readers.figures import outcome, plain_number, seconds, size
+from raytrain.readers.findings import Finding, diagnose
+from raytrain.readers.reading import RunRecords, number, series, values
+from raytrain.readers.style import esc, page
+from raytrain.readers.summary import summarise
+from raytrain.readers.tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
 
 TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}
 _ROUGH = 30

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from raytrain.figures import training_spec
-from raytrain.plots import figure, png
-from raytrain.reading import RunRecords
-from raytrain.report import build_report
+from raytrain.readers.figures import training_spec
+from raytrain.readers.plots import figure, png
+from raytrain.readers.reading import RunRecords
+from raytrain.readers.report import build_report
 from raytrain.run_folder import RunFolder
 
 TRAIN = [

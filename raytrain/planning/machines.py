@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.inventory import Device, Inventory, Node
 from raytrain.config import PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
-from raytrain.plan_values import Choice, Deferred, Resolved
+from raytrain.planning.values import Choice, Deferred, Resolved
 
 BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)

@@ -12,12 +12,12 @@ import pytest
 
 from jobs.report import report
 from raytrain.errors import InputError
-from raytrain.figures import outcome
-from raytrain.reading import read_records
-from raytrain.report import build_report
-from raytrain.report_page import report_page
+from raytrain.readers.figures import outcome
+from raytrain.readers.page import report_page
+from raytrain.readers.reading import read_records
+from raytrain.readers.report import build_report
+from raytrain.readers.summary import summary_from_text
 from raytrain.run_folder import RunFolder
-from raytrain.summary import summary_from_text
 
 VOID = {"meta", "br"}
 TIME = {"startup": 2.0, "data": 1.0, "compute": 5.0, "communication": 0.5, "save": 0.25, "other": 0.25}

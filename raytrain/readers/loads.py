@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.reading import Row, RunRecords, listed, mapping, number
+from raytrain.readers.reading import Row, RunRecords, listed, mapping, number
 
 Name = tuple[int, int]
 """(layer, expert)."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from raytrain.figures import history, outcome, plain_number, seconds, size, time_account
-from raytrain.reading import RunRecords, number, percentile, read_records
-from raytrain.report_charts import Curve, chart, smoothed, ticks
+from raytrain.readers.charts import Curve, chart, smoothed, ticks
+from raytrain.readers.figures import history, outcome, plain_number, seconds, size, time_account
+from raytrain.readers.reading import RunRecords, number, percentile, read_records
 from raytrain.run_folder import RunFolder
 
 

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from raytrain.figures import (
+from raytrain.readers.figures import (
     cause_of,
     failure_reason,
     outcome,
@@ -19,10 +19,10 @@ from raytrain.figures import (
     step_ms,
     time_account,
 )
-from raytrain.finding import SEVERITIES, Finding
-from raytrain.findings_memory import shortages
-from raytrain.loads import loads_of, names_of
-from raytrain.reading import (
+from raytrain.readers.finding import SEVERITIES, Finding
+from raytrain.readers.findings_memory import shortages
+from raytrain.readers.loads import loads_of, names_of
+from raytrain.readers.reading import (
     Row,
     RunRecords,
     first_text,

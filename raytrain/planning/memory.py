@@ -11,7 +11,7 @@ from typing import Any
 
 from raytrain.config import OptimConfig
 from raytrain.errors import InputError
-from raytrain.plan_values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
+from raytrain.planning.values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.inventory import Inventory
-from raytrain.plan_machines import Machines
-from raytrain.plan_memory import AFTER_MODEL, SHOWN_HOSTS
-from raytrain.plan_values import Choice, Deferred, ExpertFacts, ModelFacts, Resolved
+from raytrain.planning.machines import Machines
+from raytrain.planning.memory import AFTER_MODEL, SHOWN_HOSTS
+from raytrain.planning.values import Choice, Deferred, ExpertFacts, ModelFacts, Resolved
 
 CPU_FLOPS = {"fp64": 40e9, "fp32": 85e9}
 """Of one core: a product of 2048 x 512 x 2048 by torch 2.13 on one thread of an AMD EPYC with AVX-512, busy machine."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain.plan_hosts import kinds_text
-from raytrain.plan_values import Choice, Resolved, size_text
+from raytrain.planning.hosts import kinds_text
+from raytrain.planning.values import Choice, Resolved, size_text
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 

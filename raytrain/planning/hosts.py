@@ -12,9 +12,9 @@ from typing import Any
 from cluster.inventory import Device, Inventory
 from raytrain.config import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
-from raytrain.plan_machines import Machines, is_named
-from raytrain.plan_values import Choice, Deferred, Resolved
-from raytrain.plan_workers import CPU_OVERLOAD, cores_of, where_text
+from raytrain.planning.machines import Machines, is_named
+from raytrain.planning.values import Choice, Deferred, Resolved
+from raytrain.planning.workers import CPU_OVERLOAD, cores_of, where_text
 
 CPU_HOSTS = 2
 """On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from cluster.inventory import Device, Inventory
 from raytrain.config import LoopConfig, ScaleConfig
-from raytrain.plan_machines import Machines
-from raytrain.plan_time import GPU_SHARE, peak_flops
-from raytrain.plan_values import Choice, Deferred, ModelFacts, Resolved
-from raytrain.plan_workers import spread
+from raytrain.planning.machines import Machines
+from raytrain.planning.time import GPU_SHARE, peak_flops
+from raytrain.planning.values import Choice, Deferred, ModelFacts, Resolved
+from raytrain.planning.workers import spread
 from raytrain.search.shares import SPLITS, Shares, gain_over_equal
 
 MEASURED = "measured at the start, on all workers at the same time"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raytrain.findings import diagnose
-from raytrain.reading import ConfigLine, PlanLine, RunRecords
+from raytrain.readers.findings import diagnose
+from raytrain.readers.reading import ConfigLine, PlanLine, RunRecords
 
 
 def rows(losses: list[Any], **columns: Any) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from cluster.config import ClusterConfig
 from cluster.inventory import Inventory
 from raytrain.config import ScaleConfig
 from raytrain.errors import InputError
-from raytrain.plan_machines import Machines
-from raytrain.plan_values import Resolved
+from raytrain.planning.machines import Machines
+from raytrain.planning.values import Resolved
 
 GPU_THREADS = 8
 """More threads than this feed one GPU no faster; the rest of the cores is left to the data."""

@@ -11,15 +11,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from raytrain.figures import HISTORY_COLUMNS, history, plain_number, seconds, size, training_spec
-from raytrain.loads import activation_spec, device_spec
-from raytrain.reading import RunRecords, read_records, series
-from raytrain.report_charts import Curve, chart, smoothed
-from raytrain.report_page import TONES, report_page
-from raytrain.report_style import esc, page
-from raytrain.report_tables import label, shown, table
+from raytrain.readers.charts import Curve, chart, smoothed
+from raytrain.readers.figures import HISTORY_COLUMNS, history, plain_number, seconds, size, training_spec
+from raytrain.readers.loads import activation_spec, device_spec
+from raytrain.readers.page import TONES, report_page
+from raytrain.readers.reading import RunRecords, read_records, series
+from raytrain.readers.style import esc, page
+from raytrain.readers.summary import summarise, summary_text
+from raytrain.readers.tables import label, shown, table
 from raytrain.run_folder import RunFolder
-from raytrain.summary import summarise, summary_text
 
 _COMPARED = (
     "status", "mode", "devices", "strategy", "precision", "effective_batch", "micro_batch", "accumulation",
@@ -34,7 +34,7 @@ def build_report(run: RunFolder) -> str:
 
     Errors: RunError where the folder cannot be written.
     """
-    from raytrain.plots import activations, devices, figure, png  # matplotlib is loaded only by who draws
+    from raytrain.readers.plots import activations, devices, figure, png  # matplotlib is loaded only by who draws
 
     records = read_records(run)
     summary, spec = summarise(records), training_spec(records)

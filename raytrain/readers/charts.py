@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from raytrain.figures import plain_number
-from raytrain.reading import percentile
-from raytrain.report_style import esc
+from raytrain.readers.figures import plain_number
+from raytrain.readers.reading import percentile
+from raytrain.readers.style import esc
 
 Point = tuple[float, float]
 _BANDS = 90

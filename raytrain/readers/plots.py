@@ -1,7 +1,7 @@
 """The report's pictures, each drawn from a plot spec that holds exactly the plotted numbers.
 
-Specs are pure (records in, a JSON mapping out: `raytrain.figures.training_spec`, those of experts in `raytrain.loads`,
-of a sweep in `raytrain.tune_figures`); `figure`, `activations` and `devices` draw them. Only here is matplotlib.
+Specs are pure (records in, a JSON mapping out: `figures.training_spec`, those of experts in `loads`, of a sweep in
+`tune_figures`); `figure`, `activations` and `devices` draw them. Only here is matplotlib.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap,
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrain.figures import size
+from raytrain.readers.figures import size
 
 _COLOURS = {
     "train": "#2f6bd8",

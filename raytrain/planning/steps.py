@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from raytrain.config import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
-from raytrain.plan_values import Choice, DataFacts, Deferred, Resolved, size_text
+from raytrain.planning.values import Choice, DataFacts, Deferred, Resolved, size_text
 
 REFERENCE_BATCH = 32
 """`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.reading import Row, RunRecords, first_text, listed, number, percentile, series, values
+from raytrain.readers.reading import Row, RunRecords, first_text, listed, number, percentile, series, values
 
 TIME_PARTS = (
     "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"

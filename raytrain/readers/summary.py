@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain.figures import (
+from raytrain.readers.figures import (
     best_eval,
     device_line,
     expert_counts,
@@ -18,8 +18,8 @@ from raytrain.figures import (
     step_ms,
     time_account,
 )
-from raytrain.loads import loads_of, names_of
-from raytrain.reading import RunRecords, number, percentile, values
+from raytrain.readers.loads import loads_of, names_of
+from raytrain.readers.reading import RunRecords, number, percentile, values
 
 
 def summarise(records: RunRecords) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 from matplotlib.image import imread
 
 from experts.placement.starting import first_placement
-from raytrain.findings import diagnose
-from raytrain.loads import activation_spec, device_spec, housing_of, loads_of
-from raytrain.plots import activations, devices
-from raytrain.reading import RunRecords, read_records
-from raytrain.report import build_report
+from raytrain.readers.findings import diagnose
+from raytrain.readers.loads import activation_spec, device_spec, housing_of, loads_of
+from raytrain.readers.plots import activations, devices
+from raytrain.readers.reading import RunRecords, read_records
+from raytrain.readers.report import build_report
+from raytrain.readers.summary import summarise
 from raytrain.run_folder import RunFolder
-from raytrain.summary import summarise
 
 LAYERS, EXPERTS = 2, 4
 

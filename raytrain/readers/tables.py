@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raytrain.figures import HISTORY_COLUMNS, cause_of, history, plain_number, seconds, size, time_account
-from raytrain.reading import ConfigLine, PlanLine, Row, RunRecords, listed, mapping, number
-from raytrain.report_style import esc
+from raytrain.readers.figures import HISTORY_COLUMNS, cause_of, history, plain_number, seconds, size, time_account
+from raytrain.readers.reading import ConfigLine, PlanLine, Row, RunRecords, listed, mapping, number
+from raytrain.readers.style import esc
 
 _EVENTS_SHOWN = 200
 _TONES = {

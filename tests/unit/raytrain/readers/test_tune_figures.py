@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from raytrain.plots import figure, png
-from raytrain.tune_figures import MIB, batch_spec, whole_spec
+from raytrain.readers.plots import figure, png
+from raytrain.readers.tune_figures import MIB, batch_spec, whole_spec
 
 
 def row(precision: str, size: int, speed: float | None, peak: int | None) -> dict[str, Any]:

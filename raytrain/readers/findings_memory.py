@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain.finding import Finding
-from raytrain.reading import RunRecords, number
+from raytrain.readers.finding import Finding
+from raytrain.readers.reading import RunRecords, number
 
 
 def shortages(records: RunRecords) -> list[Finding]:
