@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experts.membership import Connection
-from jobs.built import build, check_experts, facts_from, opened
+from jobs.built import build, check_experts, counted, opened
+from jobs.facts import formula_facts
 from jobs.plan import uses_hosts
 from jobs.spec import JobSpec
 from raytrain.attempts import this_process
@@ -19,6 +20,7 @@ from raytrain.models.registry import check_shadowing, make_importable, resolve
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import TrainJob, source_facts
+from raytrain.weights.starting import StartingWeights
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,11 @@ class Checked:
     data_facts: DataFacts
 
 
-def check_on_driver(spec: JobSpec) -> Checked:
+def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     """Open the data and build the model once, so that a mistake in either is found before anything starts.
+
+    Args:
+        initial: False where a checkpoint takes the place of `model.init_from`.
 
     Raises:
         InputError: naming the key that mends it.
@@ -41,17 +46,19 @@ def check_on_driver(spec: JobSpec) -> Checked:
     load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
-    trainable, _ = build(spec, source_facts(source))
+    trainable, where = build(spec, source_facts(source))
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         key = "model.builder" if spec.model.module is None else "model.module"
         seen = "a model that is frozen whole" if parameters else "a model without parameters"
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
+    if initial and spec.model.init_from is not None:
+        StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
     check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
-    model_facts, data_facts = facts_from(spec, source)
-    return Checked(sent, model_facts, data_facts)
+    model_facts = formula_facts(spec, source_facts(source)) or counted(trainable, where)
+    return Checked(sent, model_facts, source.facts)
 
 
 def train_job(

@@ -36,6 +36,7 @@ from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.shares import shares_in_force
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
+from raytrain.trainable import shifted_labels_weight
 
 
 class Session:
@@ -46,9 +47,13 @@ class Session:
         workers: the group (world 1 in a plain process).
         local_rank: rank on this node, for the device index.
         source: opened data, where the caller already has it (tests, handed-over data).
+        initial: load `model.init_from`; False where a checkpoint will be restored.
     """
 
-    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None) -> None:
+    def __init__(
+        self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None,
+        initial: bool = True,
+    ) -> None:  # fmt: skip
         self.job = job
         self.workers = workers
         self.local_rank = local_rank
@@ -61,7 +66,9 @@ class Session:
         seed_everything(job.seed)
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
-        self.trainable = build_trainable(job.model, sections=job.builder_sections, facts=self.facts)
+        self.trainable = build_trainable(
+            job.model, sections=job.builder_sections, facts=self.facts, initial=initial
+        )
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
@@ -122,7 +129,10 @@ class Session:
             storage=job.planned("storage"),
         )
         batches.shares = shares_in_force(job.plan.shares)
-        return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
+        weight = self.trainable.weight
+        if weight is shifted_labels_weight and self.source.first_labels_ignored:
+            weight = None  # the split knows it, and no batch has to be read for it
+        return Feed(batches, device=self.device, weight=weight, dtype=self.policy.master_dtype)
 
     def settle(self, **choices: Resolved) -> None:
         """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
