@@ -8,10 +8,12 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import nn
 
+from raytrain.elsewhere import SavedElsewhere
 from raytrain.feed import Feed
 from raytrain.gradients import Workers
 from raytrain.precision import PrecisionPolicy
 from raytrain.reduction import Reduction
+from raytrain.run_folder import RunFolder
 from raytrain.train_job import load_module
 from raytrain.trainable import Batch, Trainable
 
@@ -50,6 +52,14 @@ class Layout(Protocol):
         """On rank 0 the module with all its weights; `build` gives another of the same model."""
         ...
 
+    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
+        """What other processes than rank 0 write into each checkpoint of `run`; `parts` gives the state."""
+        ...
+
+    def close_saves(self) -> None:
+        """What this worker was writing is written. Raises RunError where it could not be."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """For the record; mostly nothing."""
         ...
@@ -84,6 +94,13 @@ class Whole:
         """As in `Layout`: the module itself, with what lives elsewhere."""
         elsewhere = self._trainable.elsewhere
         return self._trainable.module if elsewhere is None else elsewhere.whole()
+
+    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
+        """As in `Layout`: rank 0 has everything but what lives elsewhere."""
+        return self._trainable.elsewhere
+
+    def close_saves(self) -> None:
+        """As in `Layout`: nothing is written here."""
 
     def facts(self) -> dict[str, Any]:
         """As in `Layout`."""

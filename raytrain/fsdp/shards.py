@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.elsewhere import SavedElsewhere
 from raytrain.feed import Feed
 from raytrain.fsdp.filler import Filler
 from raytrain.fsdp.reduction import ShardedReduction
+from raytrain.fsdp.saving import ShardSaver
 from raytrain.fsdp.sharding import Sharded, shard
 from raytrain.fsdp.state import load_optimizer, load_sharded, whole_state
 from raytrain.gradients import Workers
 from raytrain.layout import ForStep
 from raytrain.precision import PrecisionPolicy
+from raytrain.run_folder import RunFolder
 from raytrain.train_job import load_module
 from raytrain.trainable import Batch, Trainable
 
@@ -28,6 +31,7 @@ class Shards:
         self._trainable, self._workers, self._device = trainable, workers, device
         self._sharded: Sharded | None = None
         self._master = torch.float32
+        self._saver: ShardSaver | None = None
 
     def place(self, policy: PrecisionPolicy, *, half_blocks: bool) -> None:
         """As in `Layout`; the device holds shards and one block at a time, never the whole module."""
@@ -67,6 +71,16 @@ class Shards:
         module = build().module.to(self._master)
         load_module(module, state)
         return module
+
+    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
+        """As in `Layout`: every worker writes its own rows."""
+        self._saver = ShardSaver(parts, run) if self._workers.world > 1 else None
+        return self._saver
+
+    def close_saves(self) -> None:
+        """As in `Layout`."""
+        if self._saver is not None:
+            self._saver.close()
 
     def facts(self) -> dict[str, Any]:
         """As in `Layout`: what sharding made of the module, in bytes."""
