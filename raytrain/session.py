@@ -29,7 +29,7 @@ from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.memory import limit_device_memory
 from raytrain.micro_batch_size import MicroBatchSize
-from raytrain.optim import Schedule, build_optimizers
+from raytrain.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.step_probe import StepProbe
@@ -96,8 +96,8 @@ class Session:
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
-        make = self.trainable.optimizers
-        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr)
+        make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)
+        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
         schedule = Schedule(
             optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
         )
