@@ -63,8 +63,10 @@ def act(rank: int, scene: Scene, planted: list[Fate]) -> Any:
 
 
 def plant(session: Session, fates: Fates) -> None:
-    """Before the rows of layer 1 are sent, while they are under way, and behind it in backward."""
-    layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)][1]
+    """Before the rows of layer 1 are sent, while they are under way, behind it in backward, and in backward when
+    nothing more is to be sent."""
+    first, layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)]
+    begin = first.router.forward
     route, share = layer.router.forward, layer._share
 
     def step() -> int:
@@ -80,6 +82,12 @@ def plant(session: Session, fates: Fates) -> None:
         fates.meet(step(), "under way")
         return share(x_TD)
 
+    def last(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+        if x_BSD.requires_grad:
+            x_BSD.register_hook(lambda _gradient: fates.meet(step(), "last"))
+        return begin(x_BSD, valid_BS)
+
+    first.router.forward = last  # type: ignore[method-assign]
     layer.router.forward = router  # type: ignore[method-assign]
     layer._share = shared  # type: ignore[method-assign]
 

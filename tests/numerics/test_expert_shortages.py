@@ -16,8 +16,10 @@ LOOP = (("loop", SMALL),)
 WORKERS: list[Fate] = [
     (2, 0, "before", 1), (5, 1, "under way", 0), (7, 1, "evaluation", 0), (9, 0, "backward", 0),
     (12, 0, "before", 0), (12, 1, "before", 0), (15, 1, "backward", 0), (15, 0, "under way", 1),
+    (28, 1, "last", 0),
 ]  # fmt: skip
-"""Two workers: each alone, both at one place (nobody is left in the passes), both at different ones."""
+"""Two workers: each alone, both at one place (nobody is left in the passes), both at different ones; and one behind its
+last exchange, when the other may have come through."""
 HOSTS: list[Fate] = [
     (18, 2, "expert forward", 0), (20, 3, "expert backward", 1), (22, 3, "expert evaluation", 0),
     (25, 2, "expert forward", 0), (30, 2, "expert backward", 0), (30, 3, "expert backward", 0),
@@ -29,6 +31,7 @@ COLOCATED: list[Fate] = [
 THREE: list[Fate] = [
     (2, 0, "before", 1), (4, 1, "under way", 0), (6, 2, "backward", 0), (9, 0, "before", 0), (9, 1, "before", 0),
     (9, 2, "before", 0), (12, 0, "expert forward", 0), (15, 1, "expert backward", 0), (19, 2, "under way", 1),
+    (24, 1, "last", 1),
 ]  # fmt: skip
 MOVES = ((8, 2), (11, 3), (14, 4), (17, 5), (24, 6))
 ONE: list[Fate] = [(3, 0, "before", 1), (6, 1, "expert backward", 0), (10, 0, "under way", 2)]
