@@ -25,7 +25,7 @@ from raytrain.gradients import Workers
 from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
-from raytrain.memory import limit_device_memory
+from raytrain.memory import limit_device_memory, processes_sharing
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
@@ -53,7 +53,10 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
-        limit_device_memory(self.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit)
+        self.sharing = processes_sharing(self.device, workers)
+        """Workers that take their memory where this one does, itself among them."""
+        fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
+        limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
         if threads:
