@@ -27,7 +27,7 @@ from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.layout import layout_of
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
-from raytrain.memory import limit_device_memory
+from raytrain.memory import limit_device_memory, processes_sharing
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.plan import Resolved
@@ -56,7 +56,10 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
-        limit_device_memory(self.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit)
+        self.sharing = processes_sharing(self.device, workers)
+        """Workers that take their memory where this one does, itself among them."""
+        fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
+        limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
         if threads:
