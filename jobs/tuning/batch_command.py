@@ -179,7 +179,7 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
         fresh=spec.tune.fresh,
     )
     if command.the_sweep.ended():
-        for row in command.the_sweep.ended():
+        for row in command.the_sweep.standing():
             cache.known.add(row)
     elif cache.answers(search.space):
         command.say(f"nothing is left to measure: {len(cache.rows)} measurements of an earlier search hold here")

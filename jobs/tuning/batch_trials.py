@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jobs.tuning.batch_known import Known, weighed
-from jobs.tuning.searcher import DONE, keep_traceback, ran_out, why
+from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
 from raytrain.search.batch import BatchSpace, Proposal, next_proposals
 from raytrain.search.measurement import Candidate, Measurement
@@ -70,10 +70,11 @@ class BatchTrials:
         self._goodput, self.stopping = goodput, False
         self._running: dict[int, Wanted] = {}
         self._began: dict[int, float] = {}
-        ended = sweep.ended()
-        for row in ended:
+        for row in sweep.standing():
             table.end(row["trial"], batch_cells(row, space), batch_text(row, space))
-        self._number = max((row["trial"] for row in ended), default=0)
+        self._dead = {_what_of(row): row["trial"] for row in sweep.again()}
+        self._tried_again: set[int] = set()
+        self._number = max((row["trial"] for row in sweep.ended()), default=0)
 
     def propose(self) -> dict[str, Any] | str | None:
         """What the search wants next."""
@@ -82,18 +83,17 @@ class BatchTrials:
         wanted = self.next()
         if wanted is None:
             return None if self._running else DONE
-        self._number += 1
+        self._number = max(self._number, wanted.number)
+        if self._dead.pop(_what(wanted), None) is not None:
+            self._tried_again.add(wanted.number)
         self._running[wanted.number] = wanted
         return wanted.to_json()
 
     def next(self) -> Wanted | None:
         """The next trial; None where nothing is to be started now."""
-        number = self._number + 1
-        if self._most is not None and number > self._most:
-            return None
-        noise = self._noise(number)
+        noise = self._noise()
         if noise is not None and self._goodput:
-            return None if self._running else noise
+            return None if self._running else self._numbered(noise)
         running = [
             Proposal(one.candidate, passes=one.passes, with_memory=one.with_memory, gate_steps=one.gate_steps)
             for one in self._running.values()
@@ -101,14 +101,20 @@ class BatchTrials:
         space = weighed(self.space, self.known, goodput=self._goodput)
         found = next_proposals(space, self.known.measurements, running, self.known.gates)
         if found:
-            return Wanted(number, **vars(found[0]))
+            return self._numbered(Wanted(0, **vars(found[0])))
         works = any(one.outcome == "ok" for one in self.known.measurements)
-        return noise if works and not self._running else None
+        return self._numbered(noise) if noise is not None and works and not self._running else None
 
-    def _noise(self, number: int) -> Wanted | None:
+    def _noise(self) -> Wanted | None:
         if self._noise_at is None or self.known.noise is not None:
             return None
-        return Wanted(number, self._noise_at, noise=True)
+        return Wanted(0, self._noise_at, noise=True)
+
+    def _numbered(self, wanted: Wanted) -> Wanted | None:
+        """With its number: that of an earlier command's trial where that one died, else the next; None beyond the
+        most."""
+        number = self._dead.get(_what(wanted), self._number + 1)
+        return None if self._most is not None and number > self._most else replace(wanted, number=number)
 
     def started(self, config: dict[str, Any]) -> None:
         """It has its process."""
@@ -124,15 +130,18 @@ class BatchTrials:
         if self.stopping:
             return
         found = {name: result[name] for name in KINDS if result.get(name) is not None}
+        deaths = 1 + (wanted.number in self._tried_again) if has_died(error) and not found else 0
         if not found:
-            found = self._failed(wanted, error)
+            found = self._failed(wanted, error, again=deaths > 1)
+        outcome = "died" if deaths else "ok" if error is None else "error"
         now = time.time()
         row = {
             "trial": wanted.number,
             "what": wanted.what,
             "precision": wanted.candidate.precision,
             "micro_batch_size": wanted.candidate.micro_batch_size,
-            "outcome": found.get("measurement", {}).get("outcome", "ok" if error is None else "error"),
+            "outcome": outcome if deaths else found.get("measurement", {}).get("outcome", outcome),
+            **({"deaths": deaths} if deaths else {}),
             "budget_bytes": self.space.budget_bytes,
             **found,
             "signature": result.get("signature"),
@@ -144,8 +153,9 @@ class BatchTrials:
         self.known.add(row)
         self._table.end(wanted.number, batch_cells(row, self.space), batch_text(row, self.space))
 
-    def _failed(self, wanted: Wanted, error: BaseException | None) -> dict[str, Any]:
+    def _failed(self, wanted: Wanted, error: BaseException | None, *, again: bool) -> dict[str, Any]:
         reason = "it ended without a result" if error is None else why(error)
+        reason += ", and once before" if again else ""
         if wanted.noise:
             self._noise_at = None  # an advice less; the search goes on
             return {"reason": reason}
@@ -153,3 +163,13 @@ class BatchTrials:
             return {"gate": GateReport(wanted.candidate.precision, self.space.lead, error=reason).to_json()}
         outcome = "out_of_memory" if error is not None and ran_out(error) else "error"
         return {"measurement": Measurement(wanted.candidate, outcome, reason=reason).to_json()}
+
+
+def _what(wanted: Wanted) -> tuple[Any, ...]:
+    """What is measured, however many passes it takes."""
+    return (wanted.candidate.precision, wanted.candidate.micro_batch_size, wanted.noise, wanted.gate_steps > 0)
+
+
+def _what_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """`_what` of a line of trials.jsonl."""
+    return (row["precision"], row["micro_batch_size"], row["what"] == "noise", row["what"] == "gate")

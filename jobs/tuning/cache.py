@@ -44,7 +44,7 @@ class Cache:
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add what was measured now, without errors and unsteady times: they may not come again."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
-        new = [to_line(dict(row)) for row in rows if row["outcome"] != "error" and _is_steady(row)]
+        new = [to_line(dict(row)) for row in rows if row["outcome"] not in ("error", "died") and _is_steady(row)]
         self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
 
 

@@ -56,7 +56,7 @@ class TuneCommand:
     # -- tune.space: whole runs -------------------------------------------------------------------
 
     def _whole(self, address: str, checked: Checked, inventory: Inventory) -> SweepFolder:
-        points = find_points(self.loaded, inventory) if address == "local" else None
+        points = find_points(self.loaded, inventory, shapes=checked.shapes) if address == "local" else None
         cpus = gpus = 0
         if points is not None:
             at_a_time = self._at_a_time(points, inventory)
@@ -68,7 +68,7 @@ class TuneCommand:
             self.signals.install()
             if points is None:
                 inventory = inventory_from_ray()
-                points = find_points(self.loaded, inventory)
+                points = find_points(self.loaded, inventory, shapes=checked.shapes)
                 check_resources(points)
                 self.open_sweep(inventory)
             self._try(points, inventory, cluster, private=address == "local")
@@ -110,7 +110,7 @@ class TuneCommand:
                 storage=self.storage(cluster),
                 resources={name.lower(): share for name, share in TRIAL_RESOURCES.items()},
                 at_a_time=at_a_time,
-                scheduler=scheduler_of(self.spec.tune.scheduler, points, curves=curves_of(sweep.ended())),
+                scheduler=scheduler_of(self.spec.tune.scheduler, points, curves=curves_of(sweep.standing())),
             )
             grace_s = self.spec.retry.stop_grace_s
             run_trials(tuner, sweep=sweep, signals=self.signals, show=table.show, stop=stop, grace_s=grace_s)

@@ -108,7 +108,7 @@ def whole_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """Cells of a trial that is a whole run."""
     values = [number_text(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
     figures = [number_text(row.get("steps")), number_text(row.get("eval_loss")), number_text(row.get("samples_per_s"))]
-    notes = {"ok": "", "stopped": "ended early"}
+    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
     note = notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}") if "outcome" in row else ""
     return [*values, *figures, note]
 
