@@ -16,6 +16,7 @@ from jobs.plan import resolve_paths
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import JobSpec, LoadedSpec
 from jobs.tuning.points import Points, find_points, whole_mapping
+from jobs.tuning.space import told
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
@@ -122,7 +123,7 @@ class TuneCommand:
         text = f"{len(points.trials)} trials of whole runs{beside}{early[self.spec.tune.scheduler]}"
         self.say(f"{text}; sweep folder {self.the_sweep.path}")
         for values, reason in points.left_out:
-            self.say(f"left out: {values}: {reason}")
+            self.say(f"left out: {told(values)}: {reason}")
 
     # -- the folder -------------------------------------------------------------------------------
 

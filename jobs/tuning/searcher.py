@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import ray.exceptions
 from ray import cloudpickle
@@ -90,7 +90,7 @@ def _error_of(trial: Any) -> BaseException:
     return RuntimeError("it failed without a word")
 
 
-def has_died(error: BaseException | None) -> bool:
+def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorError]:
     """Whether a trial's process is gone, or never began: that says little about what it measured."""
     return isinstance(error, ray.exceptions.RayActorError)
 

@@ -126,8 +126,9 @@ WHOLE_COLUMNS = ("steps", "eval loss", "samples/s", "")
 
 
 def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
-    """Cells of a measurement: what, precision, rows, speed, peak, note."""
+    """Cells of a measurement: the kind of device where there are several, what, precision, rows, speed, peak, note."""
     cells = [row["what"], row["precision"], str(row["micro_batch_size"])]
+    cells = [row["kind"], *cells] if row.get("kind") else cells
     if row.get("gate") is not None:
         return [*cells, "", "", gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"]
     if row.get("noise") is not None:
@@ -144,6 +145,7 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
 
 def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:
     """The line of a measurement."""
-    what, precision, size, speed, peak, note = batch_cells(row, space)
+    *kind, what, precision, size, speed, peak, note = batch_cells(row, space)
     parts = (f"{speed} rows/s" if speed else "", f"peak {peak}" if peak else "", note)
-    return f"{precision}, {size} rows, {what}: {', '.join(part for part in parts if part)}"
+    named = ", ".join([*kind, precision, f"{size} rows", what])
+    return f"{named}: {', '.join(part for part in parts if part)}"
