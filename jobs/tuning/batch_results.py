@@ -82,8 +82,8 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
         for row in one.table
     ]
     line = f"{answer.binding} {chosen.precision}".strip()
-    draw(command, batch_spec(table, chosen=(line, size), budget=search.space.budget_bytes, name=spec.name,
-                             goodput=goodput))  # fmt: skip
+    draw(command, batch_spec(table, sizes=search.space.sizes, chosen=(line, size), budget=search.space.budget_bytes,
+                             name=spec.name, goodput=goodput))  # fmt: skip
     for name, one in answer.decisions.items():
         print_table(command.console, decision_table(one, kind=name))
     command.say(f"precision   {chosen.precision}: {answer.precision.reason}")

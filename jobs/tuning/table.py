@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from jobs.tuning.space import told
 from raytrain.planning.values import size_text
@@ -19,6 +20,12 @@ from raytrain.search.space import BatchSpace
 
 PIPED_COLUMNS = 10_000
 """Wider than any line of a table."""
+
+WIDE = 120
+"""On a narrower terminal the keys that are columns are written in several lines: cut short they would be none."""
+
+NOTE = 16
+"""So wide is the last column, which says what became of a trial."""
 
 SHOWN = 30
 """So many rows at most in the live table: the newest."""
@@ -67,14 +74,17 @@ class SweepTable:
 
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
         """The table; `marked` is the trial that was taken."""
-        table = Table("trial", *self._columns, title=self._title, title_justify="left", box=None, pad_edge=False,
+        narrow = self._console.is_terminal and self._console.width < WIDE
+        names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns[:-1]]
+        note = Column(self._columns[-1], overflow="fold", min_width=NOTE)
+        table = Table("trial", *(Column(name, overflow="fold") for name in names), note, title=self._title, title_justify="left", box=None, pad_edge=False,
                       header_style="bold")
         numbers = sorted(self._rows)
         for number in numbers[-newest:] if newest else numbers:
             cells = list(self._rows[number])
             if number in self._running:
                 cells += [""] * (len(self._columns) - 1 - len(cells))
-                cells.append(f"running, {time.monotonic() - self._running[number]:.0f} s")
+                cells.append(f"running\N{NO-BREAK SPACE}{time.monotonic() - self._running[number]:.0f}\N{NO-BREAK SPACE}s")
             style = "bold green" if number == marked else "dim" if number in self._running else ""
             table.add_row(str(number), *cells, style=style)
         return table
