@@ -17,6 +17,7 @@ from raytrain.data.sources import hand_over, handed_over
 from raytrain.errors import InputError
 from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
+from raytrain.optim import hidden_matrices, muons_blocks
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import TrainJob, source_facts
@@ -25,11 +26,13 @@ from raytrain.weights.starting import StartingWeights
 
 @dataclass(frozen=True)
 class Checked:
-    """What the driver learned: exact sizes, and the data to hand over (None where workers open it themselves)."""
+    """What the driver learned: exact sizes, the data to hand over (None where workers open it themselves), and what
+    the data tells a builder (`shapes`)."""
 
     handed: Any
     model_facts: ModelFacts
     data_facts: DataFacts
+    shapes: dict[str, Any]
 
 
 def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
@@ -46,7 +49,8 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
-    trainable, where = build(spec, source_facts(source))
+    shapes = source_facts(source)
+    trainable, where = build(spec, shapes)
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         key = "model.builder" if spec.model.module is None else "model.module"
@@ -56,9 +60,11 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
-    check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
-    model_facts = formula_facts(spec, source_facts(source)) or counted(trainable, where)
-    return Checked(sent, model_facts, source.facts)
+    if spec.optim.name == "muon" and trainable.optimizers is None:
+        hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
+    check_experts(spec, shapes, elsewhere=uses_hosts(spec))
+    model_facts = formula_facts(spec, shapes) or counted(trainable, where)
+    return Checked(sent, model_facts, source.facts, shapes)
 
 
 def train_job(
