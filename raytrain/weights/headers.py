@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytrain.errors import InputError, first_line
@@ -31,6 +31,7 @@ class StoredWeights:
         shapes: tensor -> its shape, aliases included.
         aliases: another name of a tensor (tied weights) -> the name it stands under.
         origin: what they are, for people.
+        split: tensors of which each file holds some rows, in the order of the files.
     """
 
     store: Store
@@ -38,6 +39,7 @@ class StoredWeights:
     shapes: Mapping[str, tuple[int, ...]]
     origin: str
     aliases: Mapping[str, str] = field(default_factory=dict)
+    split: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -108,26 +110,32 @@ def _of_folder(store: Store, path: str, *, key: str) -> StoredWeights:
 
 def _of_checkpoint(store: Store, *, key: str) -> StoredWeights:
     manifest = json.loads(store.read_bytes("manifest.json"))
-    found = _of_files(store, manifest["parts"]["model"], origin=f"the checkpoint {store.uri}", key=key)
+    split = tuple(manifest.get("split", {}).get("model", ()))
+    found = _of_files(store, manifest["parts"]["model"], origin=f"the checkpoint {store.uri}", key=key, split=split)
     tied = manifest["tied"].get("model", {})
     shapes = {**found.shapes, **{alias: found.shapes[name] for alias, name in tied.items()}}
-    return StoredWeights(store, found.files, shapes, found.origin, tied)
+    return replace(found, shapes=shapes, aliases=tied)
 
 
-def _of_files(store: Store, files: list[str], *, origin: str, key: str) -> StoredWeights:
+def _of_files(
+    store: Store, files: list[str], *, origin: str, key: str, split: tuple[str, ...] = ()
+) -> StoredWeights:
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     for file in files:
         header = read_header(store, file, key=key)
         notes = header.pop("__metadata__", {})
         for name, entry in header.items():
-            if name in shapes:
+            shape = tuple(entry["shape"])
+            if name in shapes and name in split:
+                shape = (shapes[name][0] + shape[0], *shape[1:])
+            elif name in shapes:
                 raise InputError(key, seen=f"{name} in two files of {origin}", expected="each tensor in one file")
-            shapes[name] = tuple(entry["shape"])
+            shapes[name] = shape
         # what safetensors' save_model notes of tied weights, and our own export with it
         aliases |= {alias: name for alias, name in notes.items() if alias not in header and name in header}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-    return StoredWeights(store, tuple(files), shapes, origin, aliases)
+    return StoredWeights(store, tuple(files), shapes, origin, aliases, split)
 
 
 def read_header(store: Store, file: str, *, key: str) -> dict[str, Any]:

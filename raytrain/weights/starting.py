@@ -9,8 +9,8 @@ from contextvars import ContextVar
 
 from torch import Tensor, nn
 
+from raytrain.checkpoint_read import part_tensors
 from raytrain.errors import InputError
-from raytrain.safetensors_io import read_tensors
 from raytrain.weights.headers import StoredWeights, find_weights
 
 KEY = "model.init_from"
@@ -72,11 +72,10 @@ class StartingWeights:
 
     def read(self) -> dict[str, Tensor]:
         """All tensors, on the CPU, by the names of their files."""
-        tensors: dict[str, Tensor] = {}
+        stored = self.stored
         with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-            for file in self.stored.files:
-                tensors |= read_tensors(self.stored.store.local_copy(file, scratch))
-        return tensors | {alias: tensors[name] for alias, name in self.stored.aliases.items()}
+            files = [stored.store.local_copy(file, scratch) for file in stored.files]
+            return part_tensors(files, tied=dict(stored.aliases), split=list(stored.split))
 
 
 def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from raytrain.checkpoint import CheckpointWriter, export_weights
 from raytrain.errors import InputError
 from raytrain.run_folder import RunFolder
 from raytrain.weights.headers import find_weights
+from raytrain.weights.starting import StartingWeights
 
 KEY = "model.init_from"
 
@@ -63,6 +64,21 @@ def test_a_run_gives_its_exported_weights_else_its_newest_whole_checkpoint(tmp_p
         assert found.origin.endswith("step_00000001") and set(found.shapes) == {"tokens.weight", "head.weight"}
     export_weights(Tied().state_dict(), run.weights)
     assert find_weights(f"{tmp_path}/latest", key=KEY).origin.startswith("the exported weights of")
+
+
+def test_a_checkpoint_of_several_workers_is_put_together_again(tmp_path: Path) -> None:
+    """Each has written its rows of what is sharded; the rest stands once, with rank 0's."""
+    whole = {"a": torch.arange(10.0).reshape(5, 2), "b": torch.ones(3)}
+    save_file({"a": whole["a"][:3].clone(), "b": whole["b"]}, tmp_path / "model.safetensors")
+    save_file({"a": whole["a"][3:].clone()}, tmp_path / "model.rank00001.safetensors")
+    parts = {"model": ["model.safetensors", "model.rank00001.safetensors"]}
+    manifest = {"parts": parts, "tied": {"model": {"c": "a"}}, "split": {"model": ["a"]}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "COMPLETE").write_text("")
+    found = find_weights(str(tmp_path), key=KEY)
+    assert found.shapes == {"a": (5, 2), "b": (3,), "c": (5, 2)}
+    read = StartingWeights(found).read()
+    assert torch.equal(read["a"], whole["a"]) and read["c"] is read["a"] and torch.equal(read["b"], whole["b"])
 
 
 @pytest.mark.parametrize(
