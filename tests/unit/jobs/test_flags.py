@@ -7,6 +7,7 @@ test, so that none is added which is read and then forgotten.
 from __future__ import annotations
 
 import ast
+import atexit
 import importlib
 import json
 import math
@@ -110,7 +111,9 @@ def rows_job(folder: Path) -> dict[str, Any]:
 def weights_file() -> str:
     """Weights of the small classifier, drawn with another seed."""
     loaded = load_spec(mapping={**rows_job(Path()), "seed": 7}, overrides=FIXED)
-    path = Path(tempfile.mkdtemp(prefix="weights-")) / "model.safetensors"
+    place = tempfile.TemporaryDirectory(prefix="weights-")
+    atexit.register(place.cleanup)
+    path = Path(place.name) / "model.safetensors"
     export_weights(session_of(loaded).trainable.module.state_dict(), str(path))
     return str(path)
 

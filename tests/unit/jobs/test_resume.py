@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from jobs.resume import open_resumed
+from jobs.resume import Resumed, open_resumed
 from jobs.spec import load_spec
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
@@ -164,3 +164,14 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_job(tmp_path: Path) ->
     changed = load_spec(None, ["loop.max_steps=11"], mapping=mapping)
     assert open_resumed("auto", None, [], loaded=changed) is None
     assert os.path.basename(older.path) in os.listdir(tmp_path)
+
+
+def test_only_a_whole_checkpoint_makes_the_first_weights_unneeded(tmp_path: Path) -> None:
+    """A run that is resumed without one begins with `model.init_from` again, which must still be there."""
+    run = run_in(tmp_path)
+    resumed = Resumed(run, load_spec(mapping=JOB), [])
+    checkpoint = Path(run.checkpoint_dir(3))
+    checkpoint.mkdir(parents=True)
+    assert not resumed.has_checkpoint()
+    (checkpoint / "COMPLETE").write_text("")
+    assert resumed.has_checkpoint()

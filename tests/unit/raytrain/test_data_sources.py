@@ -409,7 +409,7 @@ def test_wrong_keys_of_a_source_are_named(section: dict[str, Any], key: str, wor
 
 
 def test_the_keys_that_hold_paths_are_known() -> None:
-    assert path_keys("text") == ("path", "eval_path") and path_keys("csv") == ("path", "eval_path")
+    assert path_keys("text") == ("path", "eval_path", "tokenizer") and path_keys("csv") == ("path", "eval_path")
     assert path_keys("idx") == ("images", "labels", "eval_images", "eval_labels")
     assert path_keys("stdlib") == path_keys("my.module:function") == path_keys(None) == ()
 

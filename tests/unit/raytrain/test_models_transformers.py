@@ -14,6 +14,7 @@ from lab import make_session, train
 
 from jobs.driver import check_on_driver
 from jobs.paths import resolved
+from jobs.plan import plan_job
 from jobs.spec import load_spec
 from raytrain.errors import InputError
 from raytrain.export import export
@@ -150,6 +151,19 @@ def test_weights_under_the_names_of_another_format_are_translated(tmp_path: Path
     assert all(torch.equal(tensor, whole[name]) for name, tensor in taken.module.state_dict().items())
 
 
+def test_a_routers_balance_loss_is_reported_apart(tmp_path: Path) -> None:
+    """Where the config asks for it; with the loss it is transformers' own."""
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=290, num_local_experts=3, max_position_embeddings=32, output_router_logits=True,
+    )  # fmt: skip
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    trainable = causal_lm(path=str(tmp_path))
+    ours, theirs = trainable.loss(trainable.module, rows_of()), trainable.module(**rows_of())
+    assert ours.aux is not None and float(ours.aux.detach()) > 0
+    torch.testing.assert_close(ours.loss + ours.aux, theirs.loss)
+
+
 def test_on_the_meta_device_headers_are_enough(models: Path) -> None:
     with torch.device("meta"):
         assert next(causal_lm(path=str(models / "llama")).module.parameters()).is_meta
@@ -205,6 +219,12 @@ def test_a_mistake_names_its_key(models: Path, keys: dict[str, Any], key: str, s
     with pytest.raises(InputError, match=says) as error:
         check_on_driver(load_spec(mapping=mapping).spec)
     assert error.value.key == key
+
+
+def test_a_plan_says_it_too(tmp_path: Path) -> None:
+    model = {"builder": LM, "path": str(tmp_path / "x")}
+    with pytest.raises(InputError, match="no folder at"):
+        plan_job(load_spec(mapping={"model": model, "data": {"train": rows_of()}}))
 
 
 def test_a_folder_of_another_kind_is_refused(models: Path, tmp_path: Path) -> None:
