@@ -31,10 +31,16 @@ def give_back_freed_memory() -> bool:
     """Have glibc give freed memory back to the kernel at once, so that the process takes what it uses and no more: for
     a run whose step needs most of what there is. Returns whether it was set; the environment wins here too."""
     exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
+    give_back_free_pages()
+    return exact
+
+
+def give_back_free_pages() -> None:
+    """Give back, once, every page of the heap that nothing uses: chunks that an earlier, larger step has left there are
+    taken again by a smaller one, and whatever the thresholds say, their pages then stay."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
-    return exact
 
 
 @contextlib.contextmanager

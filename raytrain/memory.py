@@ -16,7 +16,7 @@ import torch
 
 from cluster.limits import ROOT, memory_bytes
 from cluster.telemetry import process_memory, reset_peak
-from raytrain.allocator import freed_at_once
+from raytrain.allocator import freed_at_once, give_back_free_pages
 from raytrain.errors import OutOfMemory
 
 #: On a CPU torch says "out of memory" by a plain RuntimeError. It is taken for one where at least this part of what the
@@ -29,6 +29,7 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        give_back_free_pages()
         self.floor = self.now()
         """Bytes in use when the meter was made."""
         if device.type == "cuda":

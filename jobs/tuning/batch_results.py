@@ -19,7 +19,7 @@ from raytrain.readers.tune_figures import batch_spec
 from raytrain.search.batch import decide
 from raytrain.search.decision import BatchDecision
 from raytrain.search.measurement import STEADY
-from raytrain.search.memory_line import fit, points
+from raytrain.search.memory_line import line_of
 from raytrain.search.noise_scale import goodput_advice
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def write_batch(command: TuneCommand, search: BatchSearch, cache: Cache) -> None
     cache.keep(command.the_sweep.ended())
     known, spec = cache.known, command.spec
     goodput = spec.tune.objective == "goodput"
-    decision = decide(weighed(search.space, known, goodput=goodput), known.measurements, known.gates)
+    space = weighed(search.space, known, goodput=goodput)
+    decision = decide(space, known.measurements, known.gates, known.contests)
     chosen, workers = decision.candidate, search.workers
     size = chosen.micro_batch_size
     free = search.space.rows_per_step is None
@@ -72,6 +73,8 @@ def measured(decision: BatchDecision, known: Known, search: BatchSearch) -> dict
     """`tune.found`: what was measured of the chosen point, for `train` to hold its own measurement against."""
     chosen = decision.candidate
     own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
+    in_turn = [one for contest in known.contests[-1:] for one in [contest.of(chosen)] if one is not None and one.pass_s]
+    own = in_turn or own
     rows = search.space.rows_per_step or chosen.micro_batch_size
     assert known.signature is not None, "a decision rests on a measurement"
     found = TuneFound(
@@ -113,9 +116,8 @@ def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, ask
     chosen, space = decision.candidate, search.space
     size = chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
-    peaks = points([one for one in own if one.peak_bytes])
-    if len({rows for rows, _ in peaks}) > 1:
-        line = fit(peaks)
+    if any(one.peak_bytes for one in own):
+        line = line_of(own)
         told = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
         room = "" if space.budget_bytes is None else f"; a process may take {size_text(space.budget_bytes)}"
         lines.append(f"predicted peak: {', '.join(told)} of this micro-batch{room}")

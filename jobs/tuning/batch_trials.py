@@ -25,30 +25,40 @@ class Wanted:
     passes: int = 0
     with_memory: bool = False
     gate_steps: int = 0
+    against: tuple[Candidate, ...] = ()
     noise: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Wanted:
         """The inverse of `to_json`."""
         names = ("number", "passes", "with_memory", "gate_steps", "noise")
-        return cls(candidate=Candidate(**config["candidate"]), **{name: config[name] for name in names})
+        points = {"candidate": Candidate(**config["candidate"]),
+                  "against": tuple(Candidate(**one) for one in config["against"])}  # fmt: skip
+        return cls(**points, **{name: config[name] for name in names})
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping: the trial's config."""
         return asdict(self)
 
     @property
+    def proposal(self) -> Proposal:
+        """As the search proposed it."""
+        return Proposal(self.candidate, self.passes, self.with_memory, self.gate_steps, self.against)
+
+    @property
     def what(self) -> str:
         """In a word, for the table."""
         if self.noise:
             return "noise"
+        if self.against:
+            return "in turn + memory" if self.with_memory else "in turn"
         if self.gate_steps:
             return "gate"
         return "time + memory" if self.passes and self.with_memory else "time" if self.passes else "memory"
 
 
-KINDS = ("measurement", "gate", "noise")
-"""What a trial may report, one of them."""
+KINDS = ("measurement", "gate", "contest", "noise")
+"""What a trial may report, one of them; a contest with a measurement of its winner's peak."""
 
 
 class BatchTrials:
@@ -94,12 +104,9 @@ class BatchTrials:
         noise = self._noise(number)
         if noise is not None and self._goodput:
             return None if self._running else noise
-        running = [
-            Proposal(one.candidate, passes=one.passes, with_memory=one.with_memory, gate_steps=one.gate_steps)
-            for one in self._running.values()
-        ]
+        running = [one.proposal for one in self._running.values()]
         space = weighed(self.space, self.known, goodput=self._goodput)
-        found = next_proposals(space, self.known.measurements, running, self.known.gates)
+        found = next_proposals(space, self.known.measurements, running, self.known.gates, self.known.contests)
         if found:
             return Wanted(number, **vars(found[0]))
         works = any(one.outcome == "ok" for one in self.known.measurements)

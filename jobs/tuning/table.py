@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jobs.tuning.space import told
 from raytrain.planning.values import size_text
+from raytrain.search.contest import Contest
 from raytrain.search.measurement import Measurement
 from raytrain.search.precision import GateReport, gate_refusal
 from raytrain.search.space import BatchSpace
@@ -132,6 +133,9 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
         return [*cells, "", "", gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"]
     if row.get("noise") is not None:
         return [*cells, "", "", f"noise scale {number_text(row['noise']['rows'])} rows"]
+    if row.get("contest") is not None:
+        peak = (row.get("measurement") or {}).get("peak_bytes")
+        return [*cells, "", bytes_text(peak), contest_text(Contest.from_json(row["contest"]), space)]
     if row.get("measurement") is None:
         return [*cells, "", "", row.get("reason", "")]
     one = Measurement.from_json(row["measurement"])
@@ -140,6 +144,14 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
     speed = number_text(rows / one.step_s(rows)) if one.pass_s else ""
     words = {"ok": "", "out_of_memory": "out of memory", "nonfinite": "not finite", "error": "failed"}[one.outcome]
     return [*cells, speed, bytes_text(one.peak_bytes), ": ".join(part for part in (words, one.reason) if part)]
+
+
+def contest_text(contest: Contest, space: BatchSpace) -> str:
+    """The first contender against each of the others."""
+    if not contest.valid:
+        return next(f"{one.outcome}: {one.reason}" for one in contest.measurements if one.outcome != "ok")
+    first, *others = (one.candidate for one in contest.measurements)
+    return "; ".join(contest.told(first, other, rows=space.rows_per_step) for other in others)
 
 
 def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:

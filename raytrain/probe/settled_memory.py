@@ -20,7 +20,7 @@ from raytrain.planning.values import size_text
 from raytrain.probe.record import Push, shared_record, write_measured
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate, Measurement
-from raytrain.search.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
+from raytrain.search.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_reading, settled_record
 from raytrain.search.shares import SPLITS
 from raytrain.session import Session
 from raytrain.trainable import parameters_of
@@ -116,7 +116,7 @@ def measure_micro_batch(
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # what keeps more is measured
     try:
-        while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
+        while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
             candidate = Candidate(session.precision, asked.rows)
             found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
             # a loss that is not finite takes as much memory as any other; the run itself has rules for it

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,6 @@ import torch
 
 from raytrain.data.batches import Cursor
 from raytrain.data.contract import Split
-from raytrain.data.longest import longest_row
 from raytrain.device import device_name
 from raytrain.errors import OutOfMemory, first_line
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
@@ -30,13 +29,16 @@ from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.oom import let_go
 from raytrain.planning.values import size_text
 from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.probe.row_choice import RowChoice
 from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
-from raytrain.search.measurement import Candidate, Measurement, Outcome
+from raytrain.search.measurement import Candidate, Measurement, Outcome, alike
 from raytrain.step import TrainingStep
 from raytrain.trainable import GlobalStep
 
 #: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
 ACCUMULATED = 2
+#: Rows that warm a CPU up before its memory is read: what a larger size takes for good is part of its own peak.
+FEW_ROWS = 2
 #: Steps over which the optimizer alone is timed, once in the life of a probe.
 OPTIMIZER_STEPS = 3
 #: A new loss scale of fp16 is halved so often, at most, before a gradient counts as not finite.
@@ -68,12 +70,14 @@ class StepProbe:
     """
 
     def __init__(self, step: TrainingStep, feed: Feed, *, cursor: Cursor, eval_split: Split | None) -> None:
-        self.step, self.feed, self.cursor, self.eval_split = step, feed, cursor, eval_split
+        self.step, self.feed, self.eval_split = step, feed, eval_split
         self.device, self.workers = step.device, step.workers
-        self._longest = {id(split): longest_row(split) for split in (feed.batches.split, eval_split) if split}
+        self._choice = RowChoice(feed, cursor=cursor, workers=step.workers, eval_split=eval_split)
         self._optimizer_s: float | None = None
 
-    def measure(self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool) -> Measurement:
+    def measure(
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, least: int | None, with_memory: bool
+    ) -> Measurement:
         """See `Session.measure`."""
         found = _Found()
         with self._computing_as(candidate):
@@ -82,8 +86,28 @@ class StepProbe:
                     self._read_memory(candidate.micro_batch_size, found, budget=budget_bytes)
             if passes and found.outcome == "ok":
                 with untouched(self.step.trainable, self.device):
-                    self._time(candidate.micro_batch_size, found, passes=passes, budget=budget_bytes)
+                    enough = passes if least is None else least
+                    self._time(candidate.micro_batch_size, found, passes=passes, enough=enough, budget=budget_bytes)
         return self._agreed(candidate, found, budget=budget_bytes)
+
+    def measure_in_turn(
+        self, candidates: Sequence[Candidate], *, budget_bytes: int | None, rounds: int
+    ) -> tuple[Measurement, ...]:
+        """Several, a pass and an update of each in every round, after one round that is dropped; where one fails, all
+        end. Of each what `measure` gives, pass i of all of them from round i. Collective; changes nothing."""
+        found = [_Found() for _ in candidates]
+        rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
+        own = self._optimizer_seconds()
+        with untouched(self.step.trainable, self.device), skipped_steps(self.step.optimizers):
+            for number in range((1 + rounds) * len(candidates)):
+                at = number % len(candidates)
+                turn = self._begin if number < len(candidates) else self._pass
+                with self._computing_as(candidates[at]):
+                    if not turn(rows[at], found[at], budget_bytes):
+                        break
+        for one in found:
+            one.update_s = [seconds + own for seconds in one.update_s]
+        return tuple(self._agreed(*pair, budget=budget_bytes) for pair in zip(candidates, found, strict=True))
 
     @contextlib.contextmanager
     def _computing_as(self, candidate: Candidate) -> Iterator[None]:
@@ -108,9 +132,10 @@ class StepProbe:
 
     def _read_memory(self, micro: int, found: _Found, *, budget: int | None) -> None:
         with exact_memory(self.device):
-            # once before the meter is made: what this size allocates for good, such as kernels, is no part of a row
-            rows = self._rows(micro, passes=ACCUMULATED, longest=True)
-            if not self._try(partial(self._warm_up, rows[0]), found, budget):
+            # once before the meter is made: what the model and its kernels take for good is no part of a row
+            rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
+            few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
+            if not self._try(partial(self._warm_up, few), found, budget):
                 return
             if not self._try(self._update, found, budget):
                 return
@@ -131,7 +156,7 @@ class StepProbe:
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module
         assert split is not None, "asked for where there is one only"
-        rows = self._longest_first(split, split.eval_order()[: EVAL_MICRO_BATCHES * micro])
+        rows = self._choice.longest_first(split, split.eval_order()[: EVAL_MICRO_BATCHES * micro])
         batch = self.feed.one(rows, split=split)
         modes = [(part, part.training) for part in module.modules()]
         module.eval()
@@ -142,18 +167,36 @@ class StepProbe:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def _time(self, micro: int, found: _Found, *, passes: int, budget: int | None) -> None:
-        rows = self._rows(micro, passes=1, longest=False)
+    def _time(self, micro: int, found: _Found, *, passes: int, enough: int, budget: int | None) -> None:
+        rows = self._choice.rows(micro, passes=1, longest=False)
         with skipped_steps(self.step.optimizers):
-            if not self._try(partial(self._first, rows, found), found, budget):
+            if not self._begin(rows, found, budget):
                 return
-            self._update(found)
-            for _ in range(passes):
-                if not self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget):
+            for number in range(passes):
+                if number >= max(2, enough) and self._all_alike(found.pass_s):
+                    break
+                if not self._pass(rows, found, budget):
                     return
-                self._timed(self._update, found.update_s)
         own = self._optimizer_seconds()
         found.update_s = [seconds + own for seconds in found.update_s]
+
+    def _begin(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """A pass and an update that are not timed."""
+        fits = self._try(partial(self._first, rows, found), found, budget)
+        if fits:
+            self._update(found)
+        return fits
+
+    def _pass(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """A pass and an update that are."""
+        fits = self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget)
+        if fits:
+            self._timed(self._update, found.update_s)
+        return fits
+
+    def _all_alike(self, seconds: list[float]) -> bool:
+        """Whether the last two passes took the same time on every worker."""
+        return not self.workers.sum_flags([int(not alike(seconds))])[0]
 
     def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
         self._synchronize()
@@ -203,20 +246,6 @@ class StepProbe:
         step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
         if found is not None:
             found.norm = float(norm) / self.workers.world  # each worker's gradient is of a mean over its own rows
-
-    # -- rows -------------------------------------------------------------------------------------
-
-    def _rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
-        """This worker's micro-batches: rows of the epoch from the cursor on, again from the front where it ends."""
-        split, world = self.feed.batches.split, self.workers.world
-        taken = self.feed.batches.rows_from(self.cursor, micro * passes * world)
-        parts = np.split(taken, passes * world)[self.workers.rank * passes : (self.workers.rank + 1) * passes]
-        return [self._longest_first(split, part) for part in parts] if longest else parts
-
-    def _longest_first(self, split: Split, rows: np.ndarray) -> np.ndarray:
-        """With the longest row of all among them, to which the others are padded."""
-        longest = self._longest[id(split)]
-        return rows if longest is None else np.concatenate([[longest.handle], rows[1:]])
 
     # -- agreement --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raytrain.planning.values import Resolved, size_text
 from raytrain.search.measurement import Measurement
-from raytrain.search.memory_line import MemoryLine, fit, points
+from raytrain.search.memory_line import MemoryLine, line_of
 from raytrain.search.space import sizes_dividing
 
 #: The first size measured is at most this part of the largest one.
@@ -33,7 +33,7 @@ def micro_batch_sizes(global_batch: int, workers: int) -> tuple[int, ...]:
     return tuple(sorted({*sizes_dividing(global_batch, workers), math.ceil(global_batch / workers)}))
 
 
-def next_size(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Next | None:
+def next_reading(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Next | None:
     """What to measure next; None where `choose_micro_batch` has its answer.
 
     Begins with a small size, goes where the line through all that fitted predicts that the budget allows, and ends at
@@ -53,14 +53,6 @@ def next_size(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: 
     if within is None and len(fitted) == 1:
         within = larger[0]  # one size alone predicts too much: what it needs once is charged to its rows
     return None if within is None else Next(within, line.predict(within))
-
-
-def line_of(measured: Sequence[Measurement]) -> MemoryLine:
-    """The line through all whose peak is known; through its floor, where that is one size alone."""
-    found = points(measured)
-    if len(found) == 1:
-        found.append((0, min(one.floor_bytes or 0 for one in measured if one.peak_bytes)))
-    return fit(found)
 
 
 def choose_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Resolved | None:

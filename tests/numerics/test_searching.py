@@ -9,8 +9,10 @@ from lab import digest, train
 from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 
+from raytrain.probe.carried_out import carry_out
 from raytrain.probe.gate import run_gate
 from raytrain.search.batch import BatchDecision, BatchSpace, decide, next_proposals
+from raytrain.search.contest import Contest
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.precision import GateReport
 from raytrain.search.space import sizes_dividing
@@ -21,16 +23,13 @@ def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[M
     """As a plain loop does it."""
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
-    while proposals := next_proposals(space, measurements, gates=gates):
-        wanted = proposals[0]
-        if wanted.gate_steps:
-            gates.append(run_gate(session, wanted.candidate, reference="fp32", steps=wanted.gate_steps))
-            continue
-        found = session.measure(
-            wanted.candidate, budget_bytes=space.budget_bytes, passes=wanted.passes, with_memory=wanted.with_memory
-        )
-        measurements.append(found)
-    return decide(space, measurements, gates), measurements
+    contests: list[Contest] = []
+    while proposals := next_proposals(space, measurements, (), gates, contests):
+        taken = carry_out(session, proposals[0], reference="fp32", budget=space.budget_bytes)
+        measurements += [taken.measurement] if taken.measurement else []
+        gates += [taken.gate] if taken.gate else []
+        contests += [taken.contest] if taken.contest else []
+    return decide(space, measurements, gates, contests), measurements
 
 
 @pytest.mark.parametrize("build", [noisy, moe])
@@ -43,6 +42,7 @@ def test_a_search_leaves_everything_as_it_was(build: Any) -> None:
     assert everything(session) == before
     assert decision.complete and decision.candidate.micro_batch_size in space.sizes
     assert decision.measured_peak is not None and all(one.outcome == "ok" for one in measurements)
+    assert decision.contest is not None, "steps were left to measure the winner in turn with others"
     # and the run that follows is the run without a search
     assert train(session)[0].losses == train(plain := build())[0].losses
     assert digest(session.trainable.module.state_dict()) == digest(plain.trainable.module.state_dict())

@@ -13,9 +13,10 @@ import pytest
 
 from raytrain.errors import InputError, RunError
 from raytrain.search.batch import BatchDecision, BatchSpace, Proposal, decide, next_proposals
-from raytrain.search.measurement import Measurement
+from raytrain.search.contest import Contest
+from raytrain.search.measurement import Measurement, alike
 from raytrain.search.precision import GateReport
-from raytrain.search.space import MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
+from raytrain.search.space import LEAST_PASSES, MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
 
 Curve = Callable[[int], float]
 POWERS = sizes_free(4096, 1)
@@ -55,9 +56,19 @@ class Machine:
         if budget is not None and peak > budget:
             known = peak if wanted.with_memory else None
             return Measurement(point, "out_of_memory", peak_bytes=known, floor_bytes=10**9)
-        times = tuple(self._noisy(self.seconds[point.precision](size)) for _ in range(wanted.passes))
+        times: tuple[float, ...] = ()
+        while len(times) < wanted.passes and not (len(times) >= LEAST_PASSES and alike(times)):
+            times += (self._noisy(self.seconds[point.precision](size)),)
         read = (peak, 10**9) if wanted.with_memory else (None, None)
-        return Measurement(point, "ok", times, (self.update_s,) * wanted.passes, *read, loss=1.0, grad_norm=1.0)
+        return Measurement(point, "ok", times, (self.update_s,) * len(times), *read, loss=1.0, grad_norm=1.0)
+
+    def contend(self, wanted: Proposal) -> Contest:
+        """Rounds in turn."""
+        points = (wanted.candidate, *wanted.against)
+        speeds = [self.seconds[one.precision](one.micro_batch_size) for one in points]
+        rounds = [[self._noisy(seconds) for seconds in speeds] for _ in range(wanted.passes)]
+        columns = zip(points, zip(*rounds, strict=True), strict=True)
+        return Contest(tuple(Measurement(one, "ok", times, (self.update_s,) * len(times)) for one, times in columns))
 
     def _noisy(self, seconds: float) -> float:
         outlier = 1.5 if self.noise and self.draw.random() < 0.05 else 1.0
@@ -77,21 +88,27 @@ class Searched:
     decision: BatchDecision
     asked: list[Proposal]
     measurements: list[Measurement]
+    contests: list[Contest]
 
 
 def searched(space: BatchSpace, machine: Machine) -> Searched:
     """One proposal after the other, to the end."""
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
+    contests: list[Contest] = []
     asked: list[Proposal] = []
-    while proposals := next_proposals(space, measurements, gates=gates):
+    while proposals := next_proposals(space, measurements, gates=gates, contests=contests):
         assert len(proposals) <= space.devices and len(asked) < 60
         asked.append(wanted := proposals[0])
         if wanted.gate_steps:
             gates.append(machine.judge(wanted.candidate.precision))
-        else:
-            measurements.append(machine.measure(wanted, space.budget_bytes))
-    return Searched(decide(space, measurements, gates), asked, measurements)
+            continue
+        alone = replace(wanted, passes=0) if wanted.against else wanted
+        if alone.passes or alone.with_memory:
+            measurements.append(machine.measure(alone, space.budget_bytes))
+        if wanted.against and (not wanted.with_memory or measurements[-1].outcome == "ok"):
+            contests.append(machine.contend(wanted))
+    return Searched(decide(space, measurements, gates, contests), asked, measurements, contests)
 
 
 def scores(space: BatchSpace, machine: Machine, precision: str = "fp32") -> dict[int, float]:
@@ -216,8 +233,9 @@ def test_a_ceiling_is_answered_without_passing_it(rows: int) -> None:
 
 def test_the_peak_of_the_choice_is_confirmed_once() -> None:
     found = searched(BatchSpace(("fp32",), POWERS, None, 10**10), Machine({"fp32": lambda size: 0.01 + 1e-4 * size}))
-    confirmed = [one for one in found.asked if one.with_memory and one.passes == 0]
-    assert [one.candidate for one in confirmed] == [found.decision.candidate] and found.asked[-1] == confirmed[0]
+    (first, last) = [one for one in found.asked if one.with_memory]
+    assert first == found.asked[0], "there is room for far more, so that one small size is enough until then"
+    assert last.candidate == found.decision.candidate and last == found.asked[-1]
 
 
 def test_a_peak_above_its_prediction_leads_to_a_smaller_size() -> None:
@@ -398,7 +416,7 @@ def test_in_any_order_of_results_the_decision_is_the_same() -> None:
     found = searched(space, machine)
     gates = [machine.judge("bf16")]
     shuffled = random.Random(1).sample(found.measurements, len(found.measurements))
-    assert decide(space, shuffled, gates) == found.decision
+    assert decide(space, shuffled, gates, found.contests) == found.decision
 
 
 def test_a_search_that_was_broken_off_still_answers() -> None:
