@@ -26,6 +26,10 @@ from raytrain.session import Session
 from raytrain.trainable import parameters_of
 
 
+class NothingFits(RunError):
+    """Not even the smallest micro-batch fits into memory in this precision."""
+
+
 def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
     """`loop.micro_batch_size: auto` where the plan leaves it to memory; needs a prepared session.
 
@@ -140,7 +144,7 @@ def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
         return RunError(f"a step of {rows} rows cannot be taken: {last.reason}")
     allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
     needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
-    return RunError(
+    return NothingFits(
         f"not even a micro-batch of {rows} rows fits{needed}: {last.reason}; raise cluster.memory_fraction or"
         f" cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
     )

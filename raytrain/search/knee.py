@@ -11,7 +11,7 @@ from raytrain.search.speed_curve import SpeedCurve
 #: A smaller size is taken where it gives up no more than this of the best throughput.
 NEAR = 0.03
 #: A size that cannot beat the best measured by more than this is not worth measuring.
-WORTH_A_LOOK = 0.05
+WORTH_A_LOOK = 0.04
 #: A size that is so many times the chosen one is dear to measure again, and no better than the bounds tell.
 AS_LARGE = 2
 #: Standard errors by which a smaller size must be nearer to the best.
