@@ -270,11 +270,11 @@ class StepProbe:
 
     def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
         """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
-        sizes = [float(found.peak or 0), float(found.floor or 0), found.loss]
+        sizes = [float(found.peak or 0), float(found.floor or 0), time.time(), found.loss]
         rows = self.workers.gather_floats([*sizes, *found.pass_s, *found.update_s])
         slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
         peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
-        loss = sum(row[2] for row in rows) / len(rows)
+        loss = sum(row[3] for row in rows) / len(rows)
         outcome, reason = found.outcome, found.reason
         if outcome == "ok" and budget is not None and peak > budget:
             outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
@@ -285,6 +285,7 @@ class StepProbe:
             candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
             peak_bytes=None if found.peak is None else peak, floor_bytes=None if found.floor is None else floor,
             loss=loss, grad_norm=found.norm, reason=reason, device=device_name(self.device),
+            taken_at=max(row[2] for row in rows),
         )  # fmt: skip
 
     def _synchronize(self) -> None:

@@ -44,6 +44,7 @@ class Measurement:
         loss, grad_norm: of the first pass.
         reason: in words, where it is not "ok".
         device: name of the device, such as "cpu" or "NVIDIA H100".
+        taken_at: unix time of its end; 0 where nobody looked.
     """
 
     candidate: Candidate
@@ -56,6 +57,7 @@ class Measurement:
     grad_norm: float = math.nan
     reason: str = ""
     device: str = "cpu"
+    taken_at: float = 0.0
 
     def step_s(self, rows: int) -> float:
         """Seconds of a step of so many rows on one worker, from the medians: whole passes, then one update."""

@@ -51,6 +51,7 @@ class SpeedCurve:
         self.nonfinite = ""
         self.steps = 0
         self._timed: dict[int, list[Measurement]] = {}
+        self._ended: dict[int, float] = {}
         self._updates: list[float] = []
         self._read: list[Measurement] = []
         for one in measurements:
@@ -60,6 +61,7 @@ class SpeedCurve:
             counted = [one for one in timed if one.is_steady] or timed
             self.steps -= sum(len(one.pass_s) + 1 for one in timed if one not in counted)
             self.seconds[size] = tuple(second for one in counted for second in one.pass_s)
+            self._ended[size] = max(one.taken_at for one in counted)
         for contest in contests:
             self._join(contest)
         self.unsteady = [size for size, timed in self._timed.items() if len(timed) == 1 and not timed[0].is_steady]
@@ -150,11 +152,12 @@ class SpeedCurve:
         return len({*self.seconds, *self.peaks, *self.broken, *([self.too_large] if self.too_large else [])})
 
     def pass_s(self, size: int) -> float:
-        """Seconds of a pass at a measured size: what it showed in the contest; else the median, taken for what it
-        would have been then."""
+        """Seconds of a pass at a measured size: what it showed in the contest; else the median, which is taken for what
+        it would have been then where it was timed before."""
         if self.contest is not None and self.entry(size) is not None:
             return self.contest.pass_s(Candidate(self.precision, size))
-        return self._drift * statistics.median(self.seconds[size])
+        later = self.contest is not None and self._ended.get(size, 0.0) > self.contest.measurements[0].taken_at
+        return (1.0 if later else self._drift) * statistics.median(self.seconds[size])
 
     @cached_property
     def _drift(self) -> float:
@@ -163,7 +166,7 @@ class SpeedCurve:
         ratios = [
             self.pass_s(entry.candidate.micro_batch_size) / statistics.median(passes)
             for entry, passes in known
-            if entry is not None
+            if entry is not None and entry.pass_s is not passes
         ]
         return statistics.geometric_mean(ratios) if ratios else 1.0
 
