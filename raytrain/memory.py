@@ -29,9 +29,12 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        give_back_free_pages()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            give_back_free_pages()
         self.floor = self.now()
-        """Bytes in use when the meter was made."""
+        """Bytes in use when the meter was made: without what was freed before and only kept."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:

@@ -119,7 +119,7 @@ class Bench:
         return found, time.perf_counter() - began
 
     def peaks(self) -> dict[int, int]:
-        """Peak bytes of every size in fp32."""
+        """Peak bytes of every size in fp32, by brute force."""
         found = {
             size: self.session.measure(Candidate("fp32", size), budget_bytes=None, passes=0, with_memory=True)
             for size in self.sizes

@@ -211,7 +211,7 @@ class _Search(Standing):
         return BatchDecision(
             candidate=Candidate(curve.precision, size),
             precision=Resolved(curve.precision, self.precision_reason(curve)),
-            micro_batch_size=Resolved(size, size_reason(curve, size) + self.size_in_turn(curve, size)),
+            micro_batch_size=Resolved(size, "; ".join(self._size_told(curve, size))),
             rows_per_s=curve.score(size),
             predicted_peak=None if line is None else line.predict(size),
             measured_peak=curve.peaks.get(size),
@@ -222,6 +222,11 @@ class _Search(Standing):
             contest=None if self.contest is None else self.contest.record(),
             complete=not self.wanted(),
         )
+
+    def _size_told(self, curve: SpeedCurve, size: int) -> list[str]:
+        peak, budget = curve.peaks.get(size), self.space.budget_bytes
+        share = [f"its peak is {peak / budget:.1%} of what a process may take"] if peak and budget else []
+        return [size_reason(curve, size), *self.sizes_in_turn(curve, size), *share]
 
     def _lines(self, curve: SpeedCurve, size: int) -> Iterator[MemoryLine | None]:
         """What predicts the peak of a size, the best first; the reference's where its own was read nowhere else."""

@@ -83,14 +83,13 @@ class Standing:
 
     # -- in words ---------------------------------------------------------------------------------
 
-    def size_in_turn(self, curve: SpeedCurve, size: int) -> str:
-        """How the chosen size did in turn with others of its precision; "" where it did not."""
+    def sizes_in_turn(self, curve: SpeedCurve, size: int) -> list[str]:
+        """How the chosen size did in turn with others of its precision."""
         own = Candidate(curve.precision, size)
         if self.contest is None or curve.entry(size) is None:
-            return ""
+            return []
         others = [one.candidate for one in self.contest.measurements if one.candidate.precision == curve.precision]
-        told = [self.contest.told(own, other, rows=self.space.rows_per_step) for other in others if other != own]
-        return "".join(f"; {words}" for words in told)
+        return [self.contest.told(own, other, rows=self.space.rows_per_step) for other in others if other != own]
 
     def _against(self, curve: SpeedCurve, other: SpeedCurve) -> str:
         """`curve` against `other`, each at its own best size."""

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gang import run_gang
-from probes import by_everybody, confirming, precision_and_rows, under_a_budget, under_an_address_space_limit
+from lab import Rows
+from probes import (
+    by_everybody,
+    confirming,
+    precision_and_rows,
+    silent,
+    under_a_budget,
+    under_an_address_space_limit,
+    wide,
+)
+
+from raytrain.errors import RunError
+from raytrain.plan import Deferred
+from raytrain.probe.record import read_measured
+from raytrain.probe.settled import settle_precision
+from raytrain.run_folder import RunFolder
+from raytrain.search.measurement import Candidate, Measurement
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -52,6 +70,32 @@ def test_precisions_are_compared_with_rows_that_fit(tmp_path: Path) -> None:
     assert found["decisions"] == ["micro_batch", "precision", *again]
 
 
+@pytest.mark.parametrize("fits", ["bf16", "nothing"])
+def test_where_fp32_fits_not_a_row_a_precision_that_does_is_taken_and_told(
+    fits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = wide()
+    open_precision = Deferred("measured", ("bf16", "fp32"), "a test")
+    session.job = replace(session.job, plan=replace(session.job.plan, precision=open_precision))
+    measure = session.measure
+
+    def limited(candidate: Candidate, **named: Any) -> Measurement:
+        one = measure(candidate, **named)
+        return one if candidate.precision == fits else replace(one, outcome="out_of_memory", reason="above the budget")
+
+    monkeypatch.setattr(session, "measure", limited)
+    run, reporter = RunFolder(str(tmp_path)), Rows()
+    orders: dict[str, Any] = {"forced": None, "loaded": None, "reporter": reporter, "push": silent}
+    if fits == "nothing":
+        with pytest.raises(RunError, match="not even a micro-batch of 1 rows fits"):
+            settle_precision(session, run, **orders)
+        return
+    assert settle_precision(session, run, **orders) == "bf16" == session.precision
+    (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
+    assert "in fp32 not even a micro-batch of 1 rows fits" in told and "could not be held against it" in told
+    assert read_measured(run)["precision"]["value"] == "bf16" and read_measured(run)["micro_batch"]["value"] >= 1
+
+
 def test_workers_measure_as_one() -> None:
     first, second = run_gang(by_everybody, world=2)
     assert first["good"] == second["good"] and first["good"]["outcome"] == "ok"
@@ -76,5 +120,5 @@ def test_what_a_search_found_is_held_against_the_run(tmp_path: Path) -> None:
     (event,) = told["other"]["events"]
     assert "version.torch: 0 -> 2" in event["reason"] and "measured anew" in event["reason"]
     assert told["other"]["record"]["micro_batch"]["value"] == 8
-    assert told["too large"]["error"].startswith("RunError: not even a micro-batch of 1 rows fits")
+    assert "not even a micro-batch of 1 rows fits" in told["too large"]["error"]
     assert "cluster.memory_limit" in told["too large"]["error"]
