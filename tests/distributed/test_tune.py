@@ -93,7 +93,7 @@ def check_best(sweep: Path, limit: int, text: str) -> None:
     found, outcome = best.tune.found, json.loads((sweep / "tune.json").read_text())
     assert found is not None and found.peak_bytes is not None and 0 < found.peak_bytes <= limit
     assert best.loop.micro_batch_size == found.micro_batch_size == 8
-    assert best.loop.global_batch_size == 128 and best.precision.dtype == "fp32"
+    assert best.loop.global_batch_size == 128 and best.precision.dtype in precisions_here()  # equally fast: both wait
     assert outcome["status"] == "done" and outcome["values"]["loop.micro_batch_size"] == found.micro_batch_size
     table = outcome["decision"]["table"]
     assert {row["precision"] for row in table} == precisions_here() and len(table) >= 4, "the result table is saved"

@@ -66,12 +66,15 @@ def test_the_cache_gives_back_what_was_measured_for_the_same_signature_alone(tmp
     folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
     empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
     assert empty.rows == [] and not empty.answers(space)
+    in_turn = {**row(3), "measurement": None, "contest": [row(size)["measurement"] for size in (2, 1)]}
     empty.keep([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
+    assert not Cache(folder, {"model": "a"}, budget=1000, fresh=False).answers(space), "the two were not yet in turn"
+    empty.keep([in_turn])
     again = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    assert [one["trial"] for one in again.rows] == [1, 2], "errors may not come again"
-    assert again.answers(space) and len(again.known.measurements) == 2
+    assert [one["trial"] for one in again.rows] == [1, 2, 3], "errors may not come again"
+    assert again.answers(space) and len(again.known.measurements) == 2 and len(again.known.contests) == 1
     again.keep([row(1, peak=100)])
-    assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 2
+    assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 3
     assert Cache(folder, {"model": "b"}, budget=1000, fresh=False).rows == []
     assert Cache(folder, {"model": "a"}, budget=1000, fresh=True).rows == []
 
