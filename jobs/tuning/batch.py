@@ -43,7 +43,7 @@ class BatchOrders:
         folder: the directory of the command, where users' code is.
         prepared: the precision to prepare in, which has the master format of all candidates.
         reference: the precision that a gate compares with.
-        budget_bytes: what a process may take; None: nobody knows.
+        budgets: kind of device -> what a process may take there; None: nobody knows.
         workers: of the run that the figures are for.
         goodput: the noise scale decides, and is not advice alone.
         link: the `RunLink` actor by which the driver has trials leave.
@@ -54,7 +54,7 @@ class BatchOrders:
     folder: str
     prepared: str
     reference: str
-    budget_bytes: int | None
+    budgets: dict[str, int | None]
     workers: int
     goodput: bool
     link: Any
@@ -85,7 +85,7 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
         few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
         pairs = measure_norms(session, micro_batch_size=size, **few)
         return {"noise": asdict(noise_scale(pairs))}
-    taken = carry_out(session, wanted.proposal, reference=orders.reference, budget=orders.budget_bytes)
+    taken = carry_out(session, wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind])
     found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
     return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
 

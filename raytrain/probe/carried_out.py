@@ -39,5 +39,5 @@ def carry_out(session: Session, wanted: Proposal, *, reference: str, budget: int
         )
     if not wanted.against or (alone is not None and alone.outcome != "ok"):
         return Taken(measurement=alone)
-    rounds = session.probe.measure_in_turn((one, *wanted.against), budget_bytes=budget, rounds=wanted.passes)
+    rounds = session.probe.measure_in_turn((one, *wanted.against), budget=budget, rounds=wanted.passes)
     return Taken(measurement=alone, contest=Contest(rounds))
