@@ -45,8 +45,8 @@ class BatchDecision:
         refusals: precision -> why it was not taken.
         knees: precision -> its own best size.
         steps: precision -> passes spent, warm-ups, memory readings and contests included.
-        contest: the contenders that were measured in turn, and the seconds of their passes; None where none were.
         complete: the search had nothing left to measure.
+        contest: the contenders that were measured in turn, and the seconds of their passes; None where none were.
     """
 
     candidate: Candidate
@@ -59,8 +59,8 @@ class BatchDecision:
     refusals: dict[str, str]
     knees: dict[str, int]
     steps: dict[str, int]
-    contest: dict[str, Any] | None
     complete: bool
+    contest: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
