@@ -128,8 +128,8 @@ def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt of a run.
 
     Orders: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing),
-    resume ("newest", a step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an infinite loss in
-    this step, on overflow_rank).
+    resume ("newest", a step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an
+    infinite loss in this step, on overflow_rank).
     """
     session = life_session(orders["precision"], optimizer=orders.get("optimizer", "adamw"))
     run = RunFolder(orders["run"])
