@@ -160,5 +160,5 @@ def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:
     """The line of a measurement."""
     *kind, what, precision, size, speed, peak, note = batch_cells(row, space)
     parts = (f"{speed} rows/s" if speed else "", f"peak {peak}" if peak else "", note)
-    named = ", ".join([*kind, precision, f"{size} rows", what])
+    named = ", ".join([*kind, precision, counted(int(size), "row"), what])
     return f"{named}: {', '.join(part for part in parts if part)}"
