@@ -16,6 +16,7 @@ from raytrain.data.sources import hand_over, handed_over
 from raytrain.errors import InputError
 from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
+from raytrain.optim import hidden_matrices, muons_blocks
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import TrainJob, source_facts
@@ -52,6 +53,8 @@ def check_on_driver(spec: JobSpec) -> Checked:
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
+    if spec.optim.name == "muon" and trainable.optimizers is None:
+        hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
     check_experts(spec, shapes, elsewhere=uses_hosts(spec))
     model_facts, data_facts = facts_from(spec, source)
     return Checked(sent, model_facts, data_facts, shapes)

@@ -6,7 +6,7 @@ import socket
 
 from raytrain.device import device_name
 from raytrain.loop_state import Reporter
-from raytrain.memory import process_budget, processes_here
+from raytrain.memory import process_budget
 from raytrain.plan import Deferred, Resolved
 from raytrain.planning.memory import moments
 from raytrain.probe.pace import measure_paces
@@ -68,7 +68,7 @@ def _room(session: Session) -> int | None:
     """Bytes for passes on this worker's device: its budget without the optimizer's state, which is not there yet."""
     cluster, device = session.job.cluster, session.device
     budget = process_budget(
-        device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=processes_here()
+        device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=session.sharing
     )
     trained = sum(p.numel() * p.element_size() for p in session.trainable.module.parameters() if p.requires_grad)
     return None if budget is None else budget - moments(session.job.optim) * trained
