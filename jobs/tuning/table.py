@@ -25,9 +25,6 @@ PIPED_COLUMNS = 10_000
 WIDE = 120
 """On a narrower terminal the keys that are columns are written in several lines: cut short they would be none."""
 
-NOTE = 16
-"""So wide is the last column, which says what became of a trial."""
-
 SHOWN = 30
 """So many rows at most in the live table: the newest."""
 
@@ -76,16 +73,17 @@ class SweepTable:
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
         """The table; `marked` is the trial that was taken."""
         narrow = self._console.is_terminal and self._console.width < WIDE
-        names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns[:-1]]
-        note = Column(self._columns[-1], overflow="fold", min_width=NOTE)
-        table = Table("trial", *(Column(name, overflow="fold") for name in names), note, title=self._title, title_justify="left", box=None, pad_edge=False,
+        names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns]
+        columns = [Column(name, overflow="fold") for name in names]
+        table = Table("trial", *columns, title=self._title, title_justify="left", box=None, pad_edge=False,
                       header_style="bold")
         numbers = sorted(self._rows)
         for number in numbers[-newest:] if newest else numbers:
             cells = list(self._rows[number])
             if number in self._running:
                 cells += [""] * (len(self._columns) - 1 - len(cells))
-                cells.append(f"running\N{NO-BREAK SPACE}{time.monotonic() - self._running[number]:.0f}\N{NO-BREAK SPACE}s")
+                since = time.monotonic() - self._running[number]
+                cells.append(f"running {since:.0f} s")
             style = "bold green" if number == marked else "dim" if number in self._running else ""
             table.add_row(str(number), *cells, style=style)
         return table
@@ -100,6 +98,11 @@ def print_table(console: Console, table: Table) -> None:
         console.print(table)
     finally:
         console.width = width
+
+
+def counted(number: int, what: str) -> str:
+    """`1 trial`, `2 trials`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def number_text(value: Any, unit: str = "") -> str:
@@ -169,5 +172,5 @@ def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:
     """The line of a measurement."""
     *kind, what, precision, size, speed, peak, note = batch_cells(row, space)
     parts = (f"{speed} rows/s" if speed else "", f"peak {peak}" if peak else "", note)
-    named = ", ".join([*kind, precision, f"{size} rows", what])
+    named = ", ".join([*kind, precision, counted(int(size), "row"), what])
     return f"{named}: {', '.join(part for part in parts if part)}"

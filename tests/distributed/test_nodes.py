@@ -73,10 +73,10 @@ def test_nodes_of_unequal_speed_get_unequal_shares_and_take_the_same_steps(tmp_p
     np.testing.assert_allclose(answer["auto"]["losses"], answer["equal"]["losses"], rtol=1e-4)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(tmp_path: Path) -> None:
-    """An H100 that is fastest with 32 rows, and a T4 with room for 4; the run has a worker on each."""
-    answer = answer_of("two_kinds.py", tmp_path, timeout=220)
+    """An H100 that is fastest with 16 rows, and a T4 with room for 4; the run has a worker on each."""
+    answer = answer_of("two_kinds.py", tmp_path, timeout=300)
     assert answer["status"] == "done"
     rows = [json.loads(line) for line in (Path(answer["sweep"]) / "trials.jsonl").read_text().splitlines()]
     assert sorted({row["trial"] for row in rows}) == list(range(1, len(rows) + 1))

@@ -31,7 +31,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @pytest.mark.covers("TUNE-03", "TUNE-09")
 def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None:
-    """The limit lies between the peaks of 16 and 32 rows."""
+    """Nine tenths of the memory there is lie between the peaks of 16 and 32 rows."""
     (found,) = run_gang(under_a_budget, str(tmp_path), world=1)
     peaks, limit = found["peaks"], found["limit"]
     best = max(size for size, peak in peaks.items() if peak <= limit)
@@ -40,12 +40,12 @@ def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None
     assert peaks[found["chosen"]] <= limit
     assert found["used"] == found["chosen"] and found["accumulation"] == 64 // found["chosen"]
     # over the steps that follow, the process takes no more than it was given
-    assert found["run_peak"] <= limit
+    assert found["run_peak"] <= 0.9 * found["room"]
     record = found["record"]
     for trial in record["trials"]:  # kernels differ between small sizes, which is why each prediction is confirmed
         if trial["predicted_bytes"] is not None:
             assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.15)
-    assert record["peak_bytes"] <= limit == record["budget_bytes"]
+    assert record["peak_bytes"] <= limit and record["budget_bytes"] == pytest.approx(limit, rel=1e-3)
     half, same, twice = (str(int(factor * found["chosen"])) for factor in (0.5, 1, 2))
     advised = record["predicted_peaks"]
     assert list(advised) == [half, same, twice] and advised[half] < advised[same] <= limit < advised[twice]
