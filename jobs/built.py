@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jobs.facts import facts_of_model
+from jobs.facts import formula_facts
 from jobs.spec import JobSpec
 from raytrain.data.sources import Source, open_source
 from raytrain.errors import InputError, RaytrainError
@@ -37,7 +37,7 @@ def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
         InputError: the builder cannot be found or called, or fails.
     """
     shapes = source_facts(source)
-    return facts_of_model(spec, shapes) or built_facts(spec, shapes), source.facts
+    return formula_facts(spec, shapes) or built_facts(spec, shapes), source.facts
 
 
 def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
@@ -49,7 +49,11 @@ def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
     Raises:
         InputError: the builder cannot be found or called, or fails.
     """
-    trainable, where = build(spec, shapes)
+    return counted(*build(spec, shapes))
+
+
+def counted(trainable: Trainable, where: str) -> ModelFacts:
+    """The sizes of a model that was built."""
     parameters = list(trainable.module.parameters())  # tied ones stand once
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in parameters),

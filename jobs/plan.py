@@ -14,7 +14,7 @@ from cluster.nvidia import narrow_visible
 from experts.planned import check_room, idle_keys, shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from raytrain.config import DataConfig
+from raytrain.config import DataConfig, ModelConfig
 from raytrain.decode import encode
 from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
 from raytrain.planning.hosts import separate
@@ -88,7 +88,7 @@ def plan_job(
     Raises:
         InputError: what the job asks for cannot be had, or its data cannot be read; it names the key.
     """
-    spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+    spec = resolved(loaded.spec)
     if build and (model_facts is None or data_facts is None):
         from jobs.built import check_experts, facts_from, opened
         from raytrain.train_job import source_facts
@@ -175,6 +175,41 @@ def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
     if not isinstance(text, Resolved) or text.value in ("cpu", "cuda"):
         return None
     return narrow_visible(os.environ, [device.index for device in pick_devices(text.value, inventory)])
+
+
+def resolved(spec: JobSpec) -> JobSpec:
+    """The job with absolute paths, and with what its data takes from its model.
+
+    Raises:
+        InputError: the two do not go together.
+    """
+    from raytrain.data.language import settle_language
+
+    model = resolve_model_paths(spec.model)
+    return spec.model_copy(update={"model": model, "data": resolve_paths(settle_language(spec.data, model))})
+
+
+def resolve_model_paths(model: ModelConfig) -> ModelConfig:
+    """`init_from` and, for builders on a folder, `path` made absolute, as the driver sees them."""
+    from raytrain.models.folder import KEYS
+
+    changed = {} if model.init_from is None else {"init_from": _absolute(model.init_from, must_exist=False)}
+    if model.builder in KEYS and "path" in model.keys:
+        changed["path"] = _absolute(model.keys["path"], must_exist=False)
+    return model.model_copy(update=changed) if changed else model
+
+
+def local_paths(spec: JobSpec) -> dict[str, str]:
+    """Every local path that workers read, by key; a list under its key with a number."""
+    given = {f"data.{key}": value for key, value in spec.data.keys.items()}
+    given |= {"model.init_from": spec.model.init_from, "model.path": spec.model.keys.get("path")}
+    found = {}
+    for key, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        for number, path in enumerate(values):
+            if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path):
+                found[key if len(values) == 1 else f"{key}[{number}]"] = path
+    return found
 
 
 def resolve_paths(data: DataConfig) -> DataConfig:

@@ -128,7 +128,7 @@ def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
         manifest, files = _checked_files(store, scratch, hashes=check_hashes)
         try:
             tensors = {
-                part: _part_tensors(
+                part: part_tensors(
                     [files[name] for name in names],
                     tied=manifest["tied"].get(part, {}),
                     split=manifest.get("split", {}).get(part, []),
@@ -144,7 +144,7 @@ def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
 
 
-def _part_tensors(files: list[str], *, tied: dict[str, str], split: list[str]) -> dict[str, Tensor]:
+def part_tensors(files: list[str], *, tied: dict[str, str], split: list[str]) -> dict[str, Tensor]:
     """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
     tensors: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {name: [] for name in split}

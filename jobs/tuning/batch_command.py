@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, inventory_from_ray
 from jobs.driver import Checked, train_job
-from jobs.plan import has_experts, plan_job, resolve_paths
+from jobs.plan import has_experts, plan_job, resolved
 from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_results import say_search, write_batch
@@ -128,7 +128,7 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         devices=1,
         workers=workers,
     )
-    alone_spec = alone.spec.model_copy(update={"data": resolve_paths(alone.spec.data)})
+    alone_spec = resolved(alone.spec)
     return BatchSearch(space, kinds, plan, alone_spec, plan_job(alone, inventory=inventory, **facts))
 
 

@@ -12,7 +12,7 @@ from cluster.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.nvidia import narrow_visible
 from cluster.preflight import run_preflight
 from jobs.driver import Checked, check_on_driver
-from jobs.plan import resolve_paths
+from jobs.plan import resolved
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import JobSpec, LoadedSpec
 from jobs.tuning.points import Points, find_points, whole_mapping
@@ -32,7 +32,7 @@ class TuneCommand:
         self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console
     ) -> None:
         self.loaded = loaded
-        self.spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+        self.spec = resolved(loaded.spec)
         self.sweep = sweep
         self.signals = signals
         self.verbose = verbose

@@ -116,8 +116,9 @@ def estimate_bytes(
         host_memory = Resolved(sum(taken.values()), f"{_told(taken)}, the fullest of {len(held)}")
     whole = trained_bytes(model_facts.parameters, optim, dtype=dtype, trainable=trainable)
     saved = f"weights and {moments(optim)} optimizer moments"
+    frozen = "" if trainable == model_facts.parameters else f"; {trainable:,} of them trained"
     return {
-        "parameters": Resolved(model_facts.parameters, model_facts.reason),
+        "parameters": Resolved(model_facts.parameters, model_facts.reason + frozen),
         "memory": Resolved(sum(parts.values()), _told(parts) + unsaid),
         "experts": _experts(facts, place, held, optim, dtype=dtype),
         "host_memory": host_memory,
