@@ -118,6 +118,7 @@ class TuneCommand:
         write_whole(self, trials, points, table)
 
     def _say_whole(self, points: Points, at_a_time: int) -> None:
+        at_a_time = min(at_a_time, len(points.trials))
         beside = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
         early = {"none": "", "asha": "; ASHA ends those behind early", "median": "; those behind the median end early"}
         text = f"{counted(len(points.trials), 'whole run')}{beside}{early[self.spec.tune.scheduler]}"
