@@ -169,7 +169,8 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts)
+    recomputed = loop.activation_checkpointing
+    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=recomputed, hosts=hosts)
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
