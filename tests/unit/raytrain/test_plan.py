@@ -22,6 +22,7 @@ from raytrain.config import (
     ScaleConfig,
 )
 from raytrain.errors import InputError
+from raytrain.models.sizes import model_facts as facts_of
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
 from raytrain.planning.hosts import separate
 from raytrain.planning.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
@@ -512,7 +513,7 @@ def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
     )
     with pytest.raises(InputError, match=told):
         plan(model_facts=KNOWN, cluster={"memory_limit": 300 << 20})
-    with pytest.raises(InputError, match="cluster.memory_limit"):
+    with pytest.raises(InputError, match=r"cluster\.memory_limit"):
         plan(model_facts=KNOWN, cluster={"memory_limit": needed - 1})
     assert plan(model_facts=KNOWN, cluster={"memory_limit": needed}).memory.value
     recomputed = plan(
@@ -524,6 +525,23 @@ def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
     held = replace(KNOWN, parameters=1000, trainable_bytes=4000)
     on_gpu = plan(machines(node(gpus=[gpu(0)])), model_facts=held, cluster={"memory_limit": 2 << 20})
     assert on_gpu.memory.value, "what CUDA itself takes is not counted"
+
+
+@pytest.mark.covers("PERF-01")
+def test_the_memory_of_a_full_model_on_one_a100_is_estimated_part_by_part() -> None:
+    """A GPT of 355 million parameters; its rows: tests/numerics holds this formula against measured steps."""
+    keys = {"layers": 24, "heads": 16, "width": 1024, "context": 1024}
+    full = facts_of("raytrain.models.gpt:gpt", keys, {"vocab_size": 50257})
+    assert full is not None and full.parameters == pytest.approx(355e6, rel=0.01)
+    one = machines(node(gpus=[gpu(0, "NVIDIA A100-SXM4-40GB")]))
+    made = plan(
+        one, model_facts=full, loop={"global_batch_size": 64, "micro_batch_size": 10}, precision={"dtype": "fp32"}
+    )
+    state, rows = 16 * full.parameters, 10 * (full.activation_bytes_per_sample or 0)
+    assert 20 * GIB < value(made, "memory") < 30 * GIB
+    assert value(made, "memory") == pytest.approx(state + rows, rel=0.01)
+    told = "weights 1.32 GiB + gradients 1.32 GiB + optimizer 2.64 GiB + activations 17 GiB"
+    assert reason(made, "memory").startswith(told) and reason(made, "memory").endswith("; without CUDA's own")
 
 
 def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_half() -> None:
