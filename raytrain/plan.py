@@ -40,6 +40,7 @@ from raytrain.planning.steps import (
     choose_lr,
     choose_storage,
     choose_warmup,
+    fused_part,
     leave_to_memory,
 )
 from raytrain.planning.text import reason_of, shown
@@ -169,8 +170,10 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    recomputed = loop.activation_checkpointing
-    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=recomputed, hosts=hosts)
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=loop.activation_checkpointing,
+        hosts=hosts, shards=workers.value if _is(choices["strategy"], "fsdp") else 1,
+    )  # fmt: skip
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(
@@ -194,7 +197,7 @@ def make_plan(
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),
-        optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
+        optimizer_impl=Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}"),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         storage=storage, hosts=hosts, inflight=inflight,

@@ -75,8 +75,10 @@ def held_bytes(held: Held, optim: OptimConfig, *, dtype: str) -> Bytes:
 
 
 def moments(optim: OptimConfig) -> int:
-    """Numbers the optimizer keeps for each parameter."""
-    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+    """Numbers the optimizer keeps for each parameter; Muon's, whose AdamW keeps one more for what is in no block."""
+    if optim.name == "sgd":
+        return int(optim.momentum > 0)
+    return 2 if optim.name == "adamw" else 1
 
 
 def estimate_bytes(
@@ -129,14 +131,16 @@ def estimate_bytes(
 
 
 def least_parts(
-    model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool, elsewhere: bool = False
-) -> dict[str, int]:
+    model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool, elsewhere: bool = False,
+    shards: int = 1,
+) -> dict[str, int]:  # fmt: skip
     """What a worker takes for certain to train one row, by name. Of a row half the estimated activations, which are
     those of fp32 (a GPT measured 1.00 times the estimate in fp32, 0.64 times in bf16).
 
     Args:
         recomputed: blocks keep nothing (`loop.activation_checkpointing`).
         elsewhere: the experts are, with what they keep of a row.
+        shards: into which the workers divide the model's state.
     """
     parts = {} if on_gpu else {"the process": LEAST_PROCESS_BYTES}
     if model_facts is None:
@@ -147,24 +151,26 @@ def least_parts(
     taken = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
     row = 0 if recomputed else model_facts.activation_bytes_per_sample or 0
     kept = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * facts.kept_bytes_per_row
-    return {**parts, **_named(taken, "fp32"), "one row": max(0, row - kept) // 2}
+    state = {name: value // shards for name, value in _named(taken, "fp32").items()}
+    return {**parts, **state, "one row": max(0, row - kept) // 2}
 
 
 def check_limit(
     limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool,
-    hosts: Resolved | None = None, key: str = "cluster.memory_limit",
+    hosts: Resolved | None = None, shards: int = 1, key: str = "cluster.memory_limit",
 ) -> None:  # fmt: skip
     """Whether what a worker may take is more than it takes for certain.
 
     Args:
         hosts: where the experts are; None: in the workers.
+        shards: see `least_parts`.
         key: which says how much.
 
     Raises:
         InputError: it is not.
     """
     away = hosts is not None and hosts.value not in ("none", 0)
-    parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, elsewhere=away)
+    parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, elsewhere=away, shards=shards)
     least = sum(parts.values())
     if limit is not None and least > limit:
         raise InputError(

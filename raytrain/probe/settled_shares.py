@@ -54,9 +54,11 @@ def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[P
 
 
 def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
-    """Rows of a pass: on GPUs of several kinds each may have room for more than the smallest of them."""
-    batches = session.feed.batches
-    if kinds < 2 or session.device.type != "cuda" or session.job.loop.micro_batch_size != "auto":
+    """Rows of a pass: on GPUs of several kinds each may have room for more than the smallest of them, unless the user
+    says how many; what a search has found is the least that any kind takes."""
+    batches, job = session.feed.batches, session.job
+    given = job.loop.micro_batch_size != "auto" and job.found is None
+    if kinds < 2 or session.device.type != "cuda" or given:
         return [batches.micro_batch]
     most = max(batches.micro_batch, batches.global_batch // session.workers.world)
     return [batches.micro_batch << power for power in range((most // batches.micro_batch).bit_length())]
