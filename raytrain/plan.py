@@ -170,7 +170,10 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts)
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=loop.activation_checkpointing,
+        hosts=hosts, shards=workers.value if _is(choices["strategy"], "fsdp") else 1,
+    )  # fmt: skip
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(

@@ -251,8 +251,9 @@ class StepProbe:
     def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
         """Whether it went well for everybody; else `found` says what went wrong."""
         outcome, reason = tried(
-            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere, budget=budget
-        )
+            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere,
+            meets=self.step.meets, budget=budget,
+        )  # fmt: skip
         if outcome != "ok":
             found.outcome, found.reason = outcome, reason
             found.pass_s, found.update_s = [], []  # whoever came through has one more: nobody could put them together

@@ -2,6 +2,14 @@
 
 The largest size that fits, of those that share the global batch: time never decides here, so that two runs with one
 seed take the same steps. `raytrain tune` is where speed decides.
+
+No prior says where to begin. torch's MemTracker in FakeTensorMode (torch 2.13, two sizes, forward and backward) was
+tried as one. What it says of a row is right: 1.000 of the measured bytes for a GPT of 4 layers in fp32, 0.998 in bf16,
+0.996 for an MLP, 0.998 for a CNN, 1.04 for a Llama of 4 layers. But it took 2.3, 2.0, 0.5, 0.9 and 3.5 s on one CPU
+core, which grow with the layers and not with the rows, where the first real measurement, of an eighth of the largest
+size, took 0.2 to 0.9 s and gives the floor as well: the process, its kernels and what the allocator rounds up, of which
+a fake run knows nothing. Two measured sizes are needed in either case, as one alone does not tell what a process needs
+once. A mixture of experts it cannot run: where rows go depends on the data (DataDependentOutputException).
 """
 
 from __future__ import annotations

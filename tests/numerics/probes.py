@@ -33,9 +33,10 @@ def wide(*, limit: int | None = None, steps: int = 60) -> Session:
     """A GPT whose 64 rows take about 60 MB, with a micro-batch that memory decides."""
     data = {"train": token_rows(300, length=128, vocabulary=512), "eval_fraction": 0.1}
     loop = {"global_batch_size": ROWS, "max_steps": steps, "eval_every": steps}
-    session = make_session(WIDE_GPT, data, loop=loop, cluster={"memory_limit": limit})
+    session = make_session(WIDE_GPT, data, loop=loop)
     deferred = Deferred("the largest that fits", (1, ROWS), "a test")
-    session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
+    cluster = session.job.cluster.model_copy(update={"memory_limit": limit})  # less than a plan lets a worker have
+    session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred), cluster=cluster)
     return session
 
 
@@ -77,6 +78,8 @@ def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
         "again": (again.job.planned("micro_batch_size"), later.events),
         "record": read_measured(run)["micro_batch"],
         "run_peak": process_memory().peak,
+        "row_bytes": (first[64][1] - first[32][1]) / 32 if first[64][1] and first[32][1] else 0.0,
+        "row_estimate": session.job.plan.model_facts.activation_bytes_per_sample,  # type: ignore[union-attr]
     }
 
 

@@ -46,6 +46,8 @@ def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None
         if trial["predicted_bytes"] is not None:
             assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.15)
     assert record["peak_bytes"] <= limit and record["budget_bytes"] == pytest.approx(limit, rel=1e-3)
+    # what a plan says of a row; half of it is what a memory limit must leave room for
+    assert found["row_estimate"] == pytest.approx(found["row_bytes"], rel=0.1)
     half, same, twice = (str(int(factor * found["chosen"])) for factor in (0.5, 1, 2))
     advised = record["predicted_peaks"]
     assert list(advised) == [half, same, twice] and advised[half] < advised[same] <= limit < advised[twice]
