@@ -165,6 +165,7 @@ class Worker:
             matmul=session.matmul,
             device=str(session.device),
             reason=decision.reason,
+            **session.layout.facts(),
         )
         outcome = self._loop(reporter)
         session = self.session  # after a rollback another one
