@@ -41,6 +41,7 @@ from raytrain.planning.steps import (
     choose_lr,
     choose_storage,
     choose_warmup,
+    fused_part,
     leave_to_memory,
 )
 from raytrain.planning.text import reason_of, shown
@@ -198,7 +199,7 @@ def make_plan(
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),
-        optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
+        optimizer_impl=Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}"),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         storage=storage, hosts=hosts, inflight=inflight,

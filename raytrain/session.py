@@ -27,9 +27,9 @@ from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.layout import layout_of
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
-from raytrain.memory import limit_device_memory
+from raytrain.memory import limit_device_memory, processes_sharing
 from raytrain.micro_batch_size import MicroBatchSize
-from raytrain.optim import Schedule, build_optimizers
+from raytrain.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.step_probe import StepProbe
@@ -56,7 +56,10 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
-        limit_device_memory(self.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit)
+        self.sharing = processes_sharing(self.device, workers)
+        """Workers that take their memory where this one does, itself among them."""
+        fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
+        limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
         if threads:
@@ -96,8 +99,8 @@ class Session:
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
-        make = self.trainable.optimizers
-        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr)
+        make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)
+        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
         schedule = Schedule(
             optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
         )
