@@ -89,16 +89,13 @@ def test_out_of_memory_in_a_pass_ends_the_attempt() -> None:
 
 def test_a_gradient_that_is_not_finite_is_named_and_the_step_skipped() -> None:
     made = session()
-    inner = made.trainable.loss
     before = {name: value.to_local().clone() for name, value in made.trainable.module.state_dict().items()}
-
-    def poisoned(module: nn.Module, batch: Any) -> LossOutput:
-        output = inner(module, batch)
-        weight = module.get_submodule("blocks.1.feed_forward.up").weight
-        return LossOutput(output.loss + (weight * 0.0).sum() * torch.inf)
-
-    made.trainable.loss = poisoned
+    up = made.trainable.module.get_submodule("blocks.1.feed_forward.up")
+    up.register_forward_hook(lambda _module, _inputs, output: output.register_hook(lambda g: g * torch.inf) and None)
     rows, outcome = train(made)
+    (event,) = [event for event in rows.events if event["kind"] == "nonfinite"][:1]
+    assert "the gradients of positions, tokens.weight, blocks.0" in event["what"]
+    assert made.step.reduction.nonfinite()[-1] == "blocks.1.feed_forward.up.weight", "the last that it reached"
     assert outcome.kind == "rollback" and rows.of("train", "skipped_steps") == [1, 2, 3]
     assert all(torch.equal(before[name], own.to_local()) for name, own in made.trainable.module.state_dict().items())
 

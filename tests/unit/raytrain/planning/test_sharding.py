@@ -73,7 +73,7 @@ def test_each_worker_holds_its_share_and_one_block_together() -> None:
         memory = resolved(made, "memory")
         kept = sum(-(-size * parameters // workers) for size in (4, 4, 8))
         assert f"weights / {workers}" in memory.reason and "a block together" in memory.reason
-        others = plan(scale={"workers": workers, "strategy": "data_parallel"})
+        others = plan(scale={"workers": workers, "strategy": "data_parallel"}, precision={"dtype": "fp32"})
         assert resolved(others, "memory").value - memory.value == 16 * parameters - kept - 12 * block - 8 * outside
     assert "nothing is saved" in resolved(plan(scale={"workers": 1}), "strategy").reason
     assert "its rows of every block" in resolved(plan(), "strategy").reason
@@ -89,7 +89,7 @@ def test_half_precision_brings_less_together() -> None:
 
 def test_a_limit_that_whole_weights_would_break_is_kept_by_shards() -> None:
     large = replace(facts(), parameters=GIB // 4, trainable_bytes=GIB, activation_bytes_per_sample=None)
-    limit = {"cluster": {"memory_limit": "3GiB"}, "known": large}
+    limit = {"cluster": {"memory_limit": 3 * GIB}, "known": large}
     refused("cluster.memory_limit", scale={"workers": 1}, **limit)
     assert resolved(plan(scale={"workers": 2}, **limit), "workers").value == 2
 
