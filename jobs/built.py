@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from jobs.facts import formula_facts
+from jobs.paths import resolved
 from jobs.spec import JobSpec
 from raytrain.blocks import blocks_of
 from raytrain.data.sources import Source, open_source
@@ -28,7 +29,8 @@ def opened(spec: JobSpec) -> Source:
     Raises:
         InputError: whatever is wrong with the section, its files or their contents.
     """
-    return open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    settled = resolved(spec)
+    return open_source(settled.data, context=settled.model.keys.get("context"), seed=settled.seed)
 
 
 def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:

@@ -15,7 +15,8 @@ from cluster.environment import environment_record
 from cluster.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.preflight import CheckResult, check_seen_by_all, run_preflight
 from jobs.ending import last_sign_of_life, process_start, say_ending, write_result
-from jobs.plan import local_paths, plan_job, print_plan, resolved, visible_devices
+from jobs.paths import local_paths, resolved
+from jobs.plan import plan_job, print_plan, visible_devices
 from jobs.resume import Resumed
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import LoadedSpec

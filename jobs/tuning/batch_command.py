@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, inventory_from_ray
 from jobs.driver import Checked, train_job
-from jobs.plan import has_experts, plan_job, resolved
+from jobs.paths import resolved
+from jobs.plan import has_experts, plan_job
 from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_results import say_search, write_batch

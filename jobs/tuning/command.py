@@ -12,7 +12,7 @@ from cluster.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.nvidia import narrow_visible
 from cluster.preflight import run_preflight
 from jobs.driver import Checked, check_on_driver
-from jobs.plan import resolved
+from jobs.paths import resolved
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import JobSpec, LoadedSpec
 from jobs.tuning.points import Points, find_points, whole_mapping

@@ -92,7 +92,7 @@ def misfits_of(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *
 
 def _reported(report: Mapping[str, Any]) -> dict[str, list[str]]:
     """transformers' report of a loading in our words."""
-    misshapen = [f"{name} {list(seen)}, the model's {list(own)}" for name, seen, own in report["mismatched_keys"]]
+    misshapen = [f"{name} {list(seen)} for {list(own)}" for name, seen, own in report["mismatched_keys"]]
     return {"missing": sorted(report["missing_keys"]), "misshapen": sorted(misshapen)}
 
 

@@ -87,7 +87,7 @@ def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:
     missing = [name for name, partners in _partners(module).items() if not any(one in given for one in partners)]
     unexpected = [name for name in given if name not in own]
     misshapen = [
-        f"{name} {list(given[name])}, the model's {list(own[name].shape)}"
+        f"{name} {list(given[name])} for {list(own[name].shape)}"
         for name in own
         if name in given and given[name] != tuple(own[name].shape)
     ]

@@ -13,7 +13,7 @@ import torch
 from folders import make_folder, texts, write_lines
 from lab import make_session, train
 
-from jobs.plan import resolved
+from jobs.paths import resolved
 from jobs.spec import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from folders import make_folder, texts, write_lines
+from gang import run_gang
 from lab import make_session, train
 from torch import Tensor
+from tuned import fine_tune
 
 from raytrain.data.tokenizer import open_tokenizer
+from raytrain.run_folder import RunFolder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
 
@@ -91,3 +94,26 @@ def test_packed_and_padded_rows_learn_the_same(folder: Path, tmp_path: Path) -> 
         found.append((loss, float(session.step.gradients.sum_of_squares())))
     assert found[0][0] == pytest.approx(found[1][0], rel=0, abs=TOLERANCE)
     assert found[0][1] == pytest.approx(found[1][1], rel=TOLERANCE)
+
+
+def test_sharded_and_whole_models_learn_the_same_and_leave_the_same(folder: Path, tmp_path: Path) -> None:
+    """Two workers, a tied head and frozen norms; documents packed."""
+    model = {"builder": LM, "path": str(folder), "freeze": ["*.ln_1.*"]}
+    data = section(folder, tmp_path, text_field="text", packing="packed")
+    losses, held, left = [], [], []
+    for strategy in ("data_parallel", "fsdp"):
+        run = RunFolder.create(str(tmp_path / strategy), "run")
+        told = run_gang(fine_tune, model, data, strategy, run.path, world=2, timeout=200.0)
+        losses.append(told[0][0])
+        held.append(max(one[1] for one in told))
+        made, report = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(run.weights).parent, output_loading_info=True, dtype=torch.float64
+        )
+        assert not any(report.values()) and type(made).__name__ == "GPT2LMHeadModel"
+        assert made.lm_head.weight is made.transformer.wte.weight
+        left.append(made.state_dict())
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=TOLERANCE)
+    assert held[1] < 0.6 * held[0]
+    for name, tensor in left[0].items():
+        if not name.endswith("c_attn.bias"):
+            torch.testing.assert_close(left[1][name], tensor, rtol=0, atol=TOLERANCE)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from folders import SENTENCES, make_folder, texts, write_lines
 
-from jobs.plan import plan_job, resolved
+from jobs.paths import resolved
+from jobs.plan import plan_job
 from jobs.spec import load_spec
 from raytrain.data.sources import Source, describe_source, hand_over, handed_over, open_source
 from raytrain.data.tokenizer import encode_text, open_tokenizer

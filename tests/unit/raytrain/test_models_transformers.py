@@ -13,7 +13,7 @@ from folders import make_folder, texts, write_lines
 from lab import make_session, train
 
 from jobs.driver import check_on_driver
-from jobs.plan import resolved
+from jobs.paths import resolved
 from jobs.spec import load_spec
 from raytrain.errors import InputError
 from raytrain.export import export

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from jobs.driver import check_on_driver
-from jobs.plan import resolved
+from jobs.paths import resolved
 from jobs.spec import load_spec
 from raytrain.checkpoint import export_weights
+from raytrain.config import ModelConfig
 from raytrain.errors import InputError
-from raytrain.weights.starting import StartingWeights
+from raytrain.train_job import build_trainable
+from raytrain.weights.starting import StartingWeights, fill_offered
 
 DATA = {"train": token_rows(32)}
 
@@ -64,7 +66,7 @@ def test_what_does_not_fit_is_one_message_with_counts_and_the_first_five(tmp_pat
     assert str(error.value) == (
         f"model.init_from: seen {path}: 3 missing (0.bias, 1.weight, 1.bias); "
         "7 unexpected (layer0.weight, layer1.weight, layer2.weight, layer3.weight, layer4.weight and 2 more); "
-        "1 misshapen (0.weight [3, 3], the model's [2, 2]), expected the names and shapes of this model; "
+        "1 misshapen (0.weight [3, 3] for [2, 2]), expected the names and shapes of this model; "
         "they are of another model, or its sizes differ"
     )
 
@@ -79,7 +81,7 @@ def test_the_driver_finds_it_before_anything_starts(tmp_path: Path, width: int) 
     if width == 32:
         assert check_on_driver(spec).model_facts.parameters > 0
         return
-    with pytest.raises(InputError, match=r"init_from: .* misshapen \(positions \[12, 32\], the model's \[12, 16\]"):
+    with pytest.raises(InputError, match=r"init_from: .* misshapen \(positions \[12, 32\] for \[12, 16\]"):
         check_on_driver(spec)
     check_on_driver(spec, initial=False)
 
@@ -93,3 +95,26 @@ def test_a_file_with_a_tied_weight_under_its_second_name_fits(tmp_path: Path) ->
     save_file(state, path)
     taken = make_session({**GPT, "init_from": str(path)}, DATA)
     assert torch.equal(weights_of(taken)["tokens.weight"], state["head.weight"])
+
+
+def test_a_builder_that_takes_parts_away_has_them_filled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts are handed to their hosts inside the builder; what is left is not compared again."""
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    path = str(tmp_path / "model.safetensors")
+    export_weights(whole.state_dict(), path)
+    taken: list[torch.Tensor] = []
+
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fill_offered(module)
+        taken.append(module[1].weight.detach().clone())
+        return module[:1]
+
+    monkeypatch.setattr("raytrain.train_job.resolve", lambda *_, **__: build)
+    model = ModelConfig(builder="my:build", init_from=path)
+    left = build_trainable(model, sections={}, facts={}).module
+    assert torch.equal(taken[0], whole[1].weight) and torch.equal(left.state_dict()["0.weight"], whole[0].weight)
+    unlike = build_trainable(model, sections={}, facts={}, initial=False).module
+    assert not torch.equal(unlike.state_dict()["0.weight"], whole[0].weight)
