@@ -227,6 +227,20 @@ class TuneOptions(BenchOptions):
     ceilings: list[Count] = Field([4, 8], description="budgets are set so that so many rows of the GPT just fit")
 
 
+class LrOptions(BenchOptions):
+    """A learning-rate range test: `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
+
+    job: Text | None = Field(None, description="a JOB.yaml; null is the built-in recipe")
+    changes: list[Text] = Field([], description="section.key=value over the job, also as arguments")
+    steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
+    lowest: Positive = Field(1e-6, description="learning rate of the first step")
+    highest: Positive = Field(10.0, description="learning rate of the last step")
+    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of the past in the smoothed loss")
+    divergence: float = Field(2.0, gt=1, description="times the least smoothed loss, at which the ramp stops")
+
+
 BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "loop": (LoopOptions, "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"),
     "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
@@ -244,5 +258,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
+    "lr": (LrOptions, "JOB.yaml: the loss over a rising learning rate, and the rate that it suggests; advice, nothing is "
+           "changed"),
 }  # fmt: skip
 """Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""
