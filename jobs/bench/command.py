@@ -44,15 +44,15 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     if name not in BENCHES:
         raise InputError("bench", seen=name, expected=f"one of {', '.join(BENCHES)}", remedy="bench --list")
     kind, _ = BENCHES[name]
-    if "job" in kind.model_fields:
-        overrides = _with_job(overrides)
+    if "changes" in kind.model_fields:
+        overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
     return decode(kind, {**(kind.QUICK if quick else {}), **given})
 
 
-def _with_job(arguments: Sequence[str]) -> list[str]:
-    """A bench of a job takes its JOB.yaml and `section.key=value` as `train` does: they become `job` and `changes`."""
-    files = [text for text in arguments if "=" not in text]
+def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
+    """Of a bench that passes keys on, `section.key=value` become `changes`; of one of a job, its JOB.yaml `job`."""
+    files = [text for text in arguments if "=" not in text] if job else []
     if len(files) > 1:
         raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and key=value")
     changes = [text for text in arguments if "." in text.partition("=")[0] and text not in files]
@@ -70,7 +70,8 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     bench = importlib.import_module(f"jobs.bench.{name}")
     found = bench.run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
     document = json.dumps(plain(found.to_json()), indent=1)
-    path = Path(out) if out else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    named = out or options.OUT
+    path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document + "\n")

@@ -217,7 +217,7 @@ class Measurement:
         """What a person reads."""
         shown = [f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}" for check in self.checks]
         if not self.passed:
-            return [*shown, "the gate failed: nothing is compared"]
+            return [*shown, "the gate failed: nothing is compared", *self.advice]
         for ratio in self.ratios:
             goal = "" if ratio.goal is None else f"; goal {ratio.goal}: {'met' if ratio.met else 'MISSED'}"
             shown.append(
