@@ -63,7 +63,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.optim.name == "muon" and trainable.optimizers is None:
         hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
     check_experts(spec, shapes, elsewhere=uses_hosts(spec))
-    model_facts = formula_facts(spec, shapes) or counted(trainable, where)
+    model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
     return Checked(sent, model_facts, source.facts, shapes)
 
 

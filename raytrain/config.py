@@ -114,7 +114,9 @@ class DataConfig(OpenSection):
 class OptimConfig(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "sgd", "muon"] = Field(default="adamw", description="the optimizer")
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw", description="the optimizer; muon: on the matrices of blocks, with AdamW on the rest"
+    )
     lr: Positive = Field(default=1e-3, description="peak learning rate")
     weight_decay: NonNegative = Field(default=0.1, description="decay of matrices; vectors have none")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's two decay rates")

@@ -99,7 +99,7 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
-        self.layout.place(self.policy, half_blocks=not kept_in_fp32(job.plan.fp32_layers))
+        self.layout.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
@@ -163,8 +163,9 @@ class Session:
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
 
     def measure(
-        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
-    ) -> Measurement:
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool,
+        least: int | None = None,
+    ) -> Measurement:  # fmt: skip
         """One candidate with the real step in the real group of workers; changes nothing that it measures.
 
         Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
@@ -175,16 +176,22 @@ class Session:
             budget_bytes: a peak above it counts as out of memory (`raytrain.memory.process_budget`); None = only what
                 the allocator refuses does.
             passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            least: given, so many are enough where two took the same time.
             with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
                 evaluation batch.
 
         Raises:
             ValueError: a precision of another master dtype.
         """
+        return self.probe.measure(candidate, budget=budget_bytes, passes=passes, least=least, with_memory=with_memory)
+
+    @property
+    def probe(self) -> StepProbe:
+        """What measures the step in force; needs `prepare`."""
         if self._probe is None or self._probe.step is not self.step:
             split = None if self.source.eval is None else self._eval_split()
             self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
-        return self._probe.measure(candidate, budget_bytes=budget_bytes, passes=passes, with_memory=with_memory)
+        return self._probe
 
     def use_micro_batch(self, chosen: Resolved) -> None:
         """From now on, and in whatever session follows this one after a rewind."""

@@ -75,7 +75,7 @@ class StartingWeights:
         stored = self.stored
         with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
             files = [stored.store.local_copy(file, scratch) for file in stored.files]
-            return part_tensors(files, tied=dict(stored.aliases), split=list(stored.split))
+            return part_tensors(files, tied=dict(stored.aliases), split=list(stored.split), place=None)
 
 
 def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:

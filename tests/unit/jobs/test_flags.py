@@ -417,7 +417,10 @@ def told(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     return vars(train_job(loaded.spec, plan_job(loaded, inventory=BOX), RunFolder(str(place.folder)), attempt=1))
 
 
-FOUND = "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu}"
+FOUND = (
+    "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu,"
+    " also: [b]}"
+)
 RATES = ("tune.space.optim.lr=[0.1, 0.2, 0.3]",)
 
 FLAGS = {
