@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,10 +24,12 @@ from raytrain.config import (
 )
 from raytrain.data.sources import Source
 from raytrain.errors import CheckpointError
+from raytrain.loop_state import LoopLimits
 from raytrain.models.registry import call_builder, resolve, to_trainable
 from raytrain.plan import Plan, Resolved
 from raytrain.split_tensors import Place
 from raytrain.trainable import Trainable
+from raytrain.weights.starting import StartingWeights, offered
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
 
 def source_facts(source: Source) -> dict[str, Any]:
     """What a builder may take from the data by parameter name, where the YAML does not give it."""
-    facts: dict[str, Any] = {"vocab_size": source.vocab_size, "num_classes": source.classes}
+    facts: dict[str, Any] = {
+        "vocab_size": source.vocab_size, "num_classes": source.classes, "class_names": source.class_names
+    }  # fmt: skip
     sample = source.train.gather(source.train.eval_order()[:1])
     x = sample.get("x")
     if isinstance(x, torch.Tensor):
@@ -94,16 +99,51 @@ def source_facts(source: Source) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def build_trainable(job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any]) -> Trainable:
-    """Call the builder (or take the module given in Python) and wrap the result.
+def build_trainable(
+    job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any], initial: bool = True
+) -> Trainable:
+    """Call the builder (or take the module given in Python) and wrap the result; with the weights of `init_from`.
+
+    Args:
+        initial: False where a checkpoint's weights will take their place.
 
     Raises:
-        InputError: a builder that cannot be imported, keys it does not take, a result that is no module.
+        InputError: a builder that cannot be imported, keys it does not take, a result that is no module, weights that
+            do not fit.
     """
-    if job_model.module is not None:
-        return to_trainable(job_model.module)
-    builder = resolve(job_model.builder or "", key="model.builder")
-    return to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+    weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
+    with offered(weights):
+        if job_model.module is not None:
+            trainable = to_trainable(job_model.module)
+        else:
+            builder = resolve(job_model.builder or "", key="model.builder")
+            trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+    if weights is not None:
+        weights.fill(trainable.module, trainable.translate)
+    return trainable
+
+
+def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainable:
+    """The job's model as `build_trainable` builds it; of an object, where it will be sharded, a copy, as that changes it
+    for good."""
+    model = job.model
+    if model.module is not None and job.planned("strategy") == "fsdp":
+        model = model.model_copy(update={"module": copy.deepcopy(model.module)})
+    return build_trainable(model, sections=job.builder_sections, facts=facts, initial=initial)
+
+
+def limits_of(job: TrainJob) -> LoopLimits:
+    """The resolved numbers of the loop."""
+    every = job.planned("eval_every")
+    return LoopLimits(
+        max_steps=int(job.planned("max_steps")),
+        log_every=job.loop.log_every,
+        eval_every=int(every) if every else None,
+        eval_batches=job.loop.eval_batches,
+        patience=job.loop.patience,
+        min_delta=job.loop.min_delta,
+        nonfinite_steps=job.retry.nonfinite_steps,
+    )
 
 
 def restore_elsewhere(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
