@@ -37,7 +37,7 @@ from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.shares import shares_in_force
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
-from raytrain.trainable import Trainable, shifted_labels_weight
+from raytrain.trainable import shifted_labels_weight
 
 
 class Session:

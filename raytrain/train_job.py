@@ -124,8 +124,8 @@ def build_trainable(
 
 
 def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainable:
-    """The job's model as `build_trainable` builds it; of an object, where it will be sharded, a copy, as that changes it
-    for good."""
+    """The job's model as `build_trainable` builds it; where it will be sharded, which changes it for good, a copy of an
+    object that was given."""
     model = job.model
     if model.module is not None and job.planned("strategy") == "fsdp":
         model = model.model_copy(update={"module": copy.deepcopy(model.module)})
