@@ -40,6 +40,8 @@ def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
         InputError: the builder cannot be found or called, or fails.
     """
     shapes = source_facts(source)
+    if spec.scale.strategy == "fsdp":
+        check_shards(build(spec, shapes)[0])
     return formula_facts(spec, shapes) or built_facts(spec, shapes), source.facts
 
 
@@ -64,19 +66,28 @@ def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
         activation_bytes_per_sample=None,
         flops_per_sample=trainable.flops_per_sample,
         reason=f"built on {where}",
-        blocks=_blocks(spec, trainable),
+        blocks=_blocks(trainable),
     )
 
 
-def _blocks(spec: JobSpec, trainable: Trainable) -> tuple[int, ...] | None:
-    """Parameters of each block; only `fsdp` cannot do without."""
+def _blocks(trainable: Trainable) -> tuple[int, ...] | None:
+    """Parameters of each block; None where there are none, which only some settings need."""
     try:
         found = blocks_of(trainable, key="scale.strategy")
     except InputError:
-        if spec.scale.strategy == "fsdp":
-            raise
         return None
     return tuple(parameters_of(block) for _, block in found)
+
+
+def check_shards(trainable: Trainable) -> None:
+    """That a model has blocks, and that all its parameters can be sharded.
+
+    Raises:
+        InputError: it names what is missing, or the parameters.
+    """
+    from raytrain.fsdp.sharding import KEY, check  # torch's part of it takes a second to import
+
+    check(trainable.module, blocks_of(trainable, key=KEY))
 
 
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:

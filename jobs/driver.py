@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experts.membership import Connection
-from jobs.built import build, check_experts, counted, opened
+from jobs.built import build, check_experts, check_shards, counted, opened
 from jobs.facts import formula_facts
 from jobs.plan import uses_hosts
 from jobs.spec import JobSpec
@@ -63,6 +63,8 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.optim.name == "muon" and trainable.optimizers is None:
         hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
     check_experts(spec, shapes, elsewhere=uses_hosts(spec))
+    if spec.scale.strategy == "fsdp":
+        check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
     return Checked(sent, model_facts, source.facts, shapes)
 

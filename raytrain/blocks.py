@@ -81,13 +81,13 @@ def _named(module: nn.Module, name: str) -> list[Block]:
 
 
 def _check(module: nn.Module, blocks: Sequence[Block], *, said: str) -> None:
-    """Blocks own parameters, none is inside another, and none of their kind is left out (a head may be of torch's own
-    kinds, as blocks may)."""
+    """Blocks own parameters, none is inside another, and no other of their kind stands in a list (torch's own kinds
+    aside, which may be anything)."""
     owned = {id(inner): name for name, block in blocks for inner in block.modules() if inner is not block}
     nested = [f"{name} in {owned[id(block)]}" for name, block in blocks if id(block) in owned]
     kinds = {type(block) for _, block in blocks if not type(block).__module__.startswith("torch.nn")}
     chosen = {id(inner) for _, block in blocks for inner in block.modules()}
-    missed = [name for name, part in module.named_modules() if type(part) in kinds and id(part) not in chosen]
+    missed = [name for _, name, part in _in_lists(module) if type(part) in kinds and id(part) not in chosen]
     names = [f"{name}.{leaf}" for name in missed for leaf, _ in module.get_submodule(name).named_parameters()]
     problem = ""
     if not _parameters(blocks):

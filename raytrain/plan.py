@@ -30,7 +30,7 @@ from raytrain.planning.hosts import (
 )
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
 from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
-from raytrain.planning.sharding import may_measure_memory, refuse_unmeasured, settled_precision, settled_shares
+from raytrain.planning.sharding import leave_to_shards, refuse_unmeasured, settled_precision
 from raytrain.planning.shares import choose_shares, splits
 from raytrain.planning.steps import (
     choose_batches,
@@ -184,14 +184,12 @@ def make_plan(
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
     )  # fmt: skip
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
-    batches = may_measure_memory(scale, loop, batches)
-    settled = leave_to_memory(loop, batches, doubt=None if sharded else doubt)
-    _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
+    settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
+    _warn_of_memory(estimates["memory"], allowed, warnings, measured=not sharded and settled is not batches)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
     )
-    shares = settled_shares(scale, shares)
     known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raytrain.errors import InputError
+from raytrain.blocks import blocks_of
 from raytrain.trainable import Trainable
 
 _RESERVED: ContextVar[bool] = ContextVar("forward_will_be_recomputed", default=False)
@@ -36,15 +36,9 @@ def recompute(trainable: Trainable) -> None:
     Uses torch's non-reentrant checkpointing.
 
     Raises:
-        InputError: the model does not say which its blocks are.
+        InputError: the model neither names its blocks nor repeats any.
     """
-    if trainable.blocks is None:
-        raise InputError(
-            "loop.activation_checkpointing",
-            seen="true for a model that does not name its blocks",
-            expected="false, or a builder that returns a Trainable with `blocks`",
-        )
-    for block in trainable.module.get_submodule(trainable.blocks).children():
+    for _, block in blocks_of(trainable, key="loop.activation_checkpointing"):
         block.forward = _Recomputed(block)  # type: ignore[method-assign]
     elsewhere = trainable.elsewhere
     if elsewhere is not None:

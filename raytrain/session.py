@@ -6,7 +6,6 @@ way to set up a run and not three.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,8 +36,8 @@ from raytrain.recompute import recompute
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.shares import shares_in_force
 from raytrain.step import TrainingStep
-from raytrain.train_job import TrainJob, build_trainable, restore_elsewhere, source_facts
-from raytrain.trainable import Trainable, shifted_labels_weight
+from raytrain.train_job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
+from raytrain.trainable import shifted_labels_weight
 
 
 class Session:
@@ -71,7 +70,7 @@ class Session:
         seed_everything(job.seed)
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
-        self.trainable = self._build(initial=initial)
+        self.trainable = build_of(job, facts=self.facts, initial=initial)
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
@@ -85,12 +84,6 @@ class Session:
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
-
-    def _build(self, *, initial: bool) -> Trainable:
-        model = self.job.model
-        if model.module is not None and self.job.planned("strategy") == "fsdp":  # which changes it for good
-            model = model.model_copy(update={"module": copy.deepcopy(model.module)})
-        return build_trainable(model, sections=self.job.builder_sections, facts=self.facts, initial=initial)
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -246,17 +239,7 @@ class Session:
 
     def limits(self) -> LoopLimits:
         """The resolved numbers of the loop."""
-        loop = self.job.loop
-        every = self.job.planned("eval_every")
-        return LoopLimits(
-            max_steps=int(self.job.planned("max_steps")),
-            log_every=loop.log_every,
-            eval_every=int(every) if every else None,
-            eval_batches=loop.eval_batches,
-            patience=loop.patience,
-            min_delta=loop.min_delta,
-            nonfinite_steps=self.job.retry.nonfinite_steps,
-        )
+        return limits_of(self.job)
 
     def loop(
         self,
@@ -290,7 +273,7 @@ class Session:
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
-        return self.layout.whole_module(lambda: self._build(initial=False))
+        return self.layout.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
 
     def _eval_split(self) -> Split:
         if not hasattr(self, "_placed_eval"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from raytrain.config import (
 )
 from raytrain.data.sources import Source
 from raytrain.errors import CheckpointError
+from raytrain.loop_state import LoopLimits
 from raytrain.models.registry import call_builder, resolve, to_trainable
 from raytrain.plan import Plan, Resolved
 from raytrain.split_tensors import Place
@@ -119,6 +121,29 @@ def build_trainable(
     if weights is not None:
         weights.fill(trainable.module, trainable.translate)
     return trainable
+
+
+def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainable:
+    """The job's model as `build_trainable` builds it; where it will be sharded, which changes it for good, a copy of an
+    object that was given."""
+    model = job.model
+    if model.module is not None and job.planned("strategy") == "fsdp":
+        model = model.model_copy(update={"module": copy.deepcopy(model.module)})
+    return build_trainable(model, sections=job.builder_sections, facts=facts, initial=initial)
+
+
+def limits_of(job: TrainJob) -> LoopLimits:
+    """The resolved numbers of the loop."""
+    every = job.planned("eval_every")
+    return LoopLimits(
+        max_steps=int(job.planned("max_steps")),
+        log_every=job.loop.log_every,
+        eval_every=int(every) if every else None,
+        eval_batches=job.loop.eval_batches,
+        patience=job.loop.patience,
+        min_delta=job.loop.min_delta,
+        nonfinite_steps=job.retry.nonfinite_steps,
+    )
 
 
 def restore_elsewhere(trainable: Trainable, loaded: LoadedCheckpoint) -> None:

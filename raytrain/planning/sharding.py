@@ -52,17 +52,10 @@ def settled_precision(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Ch
     return Resolved("fp32", f"{UNMEASURED}; precision.dtype {chosen.bounds[0]} asks for less")
 
 
-def settled_shares(scale: ScaleConfig, chosen: Choice | None) -> Choice | None:
-    """Under `fsdp` all workers take the same: they meet in every pass."""
-    if scale.strategy != "fsdp" or chosen is None:
-        return chosen
-    return Resolved("equal", "scale.strategy fsdp: the workers meet in every block of every pass")
-
-
-def may_measure_memory(scale: ScaleConfig, loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Resolved]:
-    """`batches` as they are; under `fsdp` an `auto` micro-batch says what becomes of it when memory runs out."""
+def leave_to_shards(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Choice]:
+    """`batches` as they are; an `auto` micro-batch says what becomes of it when memory runs out."""
     micro = batches["micro_batch_size"]
-    if scale.strategy != "fsdp" or loop.micro_batch_size != "auto" or micro.value == 1:
+    if loop.micro_batch_size != "auto" or micro.value == 1:
         return batches
     told = f"{micro.reason}; an out-of-memory restarts from the newest checkpoint with half of it"
     return {**batches, "micro_batch_size": replace(micro, reason=told)}

@@ -39,6 +39,8 @@ def choose_shares(
     """
     if scale.shares == "equal":
         return None
+    if scale.strategy == "fsdp":
+        return Resolved("equal", "scale.strategy fsdp: the workers meet in every block of every pass")
     workers = _value(choices, "workers")
     if workers == 1:
         return Resolved("equal", "there is one worker")

@@ -9,7 +9,9 @@ import torch
 from lab import GPT, Rows, digest, make_session, token_rows, train
 from torch import Tensor, nn
 
+import raytrain.fsdp.saving
 from raytrain.checkpoint import newest_good
+from raytrain.errors import RunError
 from raytrain.loop_state import Clock
 from raytrain.models.gpt import Block, FeedForward, language_loss
 from raytrain.run_folder import RunFolder
@@ -97,10 +99,12 @@ def odd() -> Trainable:
 
 
 def together(_rank: int, _world: int, sections: dict[str, Any]) -> dict[str, Any]:
-    """The most bytes of whole parameters that were there at once, looked at whenever a layer runs or has run."""
+    """The most bytes of whole parameters, and of whole gradients, that were there at once, looked at whenever a layer
+    runs or has run."""
     session = session_of("fsdp", **sections)
     groups = [group for state in _states(session) for group in state._fsdp_param_groups]
     seen: list[tuple[int, int]] = []
+    gradients: list[int] = []
 
     def look(*_about: Any) -> None:
         sizes = [
@@ -108,6 +112,9 @@ def together(_rank: int, _world: int, sections: dict[str, Any]) -> dict[str, Any
             for group in groups
         ]
         seen.append((sum(sizes), sum(size > 0 for size in sizes)))
+        there = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+        whole = [one._unsharded_param.grad for one in there]
+        gradients.append(sum(grad.nbytes for grad in whole if grad is not None))
 
     for part in session.trainable.module.modules():
         if isinstance(part, nn.Linear | nn.LayerNorm | nn.Embedding):
@@ -115,7 +122,8 @@ def together(_rank: int, _world: int, sections: dict[str, Any]) -> dict[str, Any
             part.register_full_backward_hook(look)
     train(session)
     look()
-    return {"most": max(seen), "after": seen[-1], "looks": len(seen), **session.layout.facts()["sharded"]}
+    told = {"most": max(seen), "after": seen[-1], "looks": len(seen), "gradients": max(gradients)}
+    return {**told, **session.layout.facts()["sharded"]}
 
 
 def _states(session: Session) -> list[Any]:
@@ -149,6 +157,27 @@ def saved(rank: int, world: int, strategy: str, path: str, until: int, resumed: 
         for state in optimizer.state_dict()["state"].values()
     ]
     return {"losses": reporter.losses, "from": begun, "state": digest(weights, moments)}
+
+
+def unwritable(rank: int, _world: int, path: str) -> str:
+    """What ends a run whose second worker cannot write its rows."""
+    session = session_of("fsdp", loop={"max_steps": 1})
+
+    def full(*_about: Any, **_named: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        raytrain.fsdp.saving.write_parts = full
+    loop = session.loop(reporter=Rows(), should_stop=lambda: False, clock=Clock())
+    loop.saver = saver = CheckpointSaver(
+        session, RunFolder(path), every=1, keep="all", asynchronous=True, reporter=Rows(), clock=loop.clock, fence=None
+    )
+    try:
+        loop.run(session.state)
+        saver.close()
+    except (RunError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -67,6 +67,7 @@ def test_at_most_one_block_is_together_beyond_the_shards(sections: dict[str, Any
         assert groups == 2, "one block, and what is outside the blocks"
         assert rank["largest_block"] < most <= rank["largest_block"] + rank["outside"] + 64 * 20, "padding aside"
         assert rank["after"] == (0, 0)
+        assert rank["largest_block"] / 2 < rank["gradients"] <= rank["largest_block"] + rank["outside"]
         assert set(rank["outside_names"]) == {"positions", "tokens.weight", "norm.weight"}
 
 
@@ -93,3 +94,9 @@ def test_a_checkpoint_of_shards_goes_on_anywhere(tmp_path: Path) -> None:
             assert max(gaps) < 1e-12
             if (first, strategy, workers) == ("fsdp", "fsdp", 2):
                 assert max(gaps) == 0.0 and [r["state"] for r in ranks] == [r["state"] for r in unbroken]
+
+
+def test_rows_that_cannot_be_written_leave_no_checkpoint_and_are_told(tmp_path: Path) -> None:
+    first, second = run_gang(sharded.unwritable, str(tmp_path), world=2)
+    assert first.startswith("RunError: rank 1: ") and "No space left" in first and "No space left" in second
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -115,3 +115,10 @@ def test_hosts_of_experts_are_refused_by_name(hosts: Any) -> None:
 def test_experts_in_the_workers_are_sharded_as_the_rest(hosts: Any) -> None:
     assert resolved(plan(hosts=hosts), "hosts").value == 0
     assert resolved(plan(hosts=hosts), "strategy").value == "fsdp"
+
+
+def test_the_time_of_a_step_is_told_beside_that_of_whole_weights() -> None:
+    told = resolved(plan(), "step_time")
+    others, own = told.reason.split("data_parallel ")[1].split(", fsdp ")
+    assert told.value.startswith(f"about {own.split(';')[0]}") and others != own.split(";")[0]
+    assert "fsdp" not in resolved(plan(scale={"strategy": "data_parallel"}), "step_time").reason
