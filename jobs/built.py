@@ -10,12 +10,13 @@ from torch.overrides import TorchFunctionMode
 
 from jobs.facts import facts_of_model
 from jobs.spec import JobSpec
+from raytrain.blocks import blocks_of
 from raytrain.data.sources import Source, open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.registry import call_builder, resolve, takes, to_trainable
 from raytrain.plan import DataFacts, ModelFacts
 from raytrain.train_job import source_facts
-from raytrain.trainable import Trainable
+from raytrain.trainable import Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
                 "xavier_uniform_", "xavier_normal_")  # fmt: skip
@@ -57,7 +58,19 @@ def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
         activation_bytes_per_sample=None,
         flops_per_sample=trainable.flops_per_sample,
         reason=f"built on {where}",
+        blocks=_blocks(spec, trainable),
     )
+
+
+def _blocks(spec: JobSpec, trainable: Trainable) -> tuple[int, ...] | None:
+    """Parameters of each block; only `fsdp` cannot do without."""
+    try:
+        found = blocks_of(trainable, key="scale.strategy")
+    except InputError:
+        if spec.scale.strategy == "fsdp":
+            raise
+        return None
+    return tuple(parameters_of(block) for _, block in found)
 
 
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:

@@ -232,6 +232,9 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
     if verb in LATER_VERBS:
         raise InputError(verb, seen=f"the verb {verb}", remedy=f"{verb} is not built yet",
                          expected="train, tune, plan, report or bench in this version")
+    if verb == "tune" and spec.scale.strategy == "fsdp":
+        raise InputError("scale.strategy", seen="fsdp with the verb tune", expected="auto or data_parallel",
+                         remedy="a trial is one process on one device, where nothing is sharded")
     for key, (possible, expected, reason) in _later(spec).items():
         section, name = key.split(".")
         value = getattr(getattr(spec, section), name)

@@ -95,7 +95,7 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
-        self.layout.place(self.policy, half_blocks=not kept_in_fp32(job.plan.fp32_layers))
+        self.layout.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})

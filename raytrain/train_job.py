@@ -25,6 +25,7 @@ from raytrain.data.sources import Source
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, resolve, to_trainable
 from raytrain.plan import Plan, Resolved
+from raytrain.split_tensors import Place
 from raytrain.trainable import Trainable
 
 
@@ -70,6 +71,11 @@ class TrainJob:
         if not isinstance(choice, Resolved):
             raise TypeError(f"{name} is deferred: {choice.reason}")
         return choice.value
+
+
+def place_of(job: TrainJob, *, rank: int, world: int) -> Place | None:
+    """Whose rows of a checkpoint a worker wants; None where it wants all of them."""
+    return Place(rank, world) if job.planned("strategy") == "fsdp" else None
 
 
 def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +81,8 @@ class Trainable:
         between_steps: `between_steps(step)` once after each commit.
         commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; nothing in it
             is read from the device.
-        blocks: name of the module's list of repeated blocks (checkpointing, sharding), or None.
+        blocks: name of the module's list of repeated blocks, or names of lists and blocks (recomputing, sharding,
+            compiling one by one); None = the class of modules that repeats (`raytrain.blocks`).
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
@@ -101,7 +102,7 @@ class Trainable:
     agree: Callable[[LocalStep], GlobalStep] | None = None
     between_steps: Callable[[int], None] | None = None
     commit: Callable[[GlobalStep], None] | None = None
-    blocks: str | None = None
+    blocks: str | Sequence[str] | None = None
     flops_per_sample: float | None = None
     takes_global_count: bool = False
     counts: Callable[[], Tensor | None] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -102,8 +102,13 @@ def language_flops(*, matmul_parameters: float, layers: int, width: int, context
 
 def gpt_parameters(*, layers: int, width: int, context: int, vocab_size: int, feed_forward: int) -> int:
     """Parameters of a GPT whose blocks' feed-forwards hold `feed_forward` each; tied weights once."""
-    block = 4 * width * width + 2 * width + feed_forward
+    block = gpt_block(width=width, feed_forward=feed_forward)
     return (vocab_size + context) * width + layers * block + width
+
+
+def gpt_block(*, width: int, feed_forward: int) -> int:
+    """Parameters of one block: attention, two norms and its feed-forward."""
+    return 4 * width * width + 2 * width + feed_forward
 
 
 def gpt_activations(
@@ -139,7 +144,9 @@ def _gpt_facts(**keys: Any) -> ModelFacts:
         **sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], feed_forward=8 * width
     )
     flops = language_flops(**sizes, matmul_parameters=parameters - context * width)
-    return facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
+    block = gpt_block(width=width, feed_forward=8 * width * width)
+    found = facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
+    return replace(found, blocks=(block,) * layers)
 
 
 def _mlp_facts(**keys: Any) -> ModelFacts:

@@ -11,6 +11,7 @@ from typing import Any
 
 from raytrain.config import OptimConfig
 from raytrain.errors import InputError
+from raytrain.planning.sharding import together
 from raytrain.planning.values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
@@ -78,7 +79,7 @@ def moments(optim: OptimConfig) -> int:
 
 def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
-    workers: int, hosts: Resolved, share_out: ShareOut | None,
+    workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False,
 ) -> dict[str, Choice]:  # fmt: skip
     """parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and checkpoint_bytes.
 
@@ -87,6 +88,7 @@ def estimate_bytes(
         on_gpu: a device holds no process.
         hosts: where experts are, as `choose_hosts` says.
         share_out: None where nobody knows the experts' sizes.
+        sharded: each worker holds its rows of everything.
     """
     place = hosts.value
     if model_facts is None:
@@ -102,13 +104,14 @@ def estimate_bytes(
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
     kept = 0 if facts is None else rows * facts.kept_bytes_per_row
     activations = (model_facts.activation_bytes_per_sample or 0) * micro
-    parts = _named(here, dtype)
+    parts = _named(here, dtype) if not sharded else _sharded(model_facts, here, dtype, workers=workers)
     if held and place == "colocated":
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
         activations = max(0, activations - kept)
     parts |= {"activations": activations, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
-    unsaid = ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
+    unsaid = "; its blocks are unknown" if sharded and not model_facts.blocks else ""
+    unsaid += ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")
     if held and place != "colocated":
         process = 0 if on_gpu else HOST_PROCESS_BYTES
@@ -125,23 +128,35 @@ def estimate_bytes(
     }
 
 
-def least_bytes(model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, away: int = 0) -> int:
+def _sharded(facts: ModelFacts, whole: Bytes, dtype: str, *, workers: int) -> dict[str, int]:
+    """Bytes of one of so many workers, each with its rows of everything."""
+    kept = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
+    shares = {f"{name} / {workers}": -(-size // workers) for name, size in kept.items()}
+    return {**shares, "a block together": together(facts, dtype=dtype) or 0}
+
+
+def least_bytes(
+    model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, away: int = 0, shares: int = 1
+) -> int:
     """What a worker takes for certain before its first row: weights, gradients, optimizer state, and half of what a
     process was measured to take, since another build of torch may need less.
 
     Args:
         away: parameters of experts that live elsewhere.
+        shares: workers that each hold their rows of everything.
     """
     process = 0 if on_gpu else PROCESS_BYTES // 2
     if model_facts is None:
         return process
     trainable = model_facts.trainable_bytes // 4 - away
-    return process + trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable).kept
+    kept = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable).kept
+    return process + kept // shares
 
 
 def check_limit(
-    limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, hosts: Resolved
-) -> None:
+    limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, hosts: Resolved,
+    shares: int = 1,
+) -> None:  # fmt: skip
     """Whether `cluster.memory_limit` leaves a worker more than it takes for certain.
 
     Raises:
@@ -149,7 +164,7 @@ def check_limit(
     """
     facts = None if model_facts is None else model_facts.experts
     away = facts.total if facts is not None and hosts.value not in ("none", 0) else 0
-    least = least_bytes(model_facts, optim, on_gpu=on_gpu, away=away)
+    least = least_bytes(model_facts, optim, on_gpu=on_gpu, away=away, shares=shares)
     if limit is not None and least > limit:
         raise InputError(
             "cluster.memory_limit", seen=f"{size_text(limit)} for each process",

@@ -81,7 +81,7 @@ def predict_step(
     """Seconds of a step as planned, and in the reason those of the other strategies.
 
     Args:
-        choices: precision, workers, effective_batch, accumulation and shares (where there is such) are read.
+        choices: strategy, precision, workers, effective_batch, accumulation and shares (where there is such) are read.
     """
     unknown = facts is not None and facts.experts is None and hosts.value not in ("none", 0)
     if facts is None or facts.flops_per_sample is None or unknown:
@@ -98,6 +98,10 @@ def predict_step(
         rates = _rates(machines, inventory, dtype, processes=workers + (number or 0), unequal=unequal)
         found[name] = _seconds(work, rates, workers=workers, hosts=number, shared=name != "data_parallel")
     planned = found[_title(hosts)]
+    if isinstance(way := choices.get("strategy"), Resolved) and way.value == "fsdp":
+        rates = _rates(machines, inventory, dtype, processes=workers, unequal=unequal)
+        meetings = accumulation * (1 + len(facts.blocks or (0,)))
+        planned = found["fsdp"] = _sharded_seconds(work, rates, workers=workers, passes=accumulation, meetings=meetings)
     each = ", ".join(f"{name} {_text(spent)}" for name, spent in found.items())
     source = _rates(machines, inventory, dtype, processes=workers, unequal=unequal).source
     told = f"an estimate, not measured: {each}; {source}; {LEFT_OUT}"
@@ -164,6 +168,16 @@ def _seconds(work: Work, rates: Rates, *, workers: int, hosts: int, shared: bool
     spent += work.exchanges * rates.latency_s + away * work.exchanged_bytes / (min(workers, holders) * rates.wire)
     own, theirs = work.trunk_parameters * update, work.expert_parameters / holders * update
     return spent + (max(own, theirs) if hosts else own + theirs) + rates.latency_s
+
+
+def _sharded_seconds(work: Work, rates: Rates, *, workers: int, passes: int, meetings: int) -> float:
+    """Weights come together twice a pass, and their gradients go apart once; `meetings` of each kind."""
+    parameters = work.trunk_parameters + work.expert_parameters
+    spent = (work.trunk_flops + work.expert_flops) / rates.flops(workers)
+    if workers > 1:
+        moved = passes * (workers - 1) / workers * 4 * parameters
+        spent += 3 * (moved / rates.wire + meetings * rates.latency_s)
+    return spent + parameters / workers * UPDATE_BYTES / rates.memory
 
 
 def _rates(machines: Machines, inventory: Inventory, dtype: str, *, processes: int, unequal: bool) -> Rates:
