@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jobs.facts import facts_of_model
+from jobs.facts import formula_facts
+from jobs.paths import resolved
 from jobs.spec import JobSpec
 from raytrain.blocks import blocks_of
 from raytrain.data.sources import Source, open_source
@@ -28,7 +29,8 @@ def opened(spec: JobSpec) -> Source:
     Raises:
         InputError: whatever is wrong with the section, its files or their contents.
     """
-    return open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    settled = resolved(spec)
+    return open_source(settled.data, context=settled.model.keys.get("context"), seed=settled.seed)
 
 
 def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
@@ -38,7 +40,7 @@ def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
         InputError: the builder cannot be found or called, or fails.
     """
     shapes = source_facts(source)
-    return facts_of_model(spec, shapes) or built_facts(spec, shapes), source.facts
+    return formula_facts(spec, shapes) or built_facts(spec, shapes), source.facts
 
 
 def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
@@ -50,7 +52,11 @@ def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
     Raises:
         InputError: the builder cannot be found or called, or fails.
     """
-    trainable, where = build(spec, shapes)
+    return counted(spec, *build(spec, shapes))
+
+
+def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
+    """The sizes of a model that was built."""
     parameters = list(trainable.module.parameters())  # tied ones stand once
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in parameters),

@@ -248,7 +248,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     loop, scale = spec.loop, spec.scale
     return {
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
-        "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
         "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
                                    "the search for a batch size is"),

@@ -129,7 +129,7 @@ def load(path: str, *, check_hashes: bool = True, place: Place | None = None) ->
         manifest, files = _checked_files(store, scratch, hashes=check_hashes)
         try:
             tensors = {
-                part: _part_tensors(
+                part: part_tensors(
                     [files[name] for name in names],
                     tied=manifest["tied"].get(part, {}),
                     split=manifest.get("split", {}).get(part, []),
@@ -146,7 +146,7 @@ def load(path: str, *, check_hashes: bool = True, place: Place | None = None) ->
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
 
 
-def _part_tensors(
+def part_tensors(
     files: list[str], *, tied: dict[str, str], split: list[str], place: Place | None
 ) -> dict[str, Tensor]:
     """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""

@@ -89,7 +89,9 @@ class ModelConfig(OpenSection):
     module: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="an nn.Module, from Python only"
     )
-    init_from: Text | None = Field(default=None, description="weights to start from: a run folder or safetensors")
+    init_from: Text | None = Field(
+        default=None, description="weights to start from: a run folder, one of transformers, a safetensors file"
+    )
 
 
 class DataConfig(OpenSection):

@@ -172,8 +172,10 @@ def make_plan(
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     sharded = scale.strategy == "fsdp"
-    shares_of = workers.value if sharded else 1
-    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, shares=shares_of)
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=loop.activation_checkpointing,
+        hosts=hosts, shards=workers.value if sharded else 1,
+    )  # fmt: skip
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
     estimates = estimate_bytes(

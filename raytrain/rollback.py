@@ -36,7 +36,9 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
     if job.precision.fallback:
         higher = HIGHER_PRECISION.get(higher, higher)
     loaded = _same_checkpoint(run, job, workers)
-    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
+    fresh = Session(
+        job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None
+    )
     fresh.prepare(higher)
     fresh.sizing = session.sizing
     if loaded is not None:

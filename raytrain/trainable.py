@@ -92,6 +92,9 @@ class Trainable:
         elsewhere: what lives in other processes, or None.
         worst_case: a context in which what depends on the data (routing) takes the most memory it can; None = nothing
             does but the length of the rows.
+        export: `export(state, folder)` writes the weights as files of the model's own kind, `model.safetensors` among
+            them; None = that file alone.
+        translate: tensors by the names of such a file -> by the names in `module`, where the two may differ.
     """
 
     module: nn.Module
@@ -110,6 +113,8 @@ class Trainable:
     window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
     worst_case: Callable[[], AbstractContextManager[None]] | None = None
+    export: Callable[[dict[str, Tensor], str], None] | None = None
+    translate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:
@@ -138,6 +143,12 @@ def labels_weight(batch: Batch) -> int:
     if isinstance(labels, Tensor) and is_integer(labels):
         return int((labels != IGNORED_LABEL).sum())
     return rows(batch)
+
+
+def shifted_labels_weight(batch: Batch) -> int:
+    """The same for a model that compares what it says at one place with the label of the next: a row's first label
+    counts for nothing."""
+    return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
 
 
 def parameters_of(module: nn.Module) -> int:

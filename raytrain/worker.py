@@ -143,7 +143,9 @@ class Worker:
         if decision.micro_batch is not None:
             self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
         source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
-        self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=source)
+        self.session = session = Session(
+            self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
+        )
         reporter = self._reporter(decision)
         precision = settle_precision(
             session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push

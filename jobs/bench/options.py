@@ -230,7 +230,7 @@ class TuneOptions(BenchOptions):
     free: bool = Field(False, description="the micro-batch is the whole batch of a step, which may be any size")
     gate_steps: Count = Field(20, description="steps of the numeric gate")
     block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
-    ceilings: list[Count] = Field([4, 8], description="budgets are set so that so many rows of the GPT just fit")
+    ceilings: list[Count] = Field([4, 8, 32], description="budgets are set so that so many rows of the GPT just fit")
 
 
 class PeersOptions(LoopOptions):

@@ -114,15 +114,16 @@ def gpt_block(*, width: int, feed_forward: int) -> int:
 def gpt_activations(
     *, layers: int, heads: int, width: int, context: int, vocab_size: int, dropout: float, feed_forward: float
 ) -> int:
-    """Bytes autograd keeps for one window in fp32; `feed_forward` numbers per token of each feed-forward.
+    """Bytes of one window in fp32 as backward begins; `feed_forward` numbers per token of each feed-forward.
 
     A block keeps its two norms' inputs and outputs (4 D), query, key, value and result (4 D), and with each
-    norm two statistics; attention one number per head. With dropout attention keeps its S x S weights.
+    norm two statistics; attention one number per head. With dropout attention keeps its S x S weights. All of that is
+    still there while backward takes the loss back to the logits, in two more tensors of their size.
     """
     block = 8 * width + heads + 4 + feed_forward
     if dropout:
         block += 2 * width + 3 * heads * context
-    ends = 2 * width + 2 + vocab_size + (width if dropout else 0)
+    ends = 2 * width + 2 + 3 * vocab_size + (width if dropout else 0)
     return round(FLOAT_BYTES * context * (layers * block + ends))
 
 
