@@ -37,7 +37,7 @@ def test_shards_train_as_data_parallel_does(whole: dict[str, Any], world: int) -
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "experts"])
-def test_muon_gathers_what_it_orthogonalises_and_trains_as_data_parallel_does(model: dict[str, Any], world: int) -> None:
+def test_muon_gathers_what_it_orthogonalises_and_changes_nothing(model: dict[str, Any], world: int) -> None:
     """In float64, which it orthogonalises in itself; matrices of widths that three workers cannot share equally."""
     sections = {"model": model, "optim": {"name": "muon"}}
     one = run_gang(sharded.trained, "data_parallel", sections, world=2)[0]
