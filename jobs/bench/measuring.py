@@ -189,6 +189,11 @@ class Measurement:
         verdict = "not measurable here" if self.quick else "reproduced" if holds else "not reproduced"
         self.claims.append(Claim(effect, verdict, f"{evidence}{'; --quick sizes' if self.quick else ''}"))
 
+    def cannot(self, effect: str, why: str) -> None:
+        """Note that something cannot be measured here."""
+        self.claims.append(Claim(effect, "not measurable here", why))
+        self.gate(Check("what is needed", True, why))
+
     @property
     def passed(self) -> bool:
         """Whether every condition of the gate holds; without one nothing was compared."""

@@ -233,6 +233,13 @@ class TuneOptions(BenchOptions):
     ceilings: list[Count] = Field([4, 8, 32], description="budgets are set so that so many rows of the GPT just fit")
 
 
+class PeersOptions(LoopOptions):
+    """A step of ours against one of Lightning and one of Accelerate: same model, text, optimizer and schedule."""
+
+    workers: list[Count] = Field([1], description="one")
+    startups: NonNegativeInt = Field(0, description="none: start-up is measured by bench loop")
+
+
 class LrOptions(BenchOptions):
     """A learning-rate range test: `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
 
@@ -277,6 +284,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
+    "peers": (PeersOptions, "a step of ours against Lightning and Accelerate, where they are installed"),
     "lr": (LrOptions, "JOB.yaml: the loss over a rising learning rate, and the rate that it suggests: advice"),
     "all": (AllOptions, "every bench, and one table of what was claimed and what this machine says"),
 }  # fmt: skip

@@ -30,7 +30,7 @@ def session_of(strategy: str, *, precision: str = "fp64", **sections: Any) -> Se
     loop = {"max_steps": STEPS, "global_batch_size": 24, "micro_batch_size": 4, "eval_every": 3}
     return make_session(
         model, data, precision=precision,
-        scale={"strategy": strategy}, optim={"max_grad_norm": 0.05, "lr": 0.003},
+        scale={"strategy": strategy}, optim={"max_grad_norm": 0.05, "lr": 0.003, **sections.pop("optim", {})},
         loop={**loop, **sections.pop("loop", {})}, **sections,
     )  # fmt: skip
 

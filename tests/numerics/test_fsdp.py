@@ -35,6 +35,19 @@ def test_shards_train_as_data_parallel_does(whole: dict[str, Any], world: int) -
         assert max(shares) < total / world * 1.1
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "experts"])
+def test_muon_gathers_what_it_orthogonalises_and_changes_nothing(model: dict[str, Any], world: int) -> None:
+    """In float64, which it orthogonalises in itself; matrices of widths that three workers cannot share equally."""
+    sections = {"model": model, "optim": {"name": "muon"}}
+    one = run_gang(sharded.trained, "data_parallel", sections, world=2)[0]
+    ranks = run_gang(sharded.trained, "fsdp", sections, world=world)
+    assert sharded.close(one, ranks[0]) < 1e-12
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+    shares = [rank["held"]["moments"] for rank in ranks]
+    assert sum(shares) == one["held"]["moments"] and max(shares) < 0.75 * sum(shares)
+
+
 def test_blocks_computed_again_and_one_worker_alone_change_nothing(whole: dict[str, Any]) -> None:
     again = run_gang(sharded.trained, "fsdp", RECOMPUTED, world=2)[0]
     assert sharded.close(whole, again) < 1e-12
