@@ -11,6 +11,7 @@ from jobs.built import build, check_experts, facts_from, opened
 from jobs.plan import uses_hosts
 from jobs.spec import JobSpec
 from raytrain.attempts import this_process
+from raytrain.blocks import blocks_of
 from raytrain.callbacks import load_observers
 from raytrain.data.sources import hand_over, handed_over
 from raytrain.errors import InputError
@@ -18,6 +19,7 @@ from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
+from raytrain.speed.parts import parts_to_compile
 from raytrain.train_job import TrainJob, source_facts
 
 
@@ -49,6 +51,10 @@ def check_on_driver(spec: JobSpec) -> Checked:
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
+    if spec.loop.compile != "off":
+        parts_to_compile(trainable, spec.loop)
+    if spec.loop.activation_checkpointing:
+        blocks_of(trainable, key="loop.activation_checkpointing")
     check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
     model_facts, data_facts = facts_from(spec, source)
     return Checked(sent, model_facts, data_facts)

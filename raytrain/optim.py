@@ -40,7 +40,7 @@ def build_optimizers(module: nn.Module, optim: OptimConfig, *, lr: float) -> lis
     groups = parameter_groups(
         module.named_parameters(), weight_decay=optim.weight_decay, vectors=_stacked_vectors(module)
     )
-    fused = fused_available(module)
+    fused = optim.fused is not False and fused_available(module)
     if optim.name == "sgd":
         return [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
     return [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]

@@ -31,9 +31,9 @@ from raytrain.optim import Schedule, build_optimizers
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.step_probe import StepProbe
-from raytrain.recompute import recompute
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.shares import shares_in_force
+from raytrain.speed.switches import Switches
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
 
@@ -65,8 +65,7 @@ class Session:
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
-        if job.loop.activation_checkpointing:
-            recompute(self.trainable)
+        self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
         self.layers = LayerPrecision(self.trainable.module, self.device)
         self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
         self.state = LoopState()
@@ -254,6 +253,7 @@ class Session:
             peak_memory=self.peak_memory,
             clock=clock,
             sizing=self.sizing,
+            switches=self.switches,
         )
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -264,6 +264,7 @@ class Session:
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
+        self.switches.end()
         elsewhere = self.trainable.elsewhere
         return self.trainable.module if elsewhere is None else elsewhere.whole()
 
