@@ -31,7 +31,7 @@ from raytrain.planning.hosts import (
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
 from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
 from raytrain.planning.shares import choose_shares, splits
-from raytrain.planning.speed import choose_compile, choose_cudnn_benchmark, choose_optimizer_impl
+from raytrain.planning.speed import choose_compile, choose_cudnn_benchmark, choose_update
 from raytrain.planning.steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -64,7 +64,8 @@ class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
     Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `compile` and
-    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked for.
+    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
+    `fp32_layers` where none is asked for.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -197,7 +198,7 @@ def make_plan(
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),
-        optimizer_impl=choose_optimizer_impl(optim, machines),
+        optimizer_impl=choose_update(optim, machines),
         compile=choose_compile(loop, choices["strategy"], missing=compile_missing, warnings=warnings),
         cudnn_benchmark=choose_cudnn_benchmark(loop, machines),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),

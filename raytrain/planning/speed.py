@@ -61,8 +61,8 @@ def choose_cudnn_benchmark(loop: LoopConfig, machines: Machines) -> Resolved | N
     return Resolved(loop.cudnn_benchmark, "loop.cudnn_benchmark")
 
 
-def choose_optimizer_impl(optim: OptimConfig, machines: Machines) -> Resolved:
-    """"fused" or "plain"."""
+def choose_update(optim: OptimConfig, machines: Machines) -> Resolved:
+    """How the optimizer goes over its tensors: "fused" or "plain"."""
     if optim.fused is False:
         return Resolved("plain", "optim.fused false: each skipped step costs a device read")
     return Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}")

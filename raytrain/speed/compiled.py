@@ -114,6 +114,7 @@ class CompiledParts:
         _watch()
         backend = _backend(mode, lower)
         for status, (_, part) in zip(self.parts, parts, strict=True):
+            _keep_eager(part)
             self._forwards.append((part, part.__dict__.get("forward")))
             compiled = torch.compile(part.forward, backend=backend, dynamic=True)
             part.forward = _Compiled(status, compiled)  # type: ignore[method-assign]
@@ -160,6 +161,13 @@ class CompiledParts:
             "breaks_at": list(self._breaks_at)[:LISTED_AT_MOST],
             "parts": [part.to_json() for part in self.parts],
         }
+
+
+def _keep_eager(part: nn.Module) -> None:
+    """Methods that a module inside names in a tuple `never_compiled` run as they are written."""
+    for inner in part.modules():
+        for name in getattr(inner, "never_compiled", ()):
+            setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
 
 
 class _Compiled:
@@ -224,17 +232,17 @@ def _named(error: BaseException) -> str:
 # -- what torch tells of its work ------------------------------------------------------------------
 
 
-@functools.cache
 def _watch() -> None:
     """From now on, in this process: frames that cannot be traced run as written, and what the compiler does is noted
-    with the part that it does it for."""
+    with the part that it does it for. Once is enough, until somebody resets torch's compiler."""
     import torch._dynamo.config
     from torch._dynamo.callback import callback_handler
 
     torch._dynamo.config.suppress_errors = True
     torch._dynamo.config.recompile_limit = VARIANTS_AT_MOST
-    callback_handler.register_start_callback(_started)
-    callback_handler.register_end_callback(_ended)
+    if _started not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_started)
+        callback_handler.register_end_callback(_ended)
 
 
 def _started(_about: Any) -> None:
