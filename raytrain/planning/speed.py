@@ -5,6 +5,7 @@ from __future__ import annotations
 from raytrain.config import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.planning.machines import Machines
+from raytrain.planning.steps import fused_part
 from raytrain.planning.values import Choice, Resolved
 
 
@@ -65,4 +66,4 @@ def choose_update(optim: OptimConfig, machines: Machines) -> Resolved:
     """How the optimizer goes over its tensors: "fused" or "plain"."""
     if optim.fused is False:
         return Resolved("plain", "optim.fused false: each skipped step costs a device read")
-    return Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}")
+    return Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}")

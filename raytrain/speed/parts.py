@@ -20,7 +20,8 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
     """The parts, outermost first; ("", module) is the whole model.
 
     `auto` takes the blocks where the model names them, or repeats some that are more than single layers: they share
-    what is compiled, so that its seconds do not grow with their number. A name stands for every module whose dotted name ends with it: `router` for the routers of all blocks.
+    what is compiled, so that its seconds do not grow with their number. A name stands for every module whose dotted
+    name ends with it: `router` for the routers of all blocks.
 
     Raises:
         InputError: a name that the model does not have, a model without blocks where they are asked for, or a part

@@ -429,6 +429,7 @@ FLAGS = {
     "optim.weight_decay": Flag(trained, "losses", "0.1", "5.0"),
     "optim.betas": Flag(trained, "losses", "[0.9, 0.99]", "[0.1, 0.2]"),
     "optim.momentum": Flag(trained, "losses", "0.9", "0.0", SGD),
+    "optim.fused": Flag(planned, "optimizer_impl", "auto", "false"),
     "optim.eps": Flag(trained, "losses", "1e-8", "0.1"),
     "optim.schedule": Flag(trained, "losses", "cosine", "constant"),
     "optim.warmup_steps": Flag(trained, "losses", "0", "3"),
@@ -447,6 +448,10 @@ FLAGS = {
     "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
+    "loop.compile": Flag(planned, "compile", "default", "reduce-overhead"),
+    "loop.compile_parts": Flag(planned, "compile", "blocks", "all", ("loop.compile=default",)),
+    "loop.cudnn_benchmark": Flag(planned, "cudnn_benchmark", "true", "false"),
+    "loop.reference": Flag(planned, "optimizer_impl", "false", "true"),
     "loop.activation_checkpointing": experts("batches", "false", "true"),
     "loop.patience": Flag(trained, "steps", "1", "3", (*OFTEN, "loop.min_delta=100.0")),
     "loop.min_delta": Flag(trained, "steps", "0.0", "100.0", (*OFTEN, "loop.patience=1")),
@@ -497,7 +502,7 @@ FLAGS = {
 """Every key that this version obeys."""
 
 REFUSED = {
-    "model.init_from": "runs/latest", "loop.compile": "default",
+    "model.init_from": "runs/latest",
 }  # fmt: skip
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 

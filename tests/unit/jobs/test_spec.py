@@ -275,8 +275,7 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "scale.strategy=fsdp", "scale.workers=[1, 2]",
-        "optim.name=muon",
+        "scale.workers=[1, 2]",
         "loop.global_batch_size=auto", "data.storage=pinned",
     ],
 )  # fmt: skip

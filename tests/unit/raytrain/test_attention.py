@@ -158,8 +158,9 @@ def test_a_window_sees_itself_and_what_is_just_before_it(length: int, window: in
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     weight = torch.randn(ours.shape, generator=draw, dtype=torch.float64)
     mine = torch.autograd.grad((ours * weight).sum(), (q, k, v))
-    for ours, theirs in zip(mine, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    expected = torch.autograd.grad((theirs * weight).sum(), (q, k, v))
+    for gradient, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-12)
 
 
 def test_a_window_as_long_as_the_context_is_plain_causal_attention() -> None:
