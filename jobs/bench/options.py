@@ -65,8 +65,47 @@ class CheckpointOptions(BenchOptions):
     dir: Text | None = Field(None, description="where they are written; null is the system's temporary directory")
 
 
+class AttentionOptions(BenchOptions):
+    """Causal attention with and without masks: time of each way, and peak bytes by length."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 16, "heads": 2, "length": 32, "rows": 2, "lengths": [64, 128, 256, 512], "window": 8,
+        "blocks": 3, "block_s": 0.0,
+    }  # fmt: skip
+
+    layers: Count = Field(4, description="of the stack of attention layers that is timed, forward only")
+    width: Count = Field(256, description="of a token")
+    heads: Count = Field(4, description="of each layer")
+    length: Count = Field(512, description="tokens of a row")
+    rows: Count = Field(4, description="of a batch")
+    window: Count = Field(64, description="tokens that a sliding window sees")
+    lengths: list[Count] = Field([512, 1024, 2048, 4096], description="of one row, whose peak bytes are counted")
+    block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
+
+
+class CompileOptions(BenchOptions):
+    """Whole optimizer steps compiled against eager, what compiling costs first, and all switches against none."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "heads": 1, "width": 8, "context": 8, "batch": 4, "blocks": 3, "block_steps": 1,
+        "modes": ["default"], "reference": False,
+    }  # fmt: skip
+
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(12, description="rows of a step")
+    parts: Text = Field("blocks", description="loop.compile_parts")
+    modes: list[Literal["default", "reduce-overhead", "max-autotune"]] = Field(
+        ["default", "max-autotune"], description="of torch.compile; reduce-overhead is default on a CPU"
+    )
+    block_steps: Count = Field(20, description="steps of one block")
+    reference: bool = Field(True, description="also a job with every default against loop.reference")
+
+
 class MemoryOptions(BenchOptions):
-    """Peak memory of four small micro-batches against one large batch, in processes of their own."""
+    """Peak memory of one large batch against accumulation, activation checkpointing and bf16, each in a process."""
 
     QUICK: ClassVar[dict[str, Any]] = {"layers": 1, "width": 64, "context": 32, "rows": 16, "blocks": 1}
 
@@ -232,7 +271,12 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
                   "and what `auto` chooses"),
     "checkpoint": (CheckpointOptions, "how long an asynchronous checkpoint stops the loop, against a synchronous one"),
-    "memory": (MemoryOptions, "peak memory with gradient accumulation against one large batch"),
+    "memory": (MemoryOptions, "peak memory with gradient accumulation, activation checkpointing and bf16, each against "
+               "one large batch"),
+    "attention": (AttentionOptions, "masks built, cached and not made at all (is_causal); a sliding window; peak bytes "
+                  "by length"),
+    "compile": (CompileOptions, "eager against compiled steps, by mode; seconds of the compiler, graph breaks, and the "
+                "step from which it pays; every default against loop.reference"),
     "placement": (PlacementOptions, "placement policies on the next window of expert load, per host; EPLB's example; "
                   "time to plan"),
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
