@@ -187,5 +187,5 @@ def _claims(found: Measurement, options: AttentionOptions, cache: MaskCache) -> 
     found.claim(
         "without a mask memory grows with the length, written out with its square",
         straight and shapes[BUILT]["shape"] == "quadratic",
-        ", ".join(f"{name}: length^{row['power']:.2f}" for name, row in shapes.items()),
+        ", ".join(f"{name}: {row['shape']} (R2 {row['r2'][row['shape']]:.4f})" for name, row in shapes.items()),
     )

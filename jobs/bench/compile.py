@@ -42,7 +42,7 @@ def run(options: CompileOptions, *, quick: bool, say: Say) -> Measurement:
     return found
 
 
-def _arm(options: CompileOptions, **loop: Any) -> SessionArm:
+def _arm(options: CompileOptions, *, fused: bool | str = "auto", **loop: Any) -> SessionArm:
     draw = torch.Generator().manual_seed(options.seed)
     tokens = torch.randint(97, 123, (60_000,), generator=draw, dtype=torch.uint8)
     sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "context")}
@@ -53,6 +53,7 @@ def _arm(options: CompileOptions, **loop: Any) -> SessionArm:
             "seed": options.seed,
             "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
             "data": {"train": bytes(tokens.tolist()), "eval_fraction": 0.0},
+            "optim": {"fused": fused},
             "loop": {
                 "max_steps": MAX_STEPS, "global_batch_size": options.batch, "log_every": options.block_steps, **loop,
             },
@@ -95,20 +96,28 @@ def _compare(found: Measurement, options: CompileOptions, arms: dict[str, Sessio
 
 
 def _together(found: Measurement, options: CompileOptions, say: Say) -> None:
-    """Every default against the plain path, in blocks of their own."""
+    """Every default against the plain path, and against itself without fused kernels, in blocks of their own."""
     say("every default against loop.reference")
-    arms = {"defaults": _arm(options), "reference": _arm(options, reference=True)}
-    for arm in arms.values():
+    arms = {
+        "defaults": _arm(options), "optim.fused false": _arm(options, fused=False),
+        "reference": _arm(options, reference=True),
+    }  # fmt: skip
+    for name, arm in arms.items():
         arm.run(2 * options.block_steps)
-    found.gate(equal_series("defaults: the losses are the reference's", arms["defaults"].losses,
-                            arms["reference"].losses, relative=TOLERANCE))  # fmt: skip
+        losses, plain = arm.losses, arms["defaults"].losses
+        found.gate(equal_series(f"{name}: the losses of the defaults", losses, plain, relative=TOLERANCE))
     steps = options.block_steps
     times = alternate({name: (lambda arm=arm: arm.run(steps) / steps) for name, arm in arms.items()},
                       blocks=options.blocks)  # fmt: skip
     found.arms |= times
     ratio = compare(times, of="reference", to="defaults", name="reference / every default")
-    found.ratios.append(ratio)
+    fused = compare(times, of="optim.fused false", to="defaults", name="optimizer without / with fused kernels")
+    found.ratios += [ratio, fused]
     found.claim(
         f"all optimisations together train {PROMISED_TOGETHER:g} times as fast", ratio.low >= PROMISED_TOGETHER,
         f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of this small GPT on this CPU",
+    )
+    found.claim(
+        "fused optimizer kernels make steps faster on a CPU", fused.low > 1,
+        f"{fused.median:.3f} [{fused.low:.3f}, {fused.high:.3f}] of whole steps",
     )  # fmt: skip

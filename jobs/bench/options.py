@@ -69,7 +69,7 @@ class AttentionOptions(BenchOptions):
     """Causal attention with and without masks: time of each way, and peak bytes by length."""
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "width": 16, "heads": 2, "length": 32, "rows": 2, "lengths": [64, 128, 256, 512], "window": 8,
+        "layers": 1, "width": 16, "heads": 2, "length": 32, "rows": 2, "lengths": [1024, 1280, 1536, 2048], "window": 8,
         "blocks": 3, "block_s": 0.0,
     }  # fmt: skip
 
@@ -79,7 +79,10 @@ class AttentionOptions(BenchOptions):
     length: Count = Field(512, description="tokens of a row")
     rows: Count = Field(4, description="of a batch")
     window: Count = Field(64, description="tokens that a sliding window sees")
-    lengths: list[Count] = Field([512, 1024, 2048, 4096], description="of one row, whose peak bytes are counted")
+    lengths: list[Count] = Field(
+        [1024, 1536, 2048, 3072, 4096], description="of one row, whose peak bytes are counted; below torch's kernel"
+        " takes other tiles"
+    )
     block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
 
 
@@ -88,7 +91,7 @@ class CompileOptions(BenchOptions):
 
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "heads": 1, "width": 8, "context": 8, "batch": 4, "blocks": 3, "block_steps": 1,
-        "modes": ["default"], "reference": False,
+        "modes": ["default"],
     }  # fmt: skip
 
     layers: Count = Field(4, description="of the GPT")

@@ -204,13 +204,14 @@ class _Graph:
 def _backend(mode: str, lower: Lower | None) -> Callable[[Any, list[Any]], Callable[..., Any]]:
     """The backend of a mode, one for the life of the process: torch asks for the same object before it shares code."""
     from torch._dynamo.exc import RestartAnalysis
+    from torch._functorch import config as autograd_config
 
-    chosen = lower or torch._TorchCompileInductorWrapper(mode, None, True)
+    chosen: Any = lower or torch._TorchCompileInductorWrapper(mode, None, True)
 
     def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compiles forward and backward now, so that a failure of either is found before anything has run."""
         try:
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            with autograd_config.patch(force_non_lazy_backward_lowering=True):
                 made = _Graph(chosen(graph, inputs))
         except RestartAnalysis:  # torch's own way to trace once more
             raise

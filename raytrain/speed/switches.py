@@ -8,6 +8,7 @@ import torch
 
 from raytrain.gradients import Workers
 from raytrain.models.mask_cache import MaskCache
+from raytrain.planning.values import Resolved
 from raytrain.recompute import recompute
 from raytrain.speed.compiled import CompiledParts
 from raytrain.speed.cudnn import CudnnBenchmark
@@ -31,7 +32,8 @@ class Switches:
     def __init__(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
         loop, self._notices = job.loop, list[tuple[str, dict[str, Any]]]()
         self.cudnn = CudnnBenchmark(loop.cudnn_benchmark, device=device, deterministic=loop.deterministic)
-        self.masks = [part.masks for part in trainable.module.modules() if isinstance(_masks(part), MaskCache)]
+        held = (part.__dict__.get("masks") for part in trainable.module.modules())
+        self.masks = [cache for cache in held if isinstance(cache, MaskCache)]
         for cache in self.masks:
             cache.budget = int(loop.mask_cache_mb * MEGABYTE)
         self.compiled: CompiledParts | None = None
@@ -42,7 +44,7 @@ class Switches:
 
     def _compile(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
         planned = job.plan.compile
-        why = planned.reason if planned is not None and planned.value == "off" else None
+        why = planned.reason if isinstance(planned, Resolved) and planned.value == "off" else None
         why = why or missing_for_compile(device.type)
         if sum(workers.sum_flags([int(why is not None)])):
             why = why or "another worker's machine cannot compile"
@@ -75,7 +77,3 @@ class Switches:
         """Training is over: whatever follows (an export, a sample of text) is not worth compiling for."""
         if self.compiled is not None:
             self.compiled.off()
-
-
-def _masks(part: torch.nn.Module) -> Any:
-    return part.__dict__.get("masks")
