@@ -38,7 +38,7 @@ from raytrain.search.shares import shares_in_force
 from raytrain.speed.switches import Switches
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_trainable, restore_elsewhere, source_facts
-from raytrain.trainable import Trainable
+from raytrain.trainable import Trainable, shifted_labels_weight
 
 
 class Session:
@@ -49,9 +49,13 @@ class Session:
         workers: the group (world 1 in a plain process).
         local_rank: rank on this node, for the device index.
         source: opened data, where the caller already has it (tests, handed-over data).
+        initial: load `model.init_from`; False where a checkpoint will be restored.
     """
 
-    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None) -> None:
+    def __init__(
+        self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None,
+        initial: bool = True,
+    ) -> None:  # fmt: skip
         self.job = job
         self.workers = workers
         self.local_rank = local_rank
@@ -67,7 +71,7 @@ class Session:
         seed_everything(job.seed)
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
-        self.trainable = self._build()
+        self.trainable = self._build(initial=initial)
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
@@ -81,11 +85,11 @@ class Session:
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
 
-    def _build(self) -> Trainable:
+    def _build(self, *, initial: bool) -> Trainable:
         model = self.job.model
         if model.module is not None and self.job.planned("strategy") == "fsdp":  # which changes it for good
             model = model.model_copy(update={"module": copy.deepcopy(model.module)})
-        return build_trainable(model, sections=self.job.builder_sections, facts=self.facts)
+        return build_trainable(model, sections=self.job.builder_sections, facts=self.facts, initial=initial)
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -94,7 +98,7 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
-        self.layout.place(self.policy, half_blocks=not kept_in_fp32(job.plan.fp32_layers))
+        self.layout.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
@@ -133,7 +137,10 @@ class Session:
             storage=job.planned("storage"),
         )
         batches.shares = shares_in_force(job.plan.shares)
-        return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
+        weight = self.trainable.weight
+        if weight is shifted_labels_weight and self.source.first_labels_ignored:
+            weight = None  # the split knows it, and no batch has to be read for it
+        return Feed(batches, device=self.device, weight=weight, dtype=self.policy.master_dtype)
 
     def settle(self, **choices: Resolved) -> None:
         """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
@@ -155,8 +162,9 @@ class Session:
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
 
     def measure(
-        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
-    ) -> Measurement:
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool,
+        least: int | None = None,
+    ) -> Measurement:  # fmt: skip
         """One candidate with the real step in the real group of workers; changes nothing that it measures.
 
         Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
@@ -167,16 +175,22 @@ class Session:
             budget_bytes: a peak above it counts as out of memory (`raytrain.memory.process_budget`); None = only what
                 the allocator refuses does.
             passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            least: given, so many are enough where two took the same time.
             with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
                 evaluation batch.
 
         Raises:
             ValueError: a precision of another master dtype.
         """
+        return self.probe.measure(candidate, budget=budget_bytes, passes=passes, least=least, with_memory=with_memory)
+
+    @property
+    def probe(self) -> StepProbe:
+        """What measures the step in force; needs `prepare`."""
         if self._probe is None or self._probe.step is not self.step:
             split = None if self.source.eval is None else self._eval_split()
             self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
-        return self._probe.measure(candidate, budget_bytes=budget_bytes, passes=passes, with_memory=with_memory)
+        return self._probe
 
     def use_micro_batch(self, chosen: Resolved) -> None:
         """From now on, and in whatever session follows this one after a rewind."""
@@ -277,7 +291,7 @@ class Session:
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
         self.switches.end()
-        return self.layout.whole_module(self._build)
+        return self.layout.whole_module(lambda: self._build(initial=False))
 
     def _eval_split(self) -> Split:
         if not hasattr(self, "_placed_eval"):

@@ -86,6 +86,8 @@ class Source:
         describe: one line for people.
         classes: number of classes where the labels are class numbers.
         class_names: names of the classes where the labels were strings, in the order of their numbers.
+        tokenizer: folder of the tokenizer that made the tokens.
+        first_labels_ignored: the first label of each row is -100, as a model that shifts inside does not look at it.
     """
 
     train: Split
@@ -97,6 +99,8 @@ class Source:
     describe: str = ""
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    first_labels_ignored: bool = False
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:

@@ -71,9 +71,8 @@ class TensorSplit:
         columns: tensor of each column; kept as they are, not copied.
         divisors: columns that are stored compactly and become `float32 / divisor` in the batch.
         counts: `label_counts` of the rows where they are known already (by `to`), else counted here.
+        tokens_per_row: see `Split`.
     """
-
-    tokens_per_row: int | None = None
 
     def __init__(
         self,
@@ -82,7 +81,9 @@ class TensorSplit:
         divisors: Mapping[str, float] | None = None,
         counts: np.ndarray | None = None,
         counted: bool = False,
+        tokens_per_row: int | None = None,
     ) -> None:
+        self.tokens_per_row = tokens_per_row
         self.columns = dict(columns)
         self.divisors = dict(divisors or {})
         self._rows = next(iter(self.columns.values())).shape[0]
@@ -121,14 +122,16 @@ class TensorSplit:
         index = torch.from_numpy(rows).to(self.device)
         chosen = {name: column.index_select(0, index) for name, column in self.columns.items()}
         counts = None if self.counts is None else self.counts[rows]
-        return TensorSplit(chosen, divisors=self.divisors, counts=counts, counted=True)
+        more = {"counts": counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(chosen, divisors=self.divisors, **more)
 
     def to(self, device: torch.device | str) -> TensorSplit:
         """Every column on `device`, moved once; itself where it is there already."""
         moved = {name: column.to(device) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
-        return TensorSplit(moved, divisors=self.divisors, counts=self.counts, counted=True)
+        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(moved, divisors=self.divisors, **more)
 
 
 class TextSplit:
@@ -145,11 +148,15 @@ class TextSplit:
         tokens: (N,) uint8, uint16 or int32 array, or a tensor.
         context: T, tokens of a window.
         key: what an error names, for a text that is too short.
+        same_labels: labels are the input_ids, the first of a row -100, for a model that shifts inside.
     Raises:
         InputError: no window fits.
     """
 
-    def __init__(self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path") -> None:
+    def __init__(
+        self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path", same_labels: bool = False
+    ) -> None:
+        self.same_labels = same_labels
         self.tokens = tokens if isinstance(tokens, Tensor) else torch.from_numpy(compact_tokens(tokens))
         self.context = self.tokens_per_row = context
         self._length = self.tokens.shape[0]
@@ -182,18 +189,25 @@ class TextSplit:
 
     def gather(self, handles: np.ndarray) -> Batch:
         starts = torch.from_numpy(handles).to(self.device, non_blocking=True)
+        if self.same_labels:
+            ids = self._windows.index_select(0, starts).to(torch.int64)
+            labels = ids.clone()
+            labels[:, 0] = IGNORED_LABEL
+            return {"input_ids": ids, "labels": labels}
         return {
             "input_ids": self._windows.index_select(0, starts).to(torch.int64),
             "labels": self._windows.index_select(0, starts + 1).to(torch.int64),
         }
 
     def weights(self, handles: np.ndarray) -> int:
-        return len(handles) * self.context
+        return len(handles) * (self.context - self.same_labels)
 
     def to(self, device: torch.device | str) -> TextSplit:
         """The tokens on `device`, moved once; itself where they are there already."""
         moved = self.tokens.to(device)
-        return self if moved is self.tokens else TextSplit(moved, context=self.context)
+        if moved is self.tokens:
+            return self
+        return TextSplit(moved, context=self.context, same_labels=self.same_labels)
 
 
 def compact_tokens(tokens: np.ndarray) -> np.ndarray:

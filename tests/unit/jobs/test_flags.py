@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from jobs.tuning.batch_command import find_search
 from jobs.tuning.cache import Cache
 from jobs.tuning.points import find_points
 from raytrain.attempts import this_process
+from raytrain.checkpoint import export_weights
 from raytrain.data.sources import open_source
 from raytrain.decode import dump_yaml, encode, parse_override
 from raytrain.errors import InputError
@@ -102,6 +104,15 @@ class Net(nn.Module):
 def rows_job(folder: Path) -> dict[str, Any]:
     """A small classifier on rows in memory."""
     return {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"train": class_rows()}}
+
+
+@cache
+def weights_file() -> str:
+    """Weights of the small classifier, drawn with another seed."""
+    loaded = load_spec(mapping={**rows_job(Path()), "seed": 7}, overrides=FIXED)
+    path = Path(tempfile.mkdtemp(prefix="weights-")) / "model.safetensors"
+    export_weights(session_of(loaded).trainable.module.state_dict(), str(path))
+    return str(path)
 
 
 def nan_job(folder: Path) -> dict[str, Any]:
@@ -404,7 +415,10 @@ def told(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     return vars(train_job(loaded.spec, plan_job(loaded, inventory=BOX), RunFolder(str(place.folder)), attempt=1))
 
 
-FOUND = "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu}"
+FOUND = (
+    "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu,"
+    " also: [b]}"
+)
 RATES = ("tune.space.optim.lr=[0.1, 0.2, 0.3]",)
 
 FLAGS = {
@@ -419,6 +433,7 @@ FLAGS = {
     "name": Flag(commanded, "name", "one", "two"),
     "seed": Flag(trained, "losses", "1", "2"),
     "model.builder": Flag(trained, "parameters", "raytrain.models.mlp:mlp", "experts.models:moe_mlp"),
+    "model.init_from": Flag(trained, "losses", "null", weights_file),
     "model.module": Flag(trained, "parameters", lambda: Net(8), lambda: Net(16)),
     "data.source": Flag(planned, "steps_per_epoch", "text", "csv", job=file_job),
     "data.storage": Flag(trained, "storage", "resident", "stream"),
@@ -503,11 +518,6 @@ FLAGS = {
 }  # fmt: skip
 """Every key that this version obeys."""
 
-REFUSED = {
-    "model.init_from": "runs/latest",
-}  # fmt: skip
-"""Keys whose every value but the default is refused by name: a later version obeys them."""
-
 LATER = {
     "infer.input": ("in.jsonl", "the verb infer"), "infer.output": ("out", "the verb infer"),
     "infer.batch_size": ("8", "the verb infer"), "infer.max_samples": ("9", "the verb infer"),
@@ -531,8 +541,8 @@ def given(key: str, value: Any, *, flag: Flag, folder: Path) -> LoadedSpec:
 
 def text_of(key: str) -> str | None:
     """A value of a key as a file may hold it, never its default; None where only Python can give one."""
-    if key in REFUSED or key in LATER:
-        return REFUSED[key] if key in REFUSED else LATER[key][0]
+    if key in LATER:
+        return LATER[key][0]
     flag = FLAGS[key]
     texts = [value for value in (flag.second, flag.first) if isinstance(value, str)]
     default = next(row.default for row in key_rows(JobSpec) if row.key == key)
@@ -552,7 +562,7 @@ def fixed_process() -> Iterator[None]:
 
 def test_every_key_is_in_one_of_the_tables() -> None:
     """A new key belongs into FLAGS, with two values that make a difference."""
-    known = [*FLAGS, *REFUSED, *LATER]
+    known = [*FLAGS, *LATER]
     assert sorted(known) == sorted(row.key for row in key_rows(JobSpec))
 
 
@@ -572,15 +582,6 @@ def test_two_values_of_a_key_make_a_difference(key: str, tmp_path: Path, monkeyp
             seen.append(flag.see(loaded, Place(folder, patch))[flag.part])
     assert seen[0] != seen[1], f"{key} changes nothing: {flag.part} is {seen[0]} either way"
     assert key == "model.module" or seen[0] == seen[2], f"{flag.part} differs by itself"
-
-
-@pytest.mark.parametrize("key", list(REFUSED))
-def test_a_key_of_a_later_version_is_refused_by_name(key: str) -> None:
-    job = {"model": {"builder": "a:b"}, "data": {"source": "text"}}
-    refuse_later(load_spec(mapping=job).spec, "train")
-    with pytest.raises(InputError) as refusal:
-        refuse_later(load_spec(mapping=job, overrides=[f"{key}={REFUSED[key]}"]).spec, "train")
-    assert refusal.value.key == key and "this version" in str(refusal.value)
 
 
 @cache
@@ -611,7 +612,7 @@ def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_now
 
 
 @pytest.mark.covers("CLI-39")
-@pytest.mark.parametrize("key", [key for key in (*FLAGS, *REFUSED, *LATER) if text_of(key) is not None])
+@pytest.mark.parametrize("key", [key for key in (*FLAGS, *LATER) if text_of(key) is not None])
 def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path) -> None:
     text = text_of(key)
     section, _, name = key.partition(".")
