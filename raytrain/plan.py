@@ -32,7 +32,7 @@ from raytrain.planning.machines import Machines, choose_fp32_layers, choose_mach
 from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
 from raytrain.planning.sharding import may_measure_memory, refuse_unmeasured, settled_precision, settled_shares
 from raytrain.planning.shares import choose_shares, splits
-from raytrain.planning.speed import choose_compile, choose_cudnn_benchmark, choose_update
+from raytrain.planning.speed import choose_speed
 from raytrain.planning.steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -160,8 +160,8 @@ def make_plan(
     """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
 
     `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
-    are shared out, `compile_missing` why torch.compile cannot be had. Raises InputError, naming the key, for what these
-    machines or this data cannot give.
+    are shared out, `compile_missing` why torch.compile cannot be had. Raises InputError for what these machines or this
+    data cannot give, naming the key.
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
@@ -192,22 +192,17 @@ def make_plan(
     settled = leave_to_memory(loop, batches, doubt=None if sharded else doubt)
     _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
-    shares = choose_shares(
-        scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
-    )
-    shares = settled_shares(scale, shares)
+    shares = settled_shares(scale, choose_shares(
+        scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction,
+    ))  # fmt: skip
     known |= {} if shares is None else {"shares": shares}
     return Plan(
-        **choices, **settled, **length, **estimates,
-        shares=shares,
+        **choices, **settled, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
-        warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
-        lr=choose_lr(optim, global_batch=total),
-        optimizer_impl=choose_update(optim, machines),
-        compile=choose_compile(loop, choices["strategy"], missing=compile_missing, warnings=warnings),
-        cudnn_benchmark=choose_cudnn_benchmark(loop, machines),
+        warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
+        **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         storage=storage, hosts=hosts, inflight=inflight,

@@ -269,18 +269,10 @@ class Session:
         if self.sizing is None:
             self.sizing = MicroBatchSize(self.feed.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
-            self.step,
-            feed=self.feed,
-            evaluate=self.evaluate if self.source.eval is not None else None,
-            limits=self.limits(),
-            reporter=reporter,
-            saver=saver or NeverSaves(),
-            should_stop=should_stop,
-            peak_memory=self.peak_memory,
-            clock=clock,
-            sizing=self.sizing,
-            switches=self.switches,
-        )
+            self.step, feed=self.feed, evaluate=self.evaluate if self.source.eval is not None else None,
+            limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
+            peak_memory=self.peak_memory, clock=clock, sizing=self.sizing, switches=self.switches,
+        )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Loss and metrics over the eval split, the same on every worker."""

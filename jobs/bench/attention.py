@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jobs.bench.measuring import Check, Measurement, Say, alternate, compare
-from jobs.bench.options import AttentionOptions
+from jobs.bench.speed_options import AttentionOptions
 from raytrain.models.attention import windowed_attention
 from raytrain.models.mask_cache import MaskCache
 

@@ -13,8 +13,8 @@ import torch
 
 from cluster.inventory import local_inventory
 from jobs.bench.measuring import Check, Measurement, Say, alternate, compare, equal_series, median_interval
-from jobs.bench.options import CompileOptions
 from jobs.bench.sessions import SessionArm
+from jobs.bench.speed_options import CompileOptions
 from raytrain.speed.toolchain import missing_for_compile
 
 TOLERANCE = 1e-4

@@ -6,23 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config import Count, NonNegativeInt, Positive, Section, Text
-
-
-class BenchOptions(Section):
-    """Keys of one bench.
-
-    `QUICK` are its values under `--quick`, sized for a test and not for a figure; `IN_ALL`: it is part of bench `all`;
-    `OUT`: where its document goes by default, None for a new file in runs/bench.
-    """
-
-    QUICK: ClassVar[dict[str, Any]] = {}
-    IN_ALL: ClassVar[bool] = True
-    OUT: ClassVar[str | None] = None
-
-    seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
-    blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
-    threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+from cluster.config import Count, NonNegativeInt, Positive, Text
+from jobs.bench.bench_options import BenchOptions
+from jobs.bench.speed_options import AttentionOptions, CompileOptions
 
 
 class LoopOptions(BenchOptions):
@@ -69,48 +55,6 @@ class CheckpointOptions(BenchOptions):
     batch: Count = Field(64, description="rows of a step")
     steps: Count = Field(5, description="steps of one block; the checkpoint is taken after the first")
     dir: Text | None = Field(None, description="where they are written; null is the system's temporary directory")
-
-
-class AttentionOptions(BenchOptions):
-    """Causal attention with and without masks: time of each way, and peak bytes by length."""
-
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "width": 16, "heads": 2, "length": 32, "rows": 2, "lengths": [1024, 1280, 1536, 2048], "window": 8,
-        "blocks": 3, "block_s": 0.0,
-    }  # fmt: skip
-
-    layers: Count = Field(4, description="of the stack of attention layers that is timed, forward only")
-    width: Count = Field(256, description="of a token")
-    heads: Count = Field(4, description="of each layer")
-    length: Count = Field(512, description="tokens of a row")
-    rows: Count = Field(4, description="of a batch")
-    window: Count = Field(64, description="tokens that a sliding window sees")
-    lengths: list[Count] = Field(
-        [1024, 1536, 2048, 3072, 4096], description="of one row, whose peak bytes are counted; below torch's kernel"
-        " takes other tiles"
-    )
-    block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
-
-
-class CompileOptions(BenchOptions):
-    """Whole optimizer steps compiled against eager, what compiling costs first, and all switches against none."""
-
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "heads": 1, "width": 8, "context": 8, "batch": 4, "blocks": 3, "block_steps": 1,
-        "modes": ["default"],
-    }  # fmt: skip
-
-    layers: Count = Field(4, description="of the GPT")
-    heads: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
-    context: Count = Field(64, description="tokens of a window")
-    batch: Count = Field(12, description="rows of a step")
-    parts: Text = Field("blocks", description="loop.compile_parts")
-    modes: list[Literal["default", "reduce-overhead", "max-autotune"]] = Field(
-        ["default", "max-autotune"], description="of torch.compile; reduce-overhead is default on a CPU"
-    )
-    block_steps: Count = Field(20, description="steps of one block")
-    reference: bool = Field(True, description="also a job with every default against loop.reference")
 
 
 class MemoryOptions(BenchOptions):

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from raytrain.config import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.planning.machines import Machines
 from raytrain.planning.steps import fused_part
 from raytrain.planning.values import Choice, Resolved
+
+
+def choose_speed(
+    loop: LoopConfig, optim: OptimConfig, machines: Machines, strategy: Choice, *, missing: str | None,
+    warnings: list[str],
+) -> dict[str, Any]:  # fmt: skip
+    """The choices of this module by name; arguments and errors as `choose_compile`."""
+    return {
+        "optimizer_impl": choose_update(optim, machines),
+        "compile": choose_compile(loop, strategy, missing=missing, warnings=warnings),
+        "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
+    }
 
 
 def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str]) -> Resolved | None:
