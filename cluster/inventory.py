@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster.amd import amd_devices
 from cluster.limits import ROOT, cpu_description, memory_bytes, usable_cores
 from cluster.nvidia import Device, visible_devices
 
@@ -84,15 +85,18 @@ def local_inventory(
 ) -> Inventory:
     """This machine, as this process may use it.
 
-    `CUDA_VISIBLE_DEVICES` is followed as CUDA does, so that index n here is torch's ``cuda:n``. Without an
-    NVIDIA library or driver there is no device, and a note says which of the two is missing.
+    `CUDA_VISIBLE_DEVICES` (under ROCm `HIP_VISIBLE_DEVICES` too) is followed as CUDA does, so that index n here is
+    torch's ``cuda:n``. Without an NVIDIA library or driver, and without AMD's driver, there is no device, and a note
+    says what is missing.
 
     Args:
         environ: the environment to read, by default the process's own.
         root: the directory that stands for ``/``.
         nvml: the pynvml module or a stand-in for it; by default imported where it is installed.
     """
-    devices, notes = visible_devices(os.environ if environ is None else environ, nvml=nvml)
+    settings = os.environ if environ is None else environ
+    devices, notes = visible_devices(settings, nvml=nvml)
+    devices = devices or amd_devices(settings, root=root)
     cores, why = usable_cores(root=root)
     total, free = memory_bytes(root=root)
     model, flags = cpu_description(root=root)

@@ -25,6 +25,9 @@ class PooledExperts(nn.Module):
     has none (`idle`).
     """
 
+    never_compiled = ("arrange", "dispatch", "combine")
+    """Methods that talk to other processes: torch.compile breaks its graphs around them."""
+
     def __init__(self, pool: ExpertPool, layer: int) -> None:
         super().__init__()
         self.pool, self.layer = pool, layer

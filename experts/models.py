@@ -128,23 +128,25 @@ def moe_gpt(
     context: int,
     dropout: float = 0.0,
     vocab_size: int,
+    window: int | None = None,
     experts: ExpertsConfig,
 ) -> Trainable:
     """Build a GPT with experts in every block, in this process.
 
     Args:
+        window: as for `raytrain.models.gpt:gpt`.
         experts: the section; 4 experts where num_experts is null, 4 x width hidden where hidden is null.
     Raises ValueError for sizes that do not fit each other.
     """
     check_gpt(
-        layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size
+        layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window
     )
     scale = 1 / math.sqrt(2 * layers)
-    blocks = [
-        MoEBlock(width, heads, dropout, moe_layer(width, experts, residual_scale=scale)) for _ in range(layers)
-    ]
+    layer = partial(moe_layer, width, experts, residual_scale=scale)
+    blocks = [MoEBlock(width, heads, dropout, layer(), window=window) for _ in range(layers)]
     module = MoEGPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
-    flops = moe_gpt_flops(layers=layers, width=width, context=context, vocab_size=vocab_size, experts=experts)
+    sizes = {"layers": layers, "width": width, "context": context, "vocab_size": vocab_size, "window": window}
+    flops = moe_gpt_flops(**sizes, experts=experts)
     return _trainable(module, language_loss, flops, experts=experts, blocks="blocks")
 
 

@@ -203,11 +203,15 @@ def gate_bytes(width: int, number: int) -> int:
     return FLOAT_BYTES * number * (width + 2) + 8 * (number + 1)
 
 
-def moe_gpt_flops(*, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig) -> float:
+def moe_gpt_flops(
+    *, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig, window: int | None = None
+) -> float:
     """Forward and backward of one full window; only the experts a token visits count."""
     sizes = {"layers": layers, "width": width, "context": context}
     others = gpt_parameters(**sizes, vocab_size=vocab_size, feed_forward=0) - context * width
-    return language_flops(**sizes, matmul_parameters=others + layers * layer_products(width, experts))
+    return language_flops(
+        **sizes, matmul_parameters=others + layers * layer_products(width, experts), window=window
+    )
 
 
 def moe_mlp_flops(*, width: int, layers: int, features: int, classes: int, experts: ExpertsConfig) -> float:
@@ -226,7 +230,7 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
         dropout=keys["dropout"],
         feed_forward=layer_activations(width, experts),
     )
-    flops = moe_gpt_flops(**sizes, experts=experts)
+    flops = moe_gpt_flops(**sizes, experts=experts, window=keys["window"])
     reason = f"formula of moe_gpt, {check_experts(experts)} experts a layer"
     found = facts(parameters, activations, flops, reason)
     return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=context))
@@ -247,7 +251,7 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
 
 EXPERT_BUILDERS = {
     "experts.models:moe_gpt": BuilderKeys(
-        ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0}, _moe_gpt_facts
+        ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0, "window": None}, _moe_gpt_facts
     ),
     "experts.models:moe_mlp": BuilderKeys(
         (),

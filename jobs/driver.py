@@ -12,6 +12,7 @@ from jobs.facts import formula_facts
 from jobs.plan import uses_hosts
 from jobs.spec import JobSpec
 from raytrain.attempts import this_process
+from raytrain.blocks import blocks_of
 from raytrain.callbacks import load_observers
 from raytrain.data.sources import hand_over, handed_over
 from raytrain.errors import InputError
@@ -20,6 +21,7 @@ from raytrain.models.registry import check_shadowing, make_importable, resolve
 from raytrain.optim import hidden_matrices, muons_blocks
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
+from raytrain.speed.parts import parts_to_compile
 from raytrain.train_job import TrainJob, source_facts
 from raytrain.weights.starting import StartingWeights
 
@@ -60,6 +62,10 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
+    if spec.loop.compile != "off":
+        parts_to_compile(trainable, spec.loop)
+    if spec.loop.activation_checkpointing:
+        blocks_of(trainable, key="loop.activation_checkpointing")
     if spec.optim.name == "muon" and trainable.optimizers is None:
         hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
     check_experts(spec, shapes, elsewhere=uses_hosts(spec))

@@ -113,6 +113,7 @@ def plan_job(
         model_facts=sized,
         data_facts=data_facts,
         name=spec.name,
+        compile_missing=_compile_missing(spec, inventory),
         share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
     )
     on_gpu = isinstance(plan.device, Resolved) and plan.device.value == "cuda"
@@ -124,6 +125,15 @@ def plan_job(
     warnings = [*plan.warnings, *idle]
     hosts = _told_of_own(plan.hosts, spec, seen=model_facts is not None)
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
+
+
+def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
+    """Why this machine cannot compile; others that are planned for are not asked."""
+    if spec.loop.compile == "off" or given is not None:
+        return None
+    from raytrain.speed.toolchain import missing_for_compile
+
+    return missing_for_compile("cuda" if local_inventory().devices() else "cpu")
 
 
 def _asked_hosts(spec: JobSpec) -> Any:

@@ -18,6 +18,7 @@ from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
 from experts.plan import check_section, check_used
 from jobs.job_file import read_job
+from jobs.reference import as_reference
 from raytrain.config import (
     DataConfig,
     InferConfig,
@@ -125,12 +126,15 @@ def load_spec(
     merged, touched = apply_overrides(mapping, overrides)
     spec = decode(JobSpec, merged)
     _check_across(spec)
+    given, switched = spec, set[str]()
+    if spec.loop.reference:
+        spec, switched = as_reference(spec)
     if origin != "python":
         _check_objects(spec)
-    merged_text = dump_yaml(_given(spec, merged))
+    merged_text = dump_yaml(_given(given, merged))
     return LoadedSpec(
         spec=spec,
-        sources=_sources(spec, mapping, touched, origin=origin),
+        sources=_sources(spec, mapping, touched, origin=origin) | dict.fromkeys(switched, "loop.reference"),
         mapping=merged,
         text=merged_text if text is None else text,
         merged_text=merged_text,
@@ -248,7 +252,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     loop, scale = spec.loop, spec.scale
     return {
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
-        "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
         "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
                                    "the search for a batch size is"),
         "data.storage": (spec.data.storage != "pinned", "auto, resident or stream", "pinned storage is"),

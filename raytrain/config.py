@@ -122,6 +122,7 @@ class OptimConfig(Section):
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's two decay rates")
     momentum: Share = Field(default=0.9, description="momentum of SGD and Muon")
     eps: Positive = Field(default=1e-8, description="AdamW's denominator floor")
+    fused: bool | Auto = Field(default="auto", description="one pass over memory; auto: where torch has it")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="after the warm-up")
     warmup_steps: NonNegativeInt | Auto = Field(default="auto", description="auto: the smaller of 100 steps and 5 %")
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -159,7 +160,17 @@ class LoopConfig(Section):
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
         default="off", description="torch.compile mode"
     )
-    activation_checkpointing: bool = Field(default=False, description="recompute activations to save memory")
+    compile_parts: Literal["auto", "all", "blocks"] | list[Text] = Field(
+        default="auto", description="what is compiled: names of modules, or ends of names; auto: blocks, else all"
+    )
+    activation_checkpointing: bool | Count = Field(
+        default=False, description="recompute activations to save memory: true for each block, N for every Nth"
+    )
+    cudnn_benchmark: bool | Auto = Field(
+        default="auto", description="search for the fastest kernel of each shape; auto: on a GPU, while shapes are few"
+    )
+    mask_cache_mb: NonNegative = Field(default=8.0, description="MiB of attention masks kept; 0: none")
+    reference: bool = Field(default=False, description="the plain path: every key that makes it faster is switched off")
     deterministic: bool = Field(default=False, description="deterministic kernels, also on a GPU")
     patience: Count | None = Field(default=None, description="evaluations without improvement before an early stop")
     min_delta: NonNegative = Field(default=0.0, description="the least fall in eval loss that counts")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,42 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise DevicePlacementError(
-            f"the plan gives this worker a GPU, but torch {torch.__version__} sees none "
+            f"the plan gives this worker a GPU, but torch {torch.__version__} (built for {platform().name}) sees none "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
             "install a torch build for this machine's driver or set scale.mode=cpu"
         )
     device = torch.device("cuda", local_rank if local_rank < count else 0)
     torch.cuda.set_device(device)
     return device
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What this build of torch computes on, besides CPUs.
+
+    Attributes:
+        name: "cuda", "rocm" or "cpu".
+        version: of CUDA or HIP.
+        collectives, convolutions: the libraries behind torch's names `nccl` and `cudnn`.
+    """
+
+    name: str
+    version: str
+    collectives: str
+    convolutions: str
+
+    def to_json(self) -> dict[str, str]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+def platform(version: Any = torch.version) -> Platform:
+    """The one place that tells ROCm from CUDA: torch calls both `cuda`, and only its version says which it is."""
+    if getattr(version, "hip", None):
+        return Platform("rocm", str(version.hip), collectives="RCCL", convolutions="MIOpen")
+    if getattr(version, "cuda", None):
+        return Platform("cuda", str(version.cuda), collectives="NCCL", convolutions="cuDNN")
+    return Platform("cpu", "", collectives="gloo", convolutions="oneDNN")
 
 
 def device_name(device: torch.device) -> str:

@@ -23,6 +23,7 @@ from raytrain.loop_state import Clock, LoopLimits, LoopState, NonFinite, Outcome
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.oom import Shortage, attempt
 from raytrain.record import EvalRecord, StepRecord
+from raytrain.speed.switches import Switches
 from raytrain.step import MicroBatch, StepOutput, TrainingStep
 
 #: Parameters that a message about non-finite gradients names.
@@ -42,6 +43,7 @@ class TrainingLoop:
         peak_memory: `() -> bytes` for the logged rows.
         clock: the attempt's, where several loops make up one attempt.
         sizing: how large micro-batches are; None keeps them as they are until memory runs out.
+        switches: what the session has switched on; None where it builds nothing of the kind.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class TrainingLoop:
         peak_memory: Callable[[], int],
         clock: Clock | None = None,
         sizing: MicroBatchSize | None = None,
+        switches: Switches | None = None,
     ) -> None:
         self.step = step
         self.feed = feed
@@ -76,10 +79,13 @@ class TrainingLoop:
         self._data_s = self._samples = self._tokens = 0.0
         self._since = time.perf_counter()
         self._told: list[int] | None = None
+        self._switches = switches
 
     def run(self, state: LoopState) -> Outcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
         self._skipped_before = state.skipped_steps
+        if self._switches is not None:
+            self._switches.compile_seconds()  # for probes, before the clock of this attempt began
         self._since = time.perf_counter()
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
@@ -98,7 +104,7 @@ class TrainingLoop:
                 begin = time.perf_counter()
                 state.skipped_steps = self._skipped_before + int(self._nonfinite.total)
                 self.saver.save(state, final=last or stop or plateau)
-                self._charge("save", begin)
+                self._charge("save", begin, step=state.step)
             if plateau:
                 return Outcome("plateau", f"no gain of eval loss in {state.evals_without_gain} evaluations")
             if stop and not last:
@@ -118,11 +124,11 @@ class TrainingLoop:
             self.reporter.event(kind, **fields)
         scale = self.step.scale
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)
-        now = time.perf_counter()
-        self._times.append(now - begin)
+        taken = time.perf_counter() - begin - self._compiled(state.step)
+        self._times.append(taken)
         self.clock.add("data", self._fetch_s)
         self.clock.add("communication", output.communication_s)
-        self.clock.add("compute", now - begin - self._fetch_s - output.communication_s)
+        self.clock.add("compute", taken - self._fetch_s - output.communication_s)
         self._data_s += self._fetch_s
         self._samples += len(handles)
         self._tokens += len(handles) * self.feed.tokens_per_row
@@ -166,13 +172,26 @@ class TrainingLoop:
         begin = time.perf_counter()
         for micro in self.feed.micro_batches(handles):
             self._fetch_s += time.perf_counter() - begin
+            if self._switches is not None:
+                self._switches.saw(micro.batch)
             yield micro
             begin = time.perf_counter()
 
-    def _charge(self, purpose: str, begin: float) -> None:
-        spent = time.perf_counter() - begin
+    def _charge(self, purpose: str, begin: float, *, step: int) -> None:
+        spent = time.perf_counter() - begin - self._compiled(step)
         self.clock.add(purpose, spent)
         self._since += spent  # throughput is of training, not of evaluation or saving
+
+    def _compiled(self, step: int) -> float:
+        """Seconds spent in the compiler since the last call, which are charged to it; what else the switches tell."""
+        if self._switches is None:
+            return 0.0
+        for kind, fields in self._switches.notices():
+            self.reporter.event(kind, step=step, **fields)
+        seconds = self._switches.compile_seconds()
+        self.clock.add("compile", seconds)
+        self._since += seconds
+        return seconds
 
     def _log(self, state: LoopState, output: StepOutput) -> int:
         """Read the device once, meet once, write a row; returns the longest run of failed steps since the last row."""
@@ -216,6 +235,7 @@ class TrainingLoop:
                 "peak_memory_bytes_min": int(min(peak)),
                 "peak_memory_bytes_mean": sum(peak) / len(peak),
                 "skipped_steps": self._skipped_before + int(skipped),
+                **({} if self._switches is None else self._switches.metrics()),
                 **dict(zip(extra, values[7:], strict=True)),
                 **(closed.metrics if closed else {}),
             },
@@ -251,7 +271,7 @@ class TrainingLoop:
         values = self._memory.taken(lambda: evaluate(state.step), step=state.step, evaluation=True)
         loss = values.pop("loss")
         record = EvalRecord(step=state.step, loss=loss, accuracy=values.pop("accuracy", None), extra=values)
-        self._charge("eval", begin)
+        self._charge("eval", begin, step=state.step)
         if not math.isnan(loss) and (state.gain_from is None or loss < state.gain_from - self.limits.min_delta):
             state.gain_from, state.evals_without_gain = loss, 0
         else:

@@ -61,7 +61,7 @@ def build_optimizers(
     groups = parameter_groups(rest, weight_decay=optim.weight_decay, vectors=vectors)
     if not groups:
         return found
-    fused = fused_available(module)
+    fused = optim.fused is not False and fused_available(module)
     if optim.name == "sgd":
         return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
     return [*found, AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]

@@ -32,6 +32,7 @@ from raytrain.planning.machines import Machines, choose_fp32_layers, choose_mach
 from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
 from raytrain.planning.sharding import leave_to_shards, refuse_unmeasured, settled_precision
 from raytrain.planning.shares import choose_shares, splits
+from raytrain.planning.speed import choose_speed
 from raytrain.planning.steps import (
     choose_batches,
     choose_checkpoint_every,
@@ -41,7 +42,6 @@ from raytrain.planning.steps import (
     choose_lr,
     choose_storage,
     choose_warmup,
-    fused_part,
     leave_to_memory,
 )
 from raytrain.planning.text import reason_of, shown
@@ -64,8 +64,9 @@ __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `shares` where
-    they are asked to be equal, `fp32_layers` where none is asked for.
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `compile` and
+    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
+    `fp32_layers` where none is asked for.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -91,6 +92,8 @@ class Plan:
     warmup_steps: Choice
     lr: Choice
     optimizer_impl: Choice
+    compile: Choice | None = field(default=None, kw_only=True)
+    cudnn_benchmark: Choice | None = field(default=None, kw_only=True)
     eval_every: Choice
     checkpoint_every: Choice
     storage: Choice
@@ -152,12 +155,13 @@ def make_plan(
     *, model: ModelConfig, data: DataConfig, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig,
     save: SaveConfig, scale: ScaleConfig, experts_hosts: Any, experts_inflight: Any, cluster: ClusterConfig, seed: int,
     inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
-    share_out: ShareOut | None = None,
+    share_out: ShareOut | None = None, compile_missing: str | None = None,
 ) -> Plan:  # fmt: skip
     """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
 
     `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
-    are shared out. Raises InputError, naming the key, for what these machines or this data cannot give.
+    are shared out, `compile_missing` why torch.compile cannot be had. Raises InputError for what these machines or this
+    data cannot give, naming the key.
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
@@ -192,14 +196,12 @@ def make_plan(
     )
     known |= {} if shares is None else {"shares": shares}
     return Plan(
-        **choices, **settled, **length, **estimates,
-        shares=shares,
+        **choices, **settled, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
-        warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
-        lr=choose_lr(optim, global_batch=total),
-        optimizer_impl=Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}"),
+        warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
+        **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         storage=storage, hosts=hosts, inflight=inflight,

@@ -30,15 +30,18 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def recompute(trainable: Trainable) -> None:
-    """From now on each block keeps only its inputs in training; what it draws is drawn alike the second time.
+def recompute(trainable: Trainable, *, every: int = 1) -> None:
+    """From now on blocks keep only their inputs in training; what they draw is drawn alike the second time.
 
     Uses torch's non-reentrant checkpointing.
+
+    Args:
+        every: of so many blocks the last; the others keep what they compute.
 
     Raises:
         InputError: the model neither names its blocks nor repeats any.
     """
-    for _, block in blocks_of(trainable, key="loop.activation_checkpointing"):
+    for _, block in blocks_of(trainable, key="loop.activation_checkpointing")[every - 1 :: every]:
         block.forward = _Recomputed(block)  # type: ignore[method-assign]
     elsewhere = trainable.elsewhere
     if elsewhere is not None:

@@ -32,9 +32,9 @@ from raytrain.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.step_probe import StepProbe
-from raytrain.recompute import recompute
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.shares import shares_in_force
+from raytrain.speed.switches import Switches
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
 from raytrain.trainable import shifted_labels_weight
@@ -74,8 +74,7 @@ class Session:
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
-        if job.loop.activation_checkpointing:
-            recompute(self.trainable)
+        self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
         self.layers = LayerPrecision(self.trainable.module, self.device)
         self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
         self.state = LoopState()
@@ -253,17 +252,10 @@ class Session:
         if self.sizing is None:
             self.sizing = MicroBatchSize(self.feed.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
-            self.step,
-            feed=self.feed,
-            evaluate=self.evaluate if self.source.eval is not None else None,
-            limits=self.limits(),
-            reporter=reporter,
-            saver=saver or NeverSaves(),
-            should_stop=should_stop,
-            peak_memory=self.peak_memory,
-            clock=clock,
-            sizing=self.sizing,
-        )
+            self.step, feed=self.feed, evaluate=self.evaluate if self.source.eval is not None else None,
+            limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
+            peak_memory=self.peak_memory, clock=clock, sizing=self.sizing, switches=self.switches,
+        )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Loss and metrics over the eval split, the same on every worker."""
@@ -273,6 +265,7 @@ class Session:
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
+        self.switches.end()
         return self.layout.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
 
     def _eval_split(self) -> Split:

@@ -22,6 +22,7 @@ from raytrain.allocator import keep_freed_memory
 from raytrain.callbacks import TensorBoard, load_observers
 from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
 from raytrain.data.sources import Source, handed_over
+from raytrain.device import platform
 from raytrain.errors import StateLost
 from raytrain.export import export
 from raytrain.faults import fault_of, read_faults, write_fault
@@ -167,6 +168,7 @@ class Worker:
             precision=precision,
             matmul=session.matmul,
             device=str(session.device),
+            platform=platform().to_json(),
             reason=decision.reason,
             **session.layout.facts(),
         )

@@ -6,23 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config import Count, NonNegativeInt, Positive, Section, Text
-
-
-class BenchOptions(Section):
-    """Keys of one bench.
-
-    `QUICK` are its values under `--quick`, sized for a test and not for a figure; `IN_ALL`: it is part of bench `all`;
-    `OUT`: where its document goes by default, None for a new file in runs/bench.
-    """
-
-    QUICK: ClassVar[dict[str, Any]] = {}
-    IN_ALL: ClassVar[bool] = True
-    OUT: ClassVar[str | None] = None
-
-    seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
-    blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
-    threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+from cluster.config import Count, NonNegativeInt, Positive, Text
+from jobs.bench.bench_options import BenchOptions
+from jobs.bench.speed_options import AttentionOptions, CompileOptions
 
 
 class LoopOptions(BenchOptions):
@@ -72,7 +58,7 @@ class CheckpointOptions(BenchOptions):
 
 
 class MemoryOptions(BenchOptions):
-    """Peak memory of four small micro-batches against one large batch, in processes of their own."""
+    """Peak memory of one large batch against accumulation, activation checkpointing and bf16, each in a process."""
 
     QUICK: ClassVar[dict[str, Any]] = {"layers": 1, "width": 64, "context": 32, "rows": 16, "blocks": 1}
 
@@ -272,7 +258,12 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "precision": (PrecisionOptions, "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, "
                   "and what `auto` chooses"),
     "checkpoint": (CheckpointOptions, "how long an asynchronous checkpoint stops the loop, against a synchronous one"),
-    "memory": (MemoryOptions, "peak memory with gradient accumulation against one large batch"),
+    "memory": (MemoryOptions, "peak memory with gradient accumulation, activation checkpointing and bf16, each against "
+               "one large batch"),
+    "attention": (AttentionOptions, "masks built, cached and not made at all (is_causal); a sliding window; peak bytes "
+                  "by length"),
+    "compile": (CompileOptions, "eager against compiled steps, by mode; seconds of the compiler, graph breaks, and the "
+                "step from which it pays; every default against loop.reference"),
     "placement": (PlacementOptions, "placement policies on the next window of expert load, per host; EPLB's example; "
                   "time to plan"),
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "

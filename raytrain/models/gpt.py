@@ -9,28 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raytrain.models.attention import Attention
 from raytrain.models.sizes import check_gpt, language_flops
 from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, accuracy, need_keys
 
 INIT_STD = 0.02
-
-
-class Attention(nn.Module):
-    """Causal self-attention with one fused projection; no bias (its key bias would have no gradient)."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        B, S, D = x_BSD.shape
-        parts = self.qkv(x_BSD).split(D, dim=2)
-        q, k, v = (part.view(B, S, self.heads, D // self.heads).transpose(1, 2) for part in parts)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(B, S, D))
 
 
 class FeedForward(nn.Module):
@@ -48,10 +31,12 @@ class FeedForward(nn.Module):
 class PreNorm(nn.Module):
     """The parts of one pre-norm block around any feed-forward; what `forward` makes of them is the subclass's."""
 
-    def __init__(self, width: int, heads: int, dropout: float, feed_forward: nn.Module) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, feed_forward: nn.Module, *, window: int | None = None
+    ) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads, dropout, window=window)
         self.norm_feed_forward = nn.LayerNorm(width, bias=False)
         self.feed_forward = feed_forward
         self.dropout = dropout
@@ -154,17 +139,26 @@ def language_loss(module: nn.Module, batch: Batch) -> LossOutput:
 
 
 def gpt(
-    *, layers: int, heads: int, width: int, context: int, dropout: float = 0.0, vocab_size: int
+    *,
+    layers: int,
+    heads: int,
+    width: int,
+    context: int,
+    dropout: float = 0.0,
+    vocab_size: int,
+    window: int | None = None,
 ) -> Trainable:
     """Build a GPT on batches {"input_ids": (B, S), "labels": (B, S)} with S <= context.
 
+    Args:
+        window: tokens that attention sees in each block, the token itself among them; None = the whole context.
     Raises ValueError for sizes that do not fit each other.
     """
     check_gpt(
-        layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size
+        layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window
     )
-    blocks = [Block(width, heads, dropout, FeedForward(width, 4 * width)) for _ in range(layers)]
+    blocks = [Block(width, heads, dropout, FeedForward(width, 4 * width), window=window) for _ in range(layers)]
     module = GPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
     parameters = sum(p.numel() for p in module.parameters()) - module.positions.numel()
-    flops = language_flops(matmul_parameters=parameters, layers=layers, width=width, context=context)
+    flops = language_flops(matmul_parameters=parameters, layers=layers, width=width, context=context, window=window)
     return Trainable(module, language_loss, blocks="blocks", flops_per_sample=flops)

@@ -60,9 +60,12 @@ def check_dropout(dropout: Any) -> None:
         raise SizeError("dropout", seen=repr(dropout), expected="a number from 0 to less than 1")
 
 
-def check_gpt(*, layers: Any, heads: Any, width: Any, context: Any, dropout: Any, vocab_size: Any) -> None:
+def check_gpt(
+    *, layers: Any, heads: Any, width: Any, context: Any, dropout: Any, vocab_size: Any, window: Any = None
+) -> None:
     """Raises SizeError for keys of `gpt` that cannot be built."""
     check_counts(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
+    check_counts(window=1 if window is None else window)
     if width % heads:
         raise SizeError("width", seen=str(width), expected=f"a multiple of heads ({heads})")
     check_dropout(dropout)
@@ -95,9 +98,15 @@ def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any
     return depth, height, width
 
 
-def language_flops(*, matmul_parameters: float, layers: int, width: int, context: int) -> float:
-    """Forward and backward of one full window: 6 per parameter and token, and attention's two products."""
-    return 6.0 * matmul_parameters * context + 12.0 * layers * width * context * context
+def language_flops(
+    *, matmul_parameters: float, layers: int, width: int, context: int, window: int | None = None
+) -> float:
+    """Forward and backward of one full context: 6 per parameter and token, and attention's two products.
+
+    `window` is a sliding one's, computed over chunks of its length and the one before.
+    """
+    seen = context if window is None or window >= context else min(context, 2 * window)
+    return 6.0 * matmul_parameters * context + 12.0 * layers * width * context * seen
 
 
 def gpt_parameters(*, layers: int, width: int, context: int, vocab_size: int, feed_forward: int) -> int:
@@ -144,7 +153,7 @@ def _gpt_facts(**keys: Any) -> ModelFacts:
     activations = gpt_activations(
         **sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], feed_forward=8 * width
     )
-    flops = language_flops(**sizes, matmul_parameters=parameters - context * width)
+    flops = language_flops(**sizes, matmul_parameters=parameters - context * width, window=keys["window"])
     block = gpt_block(width=width, feed_forward=8 * width * width)
     found = facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
     return replace(found, blocks=(block,) * layers)
@@ -185,7 +194,7 @@ def facts(parameters: int, activations: int, flops: float, reason: str) -> Model
 
 DENSE_BUILDERS = {
     "raytrain.models.gpt:gpt": BuilderKeys(
-        ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0}, _gpt_facts
+        ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0, "window": None}, _gpt_facts
     ),
     "raytrain.models.mlp:mlp": BuilderKeys(
         (), {"hidden": (256, 256), "num_features": None, "num_classes": None, "dropout": 0.0}, _mlp_facts

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from raytrain.readers.compiling import compile_figures
 from raytrain.readers.figures import (
     best_eval,
     device_line,
@@ -45,6 +46,7 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "accumulation": records.planned("accumulation"),
         "effective_batch": records.planned("effective_batch") or records.planned("global_batch_size"),
         "compile": records.configured("loop.compile"),
+        **compile_figures(records),
         "parameters": records.planned("parameters"),
         "experts_first": first_experts,
         "experts_last": last_experts,

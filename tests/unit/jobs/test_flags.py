@@ -240,6 +240,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
         "dtypes": dtypes,
         "weights_are": {parameter.dtype for parameter in module.parameters()},
         "parameters": {name: tuple(value.shape) for name, value in module.named_parameters()},
+        "masks": [row.get("mask_cache") for row in rows.rows if row["kind"] == "train"],
         "storage": type(session.feed.batches.split).__name__,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -447,6 +448,7 @@ FLAGS = {
     "optim.weight_decay": Flag(trained, "losses", "0.1", "5.0"),
     "optim.betas": Flag(trained, "losses", "[0.9, 0.99]", "[0.1, 0.2]"),
     "optim.momentum": Flag(trained, "losses", "0.9", "0.0", SGD),
+    "optim.fused": Flag(planned, "optimizer_impl", "auto", "false"),
     "optim.eps": Flag(trained, "losses", "1e-8", "0.1"),
     "optim.schedule": Flag(trained, "losses", "cosine", "constant"),
     "optim.warmup_steps": Flag(trained, "losses", "0", "3"),
@@ -465,6 +467,11 @@ FLAGS = {
     "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
+    "loop.compile": Flag(planned, "compile", "default", "reduce-overhead"),
+    "loop.compile_parts": Flag(planned, "compile", "blocks", "all", ("loop.compile=default",)),
+    "loop.cudnn_benchmark": Flag(planned, "cudnn_benchmark", "true", "false"),
+    "loop.mask_cache_mb": experts("masks", "8.0", "0.0", "model.window=4"),
+    "loop.reference": Flag(planned, "optimizer_impl", "false", "true"),
     "loop.activation_checkpointing": experts("batches", "false", "true"),
     "loop.patience": Flag(trained, "steps", "1", "3", (*OFTEN, "loop.min_delta=100.0")),
     "loop.min_delta": Flag(trained, "steps", "0.0", "100.0", (*OFTEN, "loop.patience=1")),
@@ -514,11 +521,6 @@ FLAGS = {
 }  # fmt: skip
 """Every key that this version obeys."""
 
-REFUSED = {
-    "loop.compile": "default",
-}  # fmt: skip
-"""Keys whose every value but the default is refused by name: a later version obeys them."""
-
 LATER = {
     "infer.input": ("in.jsonl", "the verb infer"), "infer.output": ("out", "the verb infer"),
     "infer.batch_size": ("8", "the verb infer"), "infer.max_samples": ("9", "the verb infer"),
@@ -542,8 +544,8 @@ def given(key: str, value: Any, *, flag: Flag, folder: Path) -> LoadedSpec:
 
 def text_of(key: str) -> str | None:
     """A value of a key as a file may hold it, never its default; None where only Python can give one."""
-    if key in REFUSED or key in LATER:
-        return REFUSED[key] if key in REFUSED else LATER[key][0]
+    if key in LATER:
+        return LATER[key][0]
     flag = FLAGS[key]
     texts = [value for value in (flag.second, flag.first) if isinstance(value, str)]
     default = next(row.default for row in key_rows(JobSpec) if row.key == key)
@@ -563,7 +565,7 @@ def fixed_process() -> Iterator[None]:
 
 def test_every_key_is_in_one_of_the_tables() -> None:
     """A new key belongs into FLAGS, with two values that make a difference."""
-    known = [*FLAGS, *REFUSED, *LATER]
+    known = [*FLAGS, *LATER]
     assert sorted(known) == sorted(row.key for row in key_rows(JobSpec))
 
 
@@ -583,15 +585,6 @@ def test_two_values_of_a_key_make_a_difference(key: str, tmp_path: Path, monkeyp
             seen.append(flag.see(loaded, Place(folder, patch))[flag.part])
     assert seen[0] != seen[1], f"{key} changes nothing: {flag.part} is {seen[0]} either way"
     assert key == "model.module" or seen[0] == seen[2], f"{flag.part} differs by itself"
-
-
-@pytest.mark.parametrize("key", list(REFUSED))
-def test_a_key_of_a_later_version_is_refused_by_name(key: str) -> None:
-    job = {"model": {"builder": "a:b"}, "data": {"source": "text"}}
-    refuse_later(load_spec(mapping=job).spec, "train")
-    with pytest.raises(InputError) as refusal:
-        refuse_later(load_spec(mapping=job, overrides=[f"{key}={REFUSED[key]}"]).spec, "train")
-    assert refusal.value.key == key and "this version" in str(refusal.value)
 
 
 @cache
@@ -622,7 +615,7 @@ def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_now
 
 
 @pytest.mark.covers("CLI-39")
-@pytest.mark.parametrize("key", [key for key in (*FLAGS, *REFUSED, *LATER) if text_of(key) is not None])
+@pytest.mark.parametrize("key", [key for key in (*FLAGS, *LATER) if text_of(key) is not None])
 def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path) -> None:
     text = text_of(key)
     section, _, name = key.partition(".")

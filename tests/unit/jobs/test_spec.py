@@ -276,7 +276,6 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
     "override",
     [
         "scale.workers=[1, 2]",
-        "loop.compile=default",
         "loop.global_batch_size=auto", "data.storage=pinned",
     ],
 )  # fmt: skip

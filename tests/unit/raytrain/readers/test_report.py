@@ -167,6 +167,24 @@ def test_summary_text_and_json_have_the_same_fields_and_values(tmp_path: Path):
     assert {name: twin[name] for name in expected} == expected
 
 
+@pytest.mark.covers("COMP-05")
+def test_the_summary_says_what_became_of_compiling(tmp_path: Path):
+    contents = files()
+    parts = [{"name": "blocks.0", "achieved": "compiled", "seconds": 8.0, "graph_breaks": 2, "recompiles": 1},
+             {"name": "head", "achieved": "eager", "seconds": 0.5, "reason": "MemoryError"}]  # fmt: skip
+    early = {"kind": "compile", "step": 1, "requested": "default", "achieved": "0 of 2 parts", "parts": []}
+    last = {"kind": "compile", "step": 7, "requested": "default", "achieved": "1 of 2 parts", "seconds": 8.5,
+            "graphs": 3, "graph_breaks": 2, "recompiles": 1, "reasons": ["MemoryError"], "parts": parts}  # fmt: skip
+    contents["events.jsonl"] += [early, last]
+    contents["plan.json"]["config"]["loop"]["compile"] = "default"
+    build_report(write(tmp_path, contents))
+    text = summary_from_text((tmp_path / "report" / "performance_summary.txt").read_text())
+    assert text["compile"] == "default" and text["compile_achieved"] == "1 of 2 parts"
+    assert (text["compile_seconds"], text["compile_graph_breaks"], text["compile_recompiles"]) == ("8.5", "2", "1")
+    assert json.loads(text["compile_parts"]) == {"blocks.0": "compiled", "head": "eager"}
+    assert text["compile_reasons"] == "MemoryError"
+
+
 @pytest.mark.covers("VIS-12")
 def test_history_has_one_row_for_each_epoch(tmp_path: Path):
     build_report(write(tmp_path, files()))
