@@ -13,6 +13,7 @@ from jobs.spec import JobSpec
 from raytrain.attempts import this_process
 from raytrain.callbacks import load_observers
 from raytrain.data.sources import hand_over, handed_over
+from raytrain.data.token_budget import check_budget
 from raytrain.errors import InputError
 from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
@@ -41,6 +42,7 @@ def check_on_driver(spec: JobSpec) -> Checked:
     load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
+    check_budget(source.train, spec.data.tokens_per_batch)
     trainable, _ = build(spec, source_facts(source))
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):

@@ -100,6 +100,13 @@ class DataConfig(OpenSection):
     storage: Literal["auto", "resident", "pinned", "stream"] = Field(
         default="auto", description="whole split on the device, or batches sent to it"
     )
+    loader_workers: NonNegativeInt | Auto = Field(
+        default="auto", description="processes that read a streamed dataset; 0: the training process"
+    )
+    prefetch: Count = Field(default=2, description="batches that each of them has ahead")
+    tokens_per_batch: Count | None = Field(
+        default=None, description="tokens of a micro-batch at most, padding included; null: by rows"
+    )
     eval_fraction: Share = Field(default=0.1, description="part of the data kept for evaluation")
     train: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="a dataset, from Python only"

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.data.batches import StepBatches
 from raytrain.data.contract import Split
-from raytrain.data.resident import place, verify_placement
+from raytrain.data.misplaced import verify_placement
+from raytrain.data.prepared import Say, prepare_source
 from raytrain.data.sources import Source, open_source
 from raytrain.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.evaluation import evaluate
 from raytrain.feed import Feed, most_passes
+from raytrain.feed_open import data_plan, open_feed
 from raytrain.gradients import Workers
 from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.loop import TrainingLoop
@@ -72,6 +73,8 @@ class Session:
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has come through
         self._probe: StepProbe | None = None
+        self.say: Say = lambda kind, **fields: None
+        """Takes events (kind, **fields) of what is done before there is a loop."""
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
@@ -104,25 +107,21 @@ class Session:
             device=self.device,
             inflight=self._inflight(),
         )
-        self.feed = self._feed()
+        self.feed = self._open_feed()
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
-    def _feed(self) -> Feed:
-        job, micro = self.job, self.job.plan.micro_batch_size
-        batches = StepBatches(
-            self.source.train,
-            seed=job.seed,
-            global_batch=int(job.planned("global_batch_size")),
-            micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is settled
-            rank=self.workers.rank,
-            world=self.workers.world,
-            device=self.device,
-            storage=job.planned("storage"),
-        )
-        batches.shares = shares_in_force(job.plan.shares)
-        return Feed(batches, device=self.device, weight=self.trainable.weight, dtype=self.policy.master_dtype)
+    def _open_feed(self) -> Feed:
+        self.close()
+        self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
+        own = {"weight": self.trainable.weight, "dtype": self.policy.master_dtype}
+        return open_feed(self.job, self.source, workers=self.workers, device=self.device, **own)
+
+    def close(self) -> None:
+        """End the processes and threads that read ahead; may be called twice, and before there are any."""
+        if hasattr(self, "feed"):
+            self.feed.close()
 
     def settle(self, **choices: Resolved) -> None:
         """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
@@ -268,10 +267,8 @@ class Session:
         return self.trainable.module if elsewhere is None else elsewhere.whole()
 
     def _eval_split(self) -> Split:
-        if not hasattr(self, "_placed_eval"):
-            assert self.source.eval is not None, "a loop evaluates only where there is an eval split"
-            self._placed_eval = place(self.source.eval, self.job.planned("storage"), self.device)
-        return self._placed_eval
+        assert self.source.eval is not None, "a loop evaluates only where there is an eval split"
+        return self.source.eval
 
     def peak_memory(self) -> int:
         """Peak bytes of this worker: the device allocator's on a GPU, the process's resident set on a CPU."""

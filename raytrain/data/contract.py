@@ -56,8 +56,16 @@ class Split(Protocol):
         """What a mean loss over these rows averages over (labels, tokens or rows); None where not known."""
         ...
 
+    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+        """Tokens of each of these rows; None where nobody knows without reading them."""
+        ...
+
     def to(self, device: torch.device | str) -> Split:
         """The same split, kept on `device` and gathered there."""
+        ...
+
+    def partly(self, device: torch.device | str, *, rows: int) -> Split:
+        """The same split, its first `rows` rows kept on `device`, the others on the host until they are asked for."""
         ...
 
 
@@ -86,6 +94,7 @@ class Source:
         describe: one line for people.
         classes: number of classes where the labels are class numbers.
         class_names: names of the classes where the labels were strings, in the order of their numbers.
+        placed: whether the splits are where training reads them (`raytrain.data.prepared`).
     """
 
     train: Split
@@ -97,6 +106,7 @@ class Source:
     describe: str = ""
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
+    placed: bool = False
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:

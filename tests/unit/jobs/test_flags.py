@@ -104,6 +104,25 @@ def rows_job(folder: Path) -> dict[str, Any]:
     return {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"train": class_rows()}}
 
 
+class Listed:
+    """The same rows, one by one."""
+
+    def __init__(self) -> None:
+        self.rows = class_rows()
+
+    def __len__(self) -> int:
+        return len(self.rows["x"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.rows.items()}
+
+
+def items_job(folder: Path) -> dict[str, Any]:
+    """A small classifier on a dataset that is read as it trains."""
+    model = {"builder": "raytrain.models.mlp:mlp", "num_classes": 4}
+    return {"model": model, "data": {"train": Listed(), "storage": "stream"}}
+
+
 def nan_job(folder: Path) -> dict[str, Any]:
     """A module whose loss is never a number."""
     return {"model": {"module": Net(8, math.nan)}, "data": {"train": class_rows()}}
@@ -213,7 +232,10 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
     module = session.trainable.module
     next(part for part in module.modules() if isinstance(part, nn.Linear)).register_forward_hook(look)
     outcome = session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
+    pool = session.feed.pool
+    session.close()
     return {
+        "loaders": (0, 0) if pool is None else (len(pool.pids), pool.high_water),
         "losses": rows.of("train", "loss"),
         "steps": rows.of("train", "step"),
         "epochs": rows.of("train", "epoch"),
@@ -421,6 +443,9 @@ FLAGS = {
     "model.module": Flag(trained, "parameters", lambda: Net(8), lambda: Net(16)),
     "data.source": Flag(planned, "steps_per_epoch", "text", "csv", job=file_job),
     "data.storage": Flag(trained, "storage", "resident", "stream"),
+    "data.loader_workers": Flag(trained, "loaders", "0", "2", job=items_job),
+    "data.prefetch": Flag(trained, "loaders", "1", "3", ("data.loader_workers=1",), items_job),
+    "data.tokens_per_batch": experts("batches", "null", "24"),
     "data.eval_fraction": Flag(trained, "evals", "0.0", "0.5"),
     "data.train": Flag(trained, "losses", lambda: class_rows(64), lambda: class_rows(48)),
     "data.eval": Flag(trained, "evals", lambda: class_rows(8), lambda: class_rows(24)),
