@@ -53,7 +53,7 @@ def check_on_driver(spec: JobSpec) -> Checked:
         parts_named(trainable.module, spec.precision.fp32_layers)
     check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
     model_facts, data_facts = facts_from(spec, source)
-    return Checked(sent, model_facts, data_facts)
+    return Checked(sent or source.handed, model_facts, data_facts)
 
 
 def train_job(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raytrain.data.contract import Batch, Split
+from raytrain.data.contract import Batch, Order, Split
 from raytrain.data.resident import Storage, place
 from raytrain.data.token_budget import cut_by_tokens
 from raytrain.search.shares import Shares
@@ -101,7 +101,7 @@ class StepBatches:
         self.shares: Shares | None = None
         self.tokens_per_batch = tokens_per_batch
         self._epoch = -1
-        self._order = np.empty(0, np.int64)
+        self._order: Order = np.empty(0, np.int64)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -126,7 +126,7 @@ class StepBatches:
             taken = np.concatenate([taken, order[: count - len(taken)]])
         return taken
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> Order:
         if epoch != self._epoch:
             self._order, self._epoch = self.split.order(self.seed, epoch), epoch
         return self._order

@@ -59,6 +59,8 @@ FEATURES = Key(lambda value: value is None or _are_names(value), "a list of colu
 LABEL = Key(lambda value: value is None or _is_name(value), "a column name or null")
 VOCABULARY = Key(lambda value: value in ("bytes", "chars"), "bytes or chars", default="bytes")
 
+ORDER = Key(lambda value: value in ("auto", "rows", "groups"), "auto, rows or groups", default="auto")
+
 TABLE_KEYS = {"path": REQUIRED_PATHS, "eval_path": OPTIONAL_PATHS, "features": FEATURES, "label": LABEL}
 SOURCES: dict[str, dict[str, Key]] = {
     "text": {"path": REQUIRED_PATHS, "vocabulary": VOCABULARY, "eval_path": OPTIONAL_PATHS},
@@ -69,7 +71,7 @@ SOURCES: dict[str, dict[str, Key]] = {
         "eval_images": OPTIONAL_PATH,
         "eval_labels": OPTIONAL_PATH,
     },
-    "parquet": TABLE_KEYS,
+    "parquet": {**TABLE_KEYS, "order": ORDER},
     "csv": TABLE_KEYS,
     "jsonl": TABLE_KEYS,
 }

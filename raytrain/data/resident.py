@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from raytrain.data.contract import Batch, Split
+from raytrain.data.contract import Batch, Order, Split
 from raytrain.data.transfer import pin, to_device
 
 Storage = Literal["resident", "partial", "pinned", "stream"]
@@ -34,7 +34,7 @@ class StreamSplit:
         """Bytes on the host."""
         return self.split.nbytes
 
-    def order(self, seed: int, epoch: int) -> np.ndarray:
+    def order(self, seed: int, epoch: int) -> Order:
         return self.split.order(seed, epoch)
 
     def eval_order(self) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raytrain.data.contract import Source
@@ -60,8 +61,13 @@ def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
     if name == "idx":
         return open_idx(*idx_files(keys), fraction=data.eval_fraction)
     from raytrain.data.memory import table_pair
+    from raytrain.data.parquet_folder import open_groups, parquet_files, sizes_of
 
     paths, eval_paths = as_paths(keys["path"]), as_paths(keys["eval_path"])
+    if name == "parquet":
+        paths, eval_paths = parquet_files(paths, key="data.path"), parquet_files(eval_paths, key="data.eval_path")
+        if sizes_of(paths, keys, key="data.path").by_groups:
+            return open_groups(paths, eval_paths, keys, fraction=data.eval_fraction)
     return table_pair(
         read_tables(paths, kind=name, key="data.path"),
         read_tables(eval_paths, kind=name, key="data.eval_path") if eval_paths else None,
@@ -106,10 +112,12 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
 def _open_own(data: DataConfig, seed: int) -> Source:
     """Call the user's function and take what it returns."""
     from raytrain.data.memory import KINDS, memory_source
+    from raytrain.data.ray_source import dataset_folder, is_ray_dataset, is_up, write_datasets
     from raytrain.models.registry import call_builder, resolve
 
-    name = data.source or ""
-    result = call_builder(resolve(name, key="data.source"), data.keys, sections={"seed": seed}, key="data")
+    name, was_up = data.source or "", is_up()
+    function = resolve(name, key="data.source")
+    result = call_builder(function, data.keys, sections={"seed": seed}, key="data")
     expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
     if not isinstance(result, Mapping):
         raise InputError("data.source", seen=f"{name} returned a {type(result).__name__}", expected=expected)
@@ -118,6 +126,9 @@ def _open_own(data: DataConfig, seed: int) -> Source:
         seen = f"the keys {', '.join(map(str, result)) or 'none'}"
         raise InputError("data.source", seen=f"{name} returned a dict with {seen}", expected=expected)
     fraction = 0.0 if "eval" in result else data.eval_fraction
+    if is_ray_dataset(result["train"]):
+        written = write_datasets(result, dataset_folder(name, function, data.keys), was_up=was_up)
+        return replace(_open_written(written, fraction), handed=written)
     return memory_source(
         result["train"],
         result.get("eval"),
@@ -127,6 +138,15 @@ def _open_own(data: DataConfig, seed: int) -> Source:
     )
 
 
+def _open_written(written: Any, fraction: float) -> Source:
+    """What a Ray Dataset was written to; columns keep their names, as those of any table in memory."""
+    from raytrain.data.parquet_folder import open_groups, parquet_files
+
+    train = parquet_files(written.train, key="data.source")
+    held = [] if written.eval is None else parquet_files(written.eval, key="data.source")
+    return open_groups(train, held, {"features": None, "label": None, "order": "groups"}, fraction=fraction)
+
+
 def hand_over(data: DataConfig) -> bytes | None:
     """What the driver reads for all workers: text that may differ from machine to machine, else None."""
     if data.train is None and data.source == "stdlib":
@@ -134,6 +154,9 @@ def hand_over(data: DataConfig) -> bytes | None:
     return None
 
 
-def handed_over(sent: bytes | None, data: DataConfig, *, context: int | None) -> Source | None:
-    """The source of what `hand_over` gave; None where that was None, and the worker opens the data itself."""
-    return None if sent is None else _open_stdlib(sent, data, context)
+def handed_over(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
+    """The source of what `hand_over` gave, or of what opening the source on the driver left to be handed over
+    (`Source.handed`); None where that was None, and the worker opens the data itself."""
+    if sent is None or isinstance(sent, bytes):
+        return None if sent is None else _open_stdlib(sent, data, context)
+    return _open_written(sent, 0.0 if sent.eval is not None else data.eval_fraction)
