@@ -26,7 +26,8 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. `cpus` are the usable cores; `gpu_slots` is what Ray counts there, real or not."""
+    """One machine. `cpus` are the usable cores; `gpu_slots` is what Ray counts there, real or not; `accelerator` is
+    Ray's name for the kind of its devices, by which a task is kept there ("" where Ray has none)."""
 
     host: str
     cpus: int
@@ -35,6 +36,7 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     free_bytes: int | None = None
     gpu_slots: int | None = None
+    accelerator: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,21 @@ def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, sour
                 devices=devices,
                 labels={str(key): str(value) for key, value in row.get("Labels", {}).items()},
                 gpu_slots=slots,
+                accelerator=_accelerator(resources),
             )
         )
     return Inventory(tuple(nodes), source, local.cpu_model, local.cpu_flags, tuple(notes))
+
+
+def _accelerator(resources: Mapping[str, float]) -> str:
+    return next((key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")), "")
 
 
 def _remote_devices(
     resources: Mapping[str, float], labels: Mapping[str, str], *, count: int
 ) -> tuple[Device, ...]:
     """GPUs of a node that only Ray has seen."""
-    types = [key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")]
-    name = types[0] if types else labels.get("ray.io/accelerator-type", "GPU")
+    name = _accelerator(resources) or labels.get("ray.io/accelerator-type", "GPU")
     capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
     return tuple(
         Device(kind="cuda", name=name, memory_bytes=0, capability=capability, uuid=None, index=index)

@@ -28,7 +28,9 @@ class Absence:
     """One worker's side of it.
 
     What it has begun, it ends, with rows that mean nothing; then it says OUT instead of the next header. Where experts
-    are colocated the others still send it rows until they have come through: it answers them as they came.
+    are colocated the others still send it rows until they have come through, which they say in a header of its own: it
+    answers them as they came. One that falls out behind its last exchange would otherwise wait for a header of others
+    who wait for its gradients.
 
     Args:
         say: sends the header of an operation; returns the counts of each worker where this one holds experts.
@@ -66,9 +68,9 @@ class Absence:
         """This worker has come through its passes, or, `short`, takes no further part in them."""
         if short:
             self._step_out(shard)
-        elif self.out:  # colocated: those who are out have served this worker until now
-            self._say(Op.DISCARD)
-            self._discarded = True
+        elif shard is not None and self._group.size > 1:  # those who are out have served this worker until now
+            self._say(Op.THROUGH)
+            self._discarded = bool(self.out)
 
     def all_again(self) -> bool:
         """The step is over for everybody; whether this worker has said so already."""
@@ -89,7 +91,7 @@ class Absence:
     def _answers(self, shard: ExpertShard | None, counts: list[list[int]]) -> Iterator[Pending]:
         """To the others' rows, until they have come through. An answer is on its way when the next header comes."""
         group = self._group
-        while shard is not None and self._heard is not None and self._heard.op is not Op.DISCARD:
+        while shard is not None and self._heard is not None and self._heard.op is not Op.THROUGH:
             slots = len(shard.layers[self._heard.layer].experts)
             rows = [sum(row[:slots]) for row in counts]
             dtype = DTYPES[self._heard.dtype]

@@ -48,9 +48,9 @@ class StepEnd:
         self._gather()
         vector = self.layout.empty(step)
         notice = put_own(vector) if put_own is not None else None
+        moving_s, sent_bytes = self.migration.take_spent()
         if self.shard is not None:
             self.layout.put_squares(vector, self.shard.squares())
-            moving_s, sent_bytes = self.migration.take_spent()
             busy_s = self.shard.busy.take()
             self.layout.put_spent(vector, self.shard.host, busy_s=busy_s, moving_s=moving_s, sent_bytes=sent_bytes)
         vector[self.layout.shortages] = shortages_of(self.shard, self.layout.holders)
@@ -59,6 +59,7 @@ class StepEnd:
         if self.shard is not None:
             if agreed.shortages:
                 self.shard.discard()
+                self.migration.add_spent(moving_s, sent_bytes)  # told with the step that is taken instead
             else:
                 self.shard.commit(agreed.commit(max_grad_norm))
         send_fresh_weights(self.group, self.shard, self.placement)  # replicas that are new are empty until now
@@ -80,7 +81,7 @@ class StepEnd:
             if self.shard is not None:
                 self.shard.switch(then, states)
             self.placement = then
-            self.migration.add_seconds(time.perf_counter() - began)
+            self.migration.add_spent(time.perf_counter() - began)
         for key, pieces in came:
             assert self.shard is not None
             for view, piece in zip(gradients_of(self.shard, key).values(), pieces, strict=True):

@@ -29,7 +29,7 @@ from raytrain.config import OptimConfig
 from raytrain.elsewhere import Death, Notice
 from raytrain.errors import InputError
 from raytrain.oom import Shortage
-from raytrain.optim import build_optimizers
+from raytrain.optim import build_optimizers, muons_blocks
 from raytrain.trainable import Trainable
 
 
@@ -58,7 +58,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     pool = ExpertPool(group, membership, shapes=shapes, first=first, balancer=membership.balancer or balancer)
     for number, layer in enumerate(layers):
         layer.experts = PooledExperts(pool, number)
-    experts = DistributedExperts(pool, layers, trainable.module, balancer=balancer)
+    experts = DistributedExperts(pool, layers, trainable, balancer=balancer)
     trainable.optimizers = experts.optimizers
     trainable.agree = pool.agree
     trainable.elsewhere = experts
@@ -104,9 +104,10 @@ class DistributedExperts:
     """The hooks of a distributed model; implements `StateElsewhere`."""
 
     def __init__(
-        self, pool: ExpertPool, layers: list[MoELayer], module: nn.Module, *, balancer: Balancer | None = None
+        self, pool: ExpertPool, layers: list[MoELayer], trainable: Trainable, *, balancer: Balancer | None = None
     ) -> None:
-        self.pool, self.layers, self.module, self._balancer = pool, layers, module, balancer
+        self.pool, self.layers, self.trainable, self._balancer = pool, layers, trainable, balancer
+        self.module = trainable.module
         self.note, self.workers_group, self.turns = pool.member.note, pool.member.workers_group, pool.turns
         self.deaths = list(pool.member.deaths)
         self._told = not self.deaths
@@ -119,7 +120,7 @@ class DistributedExperts:
         if self._balancer is not None:  # by now it is known what travels with an expert
             dtype = "fp64" if parameter.dtype == torch.float64 else "fp32"
             self._balancer.costs = expert_costs(self.pool.shapes, optim, dtype=dtype)
-        return build_optimizers(module, optim, lr=optim.lr)
+        return build_optimizers(module, optim, lr=optim.lr, blocks=muons_blocks(self.trainable, optim))
 
     def idle(self) -> Tensor:
         """No rows through every layer, in the order of the layers."""

@@ -34,8 +34,9 @@ class GroupedExperts(nn.Module):
     b2: Tensor | None
     b3: Tensor | None
 
+    stacked_matrices = ("w1", "w2", "w3")
     stacked_vectors = ("b1", "b2", "b3")
-    """Parameters that hold one vector per expert, for the optimizer's parameter groups."""
+    """Parameters that hold one matrix, or one vector, per expert: for the optimizers and their parameter groups."""
 
     def __init__(
         self,

@@ -106,9 +106,10 @@ class Migration:
         self._seconds, self._bytes = 0.0, 0
         return taken
 
-    def add_seconds(self, more: float) -> None:
-        """Of the switch itself."""
-        self._seconds += more
+    def add_spent(self, seconds: float, sent_bytes: int = 0) -> None:
+        """Of the switch itself; or what was taken for a vote on a step that was dropped."""
+        self._seconds += seconds
+        self._bytes += sent_bytes
 
     def _heard(self, size: int, notice: bytes | None) -> bytes:
         """Rank 0's notice, on every member."""

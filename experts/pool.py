@@ -165,8 +165,7 @@ class ExpertPool:
 
     def end_passes(self, *, short: bool) -> None:
         """This worker has come through its passes, or, `short`, takes no further part in them."""
-        if short:
-            self._get_ready()
+        self._get_ready()
         self.absence.end_passes(self.shard, short=short)
 
     def shortages(self) -> list[Shortage]:

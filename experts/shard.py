@@ -76,7 +76,7 @@ class ExpertShard:
 
     def _built_optimizers(self) -> list[torch.optim.Optimizer]:
         homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
-        return build_optimizers(homes, self.optim, lr=1.0) if len(homes) else []
+        return build_optimizers(homes, self.optim, lr=1.0, blocks=[homes]) if len(homes) else []
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -211,9 +211,12 @@ class ExpertShard:
                 return {name: value for name, value in held.items() if isinstance(value, Tensor)}
         return {}
 
+    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        groups = ((own, group) for own in self.optimizers for group in own.param_groups)
+        return next(own for own, group in groups if any(parameter is one for one in group["params"]))
+
     def _load_slot(self, parameter: nn.Parameter, name: str, place: int, value: Tensor) -> None:
-        (optimizer,) = self.optimizers
-        held = optimizer.state[parameter]
+        held = self._optimizer_of(parameter).state[parameter]
         if value.ndim:
             if name not in held:
                 held[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -106,7 +106,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
 
 @main.command(cls=_keys_option(("tune", *ALL)))
 @click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
-@click.option("--resume", metavar="DIR", help="go on with this sweep; trials that have ended are not run again")
+@click.option("--resume", metavar="DIR", help="go on with this sweep; trials that died are run once more")
 @click.option("--fresh", is_flag=True, help="measure anew what an earlier search has measured")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: bool) -> None:

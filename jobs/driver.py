@@ -17,6 +17,7 @@ from raytrain.data.token_budget import check_budget
 from raytrain.errors import InputError
 from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
+from raytrain.optim import hidden_matrices, muons_blocks
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import TrainJob, source_facts
@@ -24,11 +25,13 @@ from raytrain.train_job import TrainJob, source_facts
 
 @dataclass(frozen=True)
 class Checked:
-    """What the driver learned: exact sizes, and the data to hand over (None where workers open it themselves)."""
+    """What the driver learned: exact sizes, the data to hand over (None where workers open it themselves), and what
+    the data tells a builder (`shapes`)."""
 
     handed: Any
     model_facts: ModelFacts
     data_facts: DataFacts
+    shapes: dict[str, Any]
 
 
 def check_on_driver(spec: JobSpec) -> Checked:
@@ -43,7 +46,8 @@ def check_on_driver(spec: JobSpec) -> Checked:
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
     check_budget(source.train, spec.data.tokens_per_batch)
-    trainable, _ = build(spec, source_facts(source))
+    shapes = source_facts(source)
+    trainable, _ = build(spec, shapes)
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         key = "model.builder" if spec.model.module is None else "model.module"
@@ -51,9 +55,11 @@ def check_on_driver(spec: JobSpec) -> Checked:
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
-    check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
+    if spec.optim.name == "muon" and trainable.optimizers is None:
+        hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
+    check_experts(spec, shapes, elsewhere=uses_hosts(spec))
     model_facts, data_facts = facts_from(spec, source)
-    return Checked(sent or source.handed, model_facts, data_facts)
+    return Checked(sent or source.handed, model_facts, data_facts, shapes)
 
 
 def train_job(

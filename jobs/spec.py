@@ -247,10 +247,8 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     """Key -> whether its value can be had now, what can be, and what is missing."""
     loop, scale = spec.loop, spec.scale
     return {
-        "scale.strategy": (scale.strategy != "fsdp", "data_parallel, expert_parallel or auto", "sharded training is"),
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
         "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
-        "optim.name": (spec.optim.name != "muon", "adamw or sgd", "Muon is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
         "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
                                    "the search for a batch size is"),

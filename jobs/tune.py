@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jobs.runtime import Interrupted, StopSignals
 from jobs.spec import LoadedSpec, load_spec, refuse_later
-from raytrain.errors import InputError
+from raytrain.errors import InputError, RunError
 from raytrain.run_folder import RunFolder
 from raytrain.sweep_folder import SweepFolder
 
@@ -63,7 +63,7 @@ def run_tune(
     try:
         if resume is not None:
             sweep, loaded = open_sweep(resume, path, overrides)
-            if sweep.exists(sweep.outcome):
+            if sweep.exists(sweep.outcome) and not sweep.again():
                 console.print(f"{sweep.path} is done; its result is {sweep.best}", markup=False, soft_wrap=True)
                 return TuneResult(sweep.path, "done", sweep.best)
         else:
@@ -78,6 +78,11 @@ def run_tune(
             say = f"interrupted after {len(command.sweep.ended())} trials; go on with: raytrain tune --resume"
             console.print(f"{say} {command.sweep.path}", markup=False, soft_wrap=True)
             return TuneResult(command.sweep.path, "interrupted", None)
+        except RunError as error:
+            if command.sweep is None or not command.sweep.again():
+                raise
+            again = f"raytrain tune --resume {command.sweep.path}"
+            raise RunError(f"{error}; trials whose process died are measured once more by: {again}") from error
         return TuneResult(folder.path, "done", folder.best)
     finally:
         signals.restore()

@@ -9,23 +9,18 @@ which holds the manifest's hash, last. Each is on the disk (fsync) before the ne
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from torch import Tensor
 
 from raytrain.checkpoint_read import (
-    COMPLETE,
     FORMAT,
-    MANIFEST,
-    STATE,
     CheckpointInfo,
     LoadedCheckpoint,
     NewestGood,
@@ -35,14 +30,15 @@ from raytrain.checkpoint_read import (
     newest_good,
     verify,
 )
+from raytrain.checkpoint_write import write_checkpoint
+from raytrain.elsewhere import SavedElsewhere
 from raytrain.errors import RunError
 from raytrain.record import plain
 from raytrain.retention import discard, discard_after, retain, solve_interval
 from raytrain.run_folder import RunFolder
-from raytrain.safetensors_io import SHARD_BYTES, HashingStream, WrittenFile, shards, write_tensors
+from raytrain.safetensors_io import SHARD_BYTES, write_tensors
 from raytrain.snapshot import Flat, Snapshot, Staging, flatten, split_tied, take_snapshot, unflatten
-from raytrain.storage import Store, open_store
-from raytrain.trainable import StateElsewhere
+from raytrain.storage import open_store
 
 __all__ = [
     "CheckpointInfo",
@@ -141,7 +137,7 @@ class CheckpointWriter:
         step: int,
         eval_loss: float | None = None,
         extra: Mapping[str, Any] | None = None,
-        elsewhere: StateElsewhere | None = None,
+        elsewhere: SavedElsewhere | None = None,
     ) -> float:
         """Saves the state after `step` steps; returns the seconds that the caller was blocked.
 
@@ -201,7 +197,7 @@ class CheckpointWriter:
             if self._executor is not None:
                 self._executor.shutdown()
 
-    def _write(self, snapshot: Snapshot, about: dict[str, Any], elsewhere: StateElsewhere | None) -> None:
+    def _write(self, snapshot: Snapshot, about: dict[str, Any], elsewhere: SavedElsewhere | None) -> None:
         began = time.perf_counter()
         path = self._run.checkpoint_dir(snapshot.step)
         self._fence()
@@ -225,54 +221,6 @@ class CheckpointWriter:
         self.last_write_s, self.last_step = time.perf_counter() - began, snapshot.step
         self._fence()
         retain(self._run, keep=self._keep)
-
-
-def write_checkpoint(
-    store: Store,
-    snapshot: Snapshot,
-    about: Mapping[str, Any],
-    *,
-    fence: Callable[[], None] = lambda: None,
-    shard_bytes: int = SHARD_BYTES,
-    others: Callable[[], dict[str, Any]] | None = None,
-) -> int:
-    """Writes a snapshot into the empty directory `store`; returns the bytes written.
-
-    Args:
-        about: the manifest's fields that describe the run.
-        fence: called before every file; raises to stop, and then there is no COMPLETE.
-        others: waits for what other processes write: {"files": ..., more for the manifest}."""
-    files: dict[str, WrittenFile] = {}
-    parts: dict[str, list[str]] = {}
-    for part, tensors in snapshot.tensors.items():
-        pieces = list(shards(tensors, shard_bytes=shard_bytes))
-        parts[part] = []
-        for index, piece in enumerate(pieces, start=1):
-            number = f"-{index:05d}-of-{len(pieces):05d}" if len(pieces) > 1 else ""
-            name = f"{part}{number}.safetensors"
-            fence()
-            with store.open_write(name) as file:
-                files[name] = write_tensors(file, piece)
-            parts[part].append(name)
-    files[STATE] = _write_json(store, STATE, {"state": snapshot.state, "parts": snapshot.skeletons}, fence)
-    more = others() if others is not None else {}
-    files |= more.pop("files", {})
-    described = {name: asdict(written) for name, written in files.items()}
-    manifest = {**about, "parts": parts, "tied": snapshot.tied, **more, "files": described}
-    sealed = _write_json(store, MANIFEST, manifest, fence)
-    store.sync_dir("")
-    fence()
-    store.write_bytes(COMPLETE, f"{sealed.sha256}\n".encode())
-    store.sync_dir("")
-    return sum(written.bytes for written in files.values()) + sealed.bytes
-
-
-def _write_json(store: Store, name: str, value: Any, fence: Callable[[], None]) -> WrittenFile:
-    fence()
-    with store.open_write(name) as file:
-        stream = HashingStream(file)
-        stream.write(json.dumps(value, allow_nan=False).encode())
-    return stream.written()
 
 
 def export_weights(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from raytrain.errors import CheckpointError
@@ -127,7 +128,11 @@ def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
         manifest, files = _checked_files(store, scratch, hashes=check_hashes)
         try:
             tensors = {
-                part: _part_tensors([files[name] for name in names], manifest["tied"].get(part, {}))
+                part: _part_tensors(
+                    [files[name] for name in names],
+                    tied=manifest["tied"].get(part, {}),
+                    split=manifest.get("split", {}).get(part, []),
+                )
                 for part, names in manifest["parts"].items()
             }
             with open(files[STATE], "rb") as file:
@@ -139,10 +144,17 @@ def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
 
 
-def _part_tensors(files: list[str], tied: dict[str, str]) -> dict[str, Tensor]:
+def _part_tensors(files: list[str], *, tied: dict[str, str], split: list[str]) -> dict[str, Tensor]:
+    """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
     tensors: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {name: [] for name in split}
     for file in files:
-        tensors.update(read_tensors(file))
+        for name, tensor in read_tensors(file).items():
+            if name in rows:
+                rows[name].append(tensor)
+            else:
+                tensors[name] = tensor
+    tensors.update({name: torch.cat(pieces) for name, pieces in rows.items()})
     tensors.update({alias: tensors[name] for alias, name in tied.items()})
     return tensors
 

@@ -210,6 +210,7 @@ class TuneFound(Section):
     step_s: Positive = Field(description="seconds of one optimizer step of one worker")
     peak_bytes: Count | None = Field(default=None, description="the most one worker had; null: not measured")
     device: Text = Field(default="cpu", description="name of the device")
+    also: list[Text] = Field(default=[], description="hashes of the other kinds of devices that were searched")
 
 
 class TuneConfig(Section):

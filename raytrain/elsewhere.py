@@ -39,7 +39,23 @@ class Death:
         return f"{self.who}{where}{f' (pid {self.pid})' if self.pid else ''}"
 
 
-class StateElsewhere(Protocol):
+class SavedElsewhere(Protocol):
+    """State that other processes write into a checkpoint's directory beside rank 0."""
+
+    def begin_save(self, step: int) -> None:
+        """Have it snapshotted as it is after `step`; its owners write it in the background. All workers call it."""
+        ...
+
+    def finish_save(self, folder: str) -> dict[str, Any]:
+        """Wait for them: {"files": name -> WrittenFile, and more for the manifest}. Rank 0's writer calls it.
+
+        Raises:
+            RunError: one could not write.
+        """
+        ...
+
+
+class StateElsewhere(SavedElsewhere, Protocol):
     """Every call is one of all workers, but for `finish_save`, which rank 0's writer makes, and those that say so.
 
     Attributes:
@@ -82,14 +98,6 @@ class StateElsewhere(Protocol):
 
     def whole(self) -> nn.Module | None:
         """The module with everything that lives elsewhere, on rank 0 (None on the others); the end of training."""
-        ...
-
-    def begin_save(self, step: int) -> None:
-        """Have it snapshotted as it is after `step`; its owners write it in the background."""
-        ...
-
-    def finish_save(self, folder: str) -> dict[str, Any]:
-        """Wait for them: {"files": name -> WrittenFile, and more for the manifest}. Raises RunError."""
         ...
 
     def restore(self, folder: str, *, step: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raytrain.gradients import Workers
 from raytrain.oom import Shortage, StepDropped
-from raytrain.step import MicroBatch, TrainingStep
+from raytrain.step import MicroBatch, TrainingStep, in_eval
 
 #: In place of a worker's names: it had no memory for its batches. No name of a metric begins so.
 SHORT = b"\0"
@@ -52,26 +52,20 @@ def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int) -
     module = step.trainable.module
     total: dict[str, Tensor] = {}
     weight = 0
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            for micro in batches:
-                if micro.weight == 0:
-                    continue
-                passes -= 1
-                output = step.forward(micro.batch, global_weight=micro.weight)
-                share = float(micro.weight)
-                for name, value in {"loss": output.loss, **output.metrics}.items():
-                    total[name] = total.get(name, torch.zeros((), dtype=torch.float64, device=step.device)) + (
-                        value.detach().double() * share
-                    )
-                weight += micro.weight
-            for _ in range(passes if step.trainable.elsewhere is not None else 0):
-                step.idle()
-    finally:
-        for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
-            part.training = training
+    with in_eval(module), torch.no_grad():
+        for micro in batches:
+            if micro.weight == 0:
+                continue
+            passes -= 1
+            output = step.forward(micro.batch, global_weight=micro.weight)
+            share = float(micro.weight)
+            for name, value in {"loss": output.loss, **output.metrics}.items():
+                total[name] = total.get(name, torch.zeros((), dtype=torch.float64, device=step.device)) + (
+                    value.detach().double() * share
+                )
+            weight += micro.weight
+        for _ in range(passes if step.meets else 0):
+            step.idle()
     return total, weight
 
 

@@ -45,7 +45,7 @@ class GradientBuffers:
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_word: bool = False
     ) -> None:
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its gradient, and that one's own numbers
         self._with_word = with_word
         self.buffers: list[Tensor] = []
         self.payloads: list[Tensor] = []
@@ -55,18 +55,18 @@ class GradientBuffers:
             fits = not bucket or (
                 parameter.dtype == bucket[0].dtype
                 and parameter.device == bucket[0].device
-                and size + parameter.numel() * parameter.element_size() <= bucket_bytes
+                and size + self.own(parameter).nbytes <= bucket_bytes
             )
             if not fits:
                 self._close(bucket)
                 bucket, size = [], 0
             bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
+            size += self.own(parameter).nbytes
         if bucket:
             self._close(bucket)
 
     def _close(self, bucket: list[nn.Parameter]) -> None:
-        size = sum(p.numel() for p in bucket)
+        size = sum(self.own(p).numel() for p in bucket)
         word = int(self._with_word and not self.buffers)
         payload = torch.zeros(size + word, dtype=bucket[0].dtype, device=bucket[0].device)
         flat = payload[:size]
@@ -74,10 +74,19 @@ class GradientBuffers:
         self.payloads.append(payload)
         start = 0
         for parameter in bucket:
-            view = flat[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-            parameter.grad = view
-            self._views.append((parameter, view))
+            own = self.own(parameter)
+            view = flat[start : start + own.numel()].view_as(own)
+            start += own.numel()
+            parameter.grad = grad = self.as_grad(parameter, view)
+            self._views.append((parameter, grad, view))
+
+    def own(self, parameter: nn.Parameter) -> Tensor:
+        """What this process holds of a parameter: all of it."""
+        return parameter
+
+    def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
+        """The view of a buffer as `parameter`'s gradient."""
+        return view
 
     def zero_(self) -> None:
         """Zero all gradients and make sure that autograd will add into the buffers.
@@ -86,9 +95,9 @@ class GradientBuffers:
         """
         for payload in self.payloads:
             payload.zero_()
-        for parameter, view in self._views:
-            if parameter.grad is not view:
-                parameter.grad = view
+        for parameter, grad, _ in self._views:
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
     def check(self) -> None:
         """After backward: every gradient still lives in its buffer.
@@ -96,8 +105,8 @@ class GradientBuffers:
         Raises:
             RunError: a gradient was replaced during backward, so the reduction would miss it.
         """
-        for parameter, view in self._views:
-            if parameter.grad is not view:
+        for parameter, grad, _ in self._views:
+            if parameter.grad is not grad:
                 raise RunError(
                     f"the gradient of a parameter of shape {tuple(parameter.shape)} was replaced during backward; "
                     "sparse gradients and hooks that assign .grad are not supported"
@@ -129,9 +138,12 @@ class GradientBuffers:
 
     def nonfinite(self, module: nn.Module) -> list[str]:
         """Names of the parameters whose gradients are not finite. Reads the device."""
-        finite = torch.stack([torch.isfinite(view).all() for _, view in self._views]).tolist()
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        return [names[id(p)] for (p, _), good in zip(self._views, finite, strict=True) if not good]
+        return [names[id(p)] for (p, *_), good in zip(self._views, self.finite(), strict=True) if not good]
+
+    def finite(self) -> list[bool]:
+        """Whether what this process holds of each parameter's gradient is finite. Reads the device."""
+        return torch.stack([torch.isfinite(view).all() for *_, view in self._views]).tolist()
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply all gradients by a device scalar (the clip coefficient)."""

@@ -238,7 +238,7 @@ class TrainingLoop:
         if not math.isfinite(loss):
             self._culprit = f"the loss was {loss}"
         else:
-            names = self.step.gradients.nonfinite(self.step.trainable.module)
+            names = self.step.reduction.nonfinite()
             more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
             self._culprit = f"the gradients of {', '.join(names[:NAMED_AT_MOST])}{more}"
         self.reporter.event("nonfinite", step=step, what=self._culprit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cluster.limits import ROOT, memory_bytes
 from cluster.telemetry import process_memory, reset_peak
 from raytrain.allocator import freed_at_once
 from raytrain.errors import OutOfMemory
+from raytrain.gradients import Workers
 
 #: On a CPU torch says "out of memory" by a plain RuntimeError. It is taken for one where at least this part of what the
 #: process may have was in use: what failed is not known, but hardly larger than all that is there already.
@@ -68,11 +70,11 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
     Args:
         fraction: `cluster.memory_fraction`, of what is free now or held by this process.
         limit: `cluster.memory_limit`, of one process.
-        processes: that share this node's memory and are started like this one.
+        processes: that share this device, or this node's memory, and are started like this one.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        room = fraction * (free + torch.cuda.memory_reserved(device))
+        room = fraction * (free / processes + torch.cuda.memory_reserved(device))
     else:
         _, free = memory_bytes()
         room = fraction * (free / processes + process_memory().rss) if free else 0.0
@@ -80,8 +82,10 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
     return min(known, default=None)
 
 
-def limit_device_memory(device: torch.device, *, fraction: float, limit: int | None) -> float | None:
-    """Have the device's allocator refuse more than this process may take.
+def limit_device_memory(
+    device: torch.device, *, fraction: float, limit: int | None, processes: int = 1
+) -> float | None:
+    """Have the device's allocator refuse more than this process may take: its part of `fraction`, and `limit` bytes.
 
     Returns:
         the fraction of the device that was set; None on a CPU, where there is no such switch: there a measured peak
@@ -90,7 +94,8 @@ def limit_device_memory(device: torch.device, *, fraction: float, limit: int | N
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory
-    share = fraction if limit is None else min(fraction, limit / total)
+    share = fraction / processes
+    share = share if limit is None else min(share, limit / total)
     torch.cuda.set_per_process_memory_fraction(share, device)
     return share
 
@@ -136,6 +141,10 @@ def address_space_limit(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def processes_here() -> int:
-    """Workers of this run on this node, as the launcher tells them; 1 where nobody says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def processes_sharing(device: torch.device, workers: Workers) -> int:
+    """Workers of this run that take their memory where this one does, itself among them: those with the same GPU, on a
+    CPU those of its node, as the launcher tells them. Collective on GPUs."""
+    if device.type != "cuda":
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}".encode()
+    return workers.gather_bytes(own).count(own)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from raytrain.blocks import blocks_of
 from raytrain.config import OptimConfig
+from raytrain.errors import InputError
+from raytrain.optimizers.muon import Muon
+from raytrain.trainable import Trainable
 
 
 def parameter_groups(
@@ -31,27 +35,79 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def build_optimizers(module: nn.Module, optim: OptimConfig, *, lr: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    module: nn.Module, optim: OptimConfig, *, lr: float, blocks: Sequence[nn.Module] = ()
+) -> list[torch.optim.Optimizer]:
     """The optimizers of `optim.name` over `module`'s trainable parameters.
 
     The fused kernels are used where the parameters' device has them: one pass over memory, and they take the
     "skip this step" flag as a tensor, so that a non-finite gradient costs no device read.
+
+    Args:
+        blocks: parts of `module` whose matrices are Muon's; AdamW has the rest, under the same learning rate.
+
+    Raises:
+        InputError: `muon` for a module without such matrices.
     """
-    groups = parameter_groups(
-        module.named_parameters(), weight_decay=optim.weight_decay, vectors=_stacked_vectors(module)
-    )
+    named, vectors = list(module.named_parameters()), _stacked(module, "stacked_vectors")
+    hidden: set[int] = set()
+    found: list[torch.optim.Optimizer] = []
+    if optim.name == "muon":
+        hidden = hidden_matrices(module, blocks)
+        matrices = [parameter for _, parameter in named if id(parameter) in hidden]
+        found = [Muon(matrices, lr=lr, weight_decay=optim.weight_decay, momentum=optim.momentum)]
+    rest = [(name, parameter) for name, parameter in named if id(parameter) not in hidden]
+    groups = parameter_groups(rest, weight_decay=optim.weight_decay, vectors=vectors)
+    if not groups:
+        return found
     fused = fused_available(module)
     if optim.name == "sgd":
         return [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
-    return [torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
+    return [*found, torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
 
 
-def _stacked_vectors(module: nn.Module) -> set[int]:
-    """Ids of the parameters that their modules name in a tuple `stacked_vectors`: rows of vectors, no matrices."""
+def muons_blocks(trainable: Trainable, optim: OptimConfig) -> list[nn.Module]:
+    """The `blocks` of `build_optimizers` for a trainable, empty for another optimizer.
+
+    Raises:
+        InputError: `muon` for a model that repeats nothing.
+    """
+    return [block for _, block in blocks_of(trainable, key="optim.name")] if optim.name == "muon" else []
+
+
+def hidden_matrices(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
+    """Ids of the trainable matrices, and stacks of matrices, that stand in `blocks` and nowhere else: what Muon takes.
+
+    A table of embeddings is none: its rows are looked up one by one.
+
+    Raises:
+        InputError: there are none.
+    """
+    inside = {id(part) for block in blocks for part in block.modules()}
+    tables = [part for part in module.modules() if id(part) not in inside or isinstance(part, nn.Embedding)]
+    others = {id(parameter) for part in tables for parameter in part.parameters(recurse=False)}
+    vectors, stacks = (_stacked(module, kind) for kind in ("stacked_vectors", "stacked_matrices"))
+    found = {
+        id(parameter)
+        for block in blocks
+        for parameter in block.parameters()
+        if parameter.requires_grad and (parameter.ndim == 2 or id(parameter) in stacks)
+    } - (others | vectors)
+    if not found:
+        raise InputError(
+            "optim.name", seen="muon for a model without a trainable matrix inside repeated blocks",
+            expected="adamw or sgd", remedy="a builder that returns a Trainable names its `blocks`",
+        )  # fmt: skip
+    return found
+
+
+def _stacked(module: nn.Module, kind: str) -> set[int]:
+    """Ids of the parameters that their modules name in a tuple `kind`: "stacked_vectors" hold a vector in each row and
+    are no matrices, "stacked_matrices" (E, A, B) hold E matrices."""
     found = [
         getattr(part, name)
         for part in module.modules()
-        if isinstance(names := getattr(part, "stacked_vectors", None), tuple)
+        if isinstance(names := getattr(part, kind, None), tuple)
         for name in names
     ]
     return {id(parameter) for parameter in found if parameter is not None}

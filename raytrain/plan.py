@@ -40,6 +40,7 @@ from raytrain.planning.steps import (
     choose_length,
     choose_lr,
     choose_warmup,
+    fused_part,
     leave_to_memory,
 )
 from raytrain.planning.storage import Room, choose_loaders, choose_storage, resident_bytes
@@ -201,7 +202,7 @@ def make_plan(
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
         lr=choose_lr(optim, global_batch=total),
-        optimizer_impl=Resolved("fused", f"torch has it for {optim.name} on {machines.device.value}"),
+        optimizer_impl=Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}"),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         **kept, hosts=hosts, inflight=inflight,

@@ -65,6 +65,7 @@ class CheckpointSaver:
         )
         if self.writer is not None:  # the first copy touches new memory and would stall the loop many times longer
             self.writer.rehearse(session.parts())
+        self._others = session.layout.saved_elsewhere(session.parts, run)
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
@@ -76,7 +77,7 @@ class CheckpointSaver:
 
     def save(self, state: LoopState, *, final: bool) -> None:
         """Collective: gather the generators, snapshot on rank 0, write in the background (wait if it is the last)."""
-        elsewhere = self.session.trainable.elsewhere
+        elsewhere = self._others
         if elsewhere is not None and self.writer is not None:
             self.writer.prepare(state.step)
         flat = flatten(self.session.generator_state())
@@ -127,6 +128,7 @@ class CheckpointSaver:
         """Wait for the last write."""
         if self.writer is not None:
             self.writer.close()
+        self.session.layout.close_saves()
 
 
 def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:

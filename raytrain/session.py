@@ -6,6 +6,7 @@ way to set up a run and not three.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,11 +25,12 @@ from raytrain.feed import Feed, most_passes
 from raytrain.feed_open import data_plan, open_feed
 from raytrain.gradients import Workers
 from raytrain.layer_precision import LayerPrecision, kept_in_fp32
+from raytrain.layout import layout_of
 from raytrain.loop import TrainingLoop
 from raytrain.loop_state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
-from raytrain.memory import limit_device_memory
+from raytrain.memory import limit_device_memory, processes_sharing
 from raytrain.micro_batch_size import MicroBatchSize
-from raytrain.optim import Schedule, build_optimizers
+from raytrain.optim import Schedule, build_optimizers, muons_blocks
 from raytrain.plan import Resolved
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.step_probe import StepProbe
@@ -36,7 +38,8 @@ from raytrain.recompute import recompute
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.shares import shares_in_force
 from raytrain.step import TrainingStep
-from raytrain.train_job import TrainJob, build_trainable, load_module, restore_elsewhere, source_facts
+from raytrain.train_job import TrainJob, build_trainable, restore_elsewhere, source_facts
+from raytrain.trainable import Trainable
 
 
 class Session:
@@ -54,7 +57,10 @@ class Session:
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
-        limit_device_memory(self.device, fraction=job.cluster.memory_fraction, limit=job.cluster.memory_limit)
+        self.sharing = processes_sharing(self.device, workers)
+        """Workers that take their memory where this one does, itself among them."""
+        fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
+        limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)
         threads = job.planned("threads")
         if threads:
@@ -62,7 +68,7 @@ class Session:
         seed_everything(job.seed)
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
-        self.trainable = build_trainable(job.model, sections=job.builder_sections, facts=self.facts)
+        self.trainable = self._build()
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
@@ -79,20 +85,25 @@ class Session:
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
 
+    def _build(self) -> Trainable:
+        model = self.job.model
+        if model.module is not None and self.job.planned("strategy") == "fsdp":  # which changes it for good
+            model = model.model_copy(update={"module": copy.deepcopy(model.module)})
+        return build_trainable(model, sections=self.job.builder_sections, facts=self.facts)
+
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
         job, module = self.job, self.trainable.module
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         need_data(module)
-        module.to(device=self.device, dtype=self.policy.master_dtype)
-        module.train()
+        self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
+        self.layout.place(self.policy, half_blocks=not kept_in_fp32(job.plan.fp32_layers))
         verify_placement(module, self.device, name="")
-        self.workers.broadcast_([*module.parameters(), *module.buffers()])
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
-        make = self.trainable.optimizers
-        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr)
+        make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)
+        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
         schedule = Schedule(
             optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
         )
@@ -106,6 +117,7 @@ class Session:
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
             inflight=self._inflight(),
+            **self.layout.for_step(lambda: self.feed),
         )
         self.feed = self._open_feed()
         self.precision = precision
@@ -202,9 +214,9 @@ class Session:
             CheckpointError: it belongs to another model (names and shapes of the first five differences).
         """
         restore_elsewhere(self.trainable, loaded)
-        load_module(self.trainable.module, loaded.parts["model"])
+        self.layout.load(loaded.parts["model"])
         for index, optimizer in enumerate(self.optimizers):
-            optimizer.load_state_dict(loaded.parts["optimizer"][str(index)])
+            self.layout.load_optimizer(optimizer, loaded.parts["optimizer"][str(index)])
         self.step.scale.load_state_dict(loaded.parts.get("scaler", {}))
         own = self.trainable.state_parts() if self.trainable.state_parts else {}
         for name, part in own.items():
@@ -263,8 +275,7 @@ class Session:
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
-        elsewhere = self.trainable.elsewhere
-        return self.trainable.module if elsewhere is None else elsewhere.whole()
+        return self.layout.whole_module(self._build)
 
     def _eval_split(self) -> Split:
         assert self.source.eval is not None, "a loop evaluates only where there is an eval split"

@@ -38,6 +38,7 @@ class Snapshot:
         state: the caller's JSON state, in skeleton form.
         skeletons: part -> how its tensors hang together.
         tied: part -> other name of a tensor -> the name it is kept under.
+        split: part -> names of the tensors of which this process holds some rows.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Snapshot:
     state: Any
     skeletons: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    split: dict[str, list[str]] = field(default_factory=dict)
 
 
 def flatten(state: Any) -> Flat:
@@ -198,6 +200,12 @@ class Staging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
+def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """What this process holds of each tensor, and the names of those that are sharded (torch's DTensor)."""
+    rows = {name: tensor.to_local() for name, tensor in tensors.items() if hasattr(tensor, "to_local")}
+    return {**tensors, **rows}, list(rows)
+
+
 def take_snapshot(
     parts: Mapping[str, Any], state: Mapping[str, Any], *, step: int, staging: Staging | None = None
 ) -> Snapshot:
@@ -211,18 +219,21 @@ def take_snapshot(
 
     Errors: CheckpointError naming what cannot be saved.
     """
-    tensors, skeletons, tied = {}, {}, {}
+    tensors, skeletons, tied, split = {}, {}, {}, {}
     for part, value in parts.items():
         if not PART_NAME.fullmatch(part) or part in _RESERVED:
             raise CheckpointError(f"{part!r} cannot name a part of a checkpoint")
         flat = flatten(value.state_dict() if hasattr(value, "state_dict") else value)
-        tensors[part], aliases = split_tied(flat.tensors)
+        own, rows = _own(flat.tensors)
+        tensors[part], aliases = split_tied(own)
         skeletons[part] = flat.skeleton
         if aliases:
             tied[part] = aliases
+        if rows:
+            split[part] = [name for name in rows if name not in aliases]
     flat = flatten(dict(state))
     if flat.tensors:
         raise CheckpointError(f"state: tensors ({', '.join(flat.tensors)}) belong into a part")
     if staging is not None:
         tensors = staging.copy(tensors)
-    return Snapshot(step=step, tensors=tensors, state=flat.skeleton, skeletons=skeletons, tied=tied)
+    return Snapshot(step=step, tensors=tensors, state=flat.skeleton, skeletons=skeletons, tied=tied, split=split)

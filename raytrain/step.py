@@ -16,6 +16,7 @@ micro-batches, and so do forwards, so that gradients and what is drawn are the s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,13 +24,14 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain.device import Placement
-from raytrain.gradients import GradientBuffers, Workers
-from raytrain.oom import Shortage, StepDropped, attempt, heard, told
+from raytrain.gradients import Workers
+from raytrain.oom import Shortage, StepDropped
 from raytrain.optim import Schedule, takes_skip_on_device
 from raytrain.precision import LossScale, PrecisionPolicy
+from raytrain.reduction import FlatReduction, Reduction
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
 
 Made = TypeVar("Made")
@@ -67,6 +69,18 @@ class StepOutput:
     flags: list[int]
 
 
+@contextlib.contextmanager
+def in_eval(module: nn.Module) -> Iterator[None]:
+    """Inside, all of a module is in eval mode; then each part as it was: a user may keep frozen parts so."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
     """Without experts elsewhere: gradients were summed already, and only the counts (tokens per expert) are not."""
     if local.counts is not None:
@@ -86,6 +100,9 @@ class TrainingStep:
         schedule: learning rate by step.
         max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
         inflight: micro-batches in flight, 2 only where the trainable has `turns`.
+        reduction: what becomes of the gradients; None = passes without communication, then a sum of flat buffers.
+        filler: where the workers meet inside their passes: a batch for those of the others that this worker has no
+            rows for; what it computes with it has no effect.
     """
 
     def __init__(
@@ -100,6 +117,8 @@ class TrainingStep:
         max_grad_norm: float | None,
         device: torch.device,
         inflight: int = 1,
+        reduction: Reduction | None = None,
+        filler: Callable[[], Batch] | None = None,
     ) -> None:
         self.trainable = trainable
         self.optimizers = optimizers
@@ -110,8 +129,9 @@ class TrainingStep:
         self.max_grad_norm = max_grad_norm or None
         self.device = device
         self.inflight = inflight
-        own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
-        self.gradients = GradientBuffers(own, with_word=True)
+        self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
+        self.gradients = self.reduction.gradients
+        self.filler = filler
         self.placement = Placement(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
@@ -159,8 +179,13 @@ class TrainingStep:
             if aux is not None:
                 aux_sum += aux.detach().double() * share
             yield self.scale.scale(total)
-        for _ in range(passes if self.trainable.elsewhere is not None else 0):
+        for _ in range(passes if self.meets else 0):
             yield self.idle()
+
+    @property
+    def meets(self) -> bool:
+        """Whether processes meet inside a pass, so that each worker takes part in as many as the busiest has."""
+        return self.trainable.elsewhere is not None or self.filler is not None
 
     def _in_turns(self, totals: Iterator[Tensor]) -> None:
         """The backward of each pass beside the forward of the next."""
@@ -176,10 +201,15 @@ class TrainingStep:
         total.backward()
 
     def idle(self) -> Tensor:
-        """This worker's part in a micro-batch of the others."""
-        assert self.trainable.elsewhere is not None
-        with self.policy.autocast(self.device):
-            return self.trainable.elsewhere.idle()
+        """This worker's part in a micro-batch of the others; a zero to take backward, where they go backward."""
+        if self.trainable.elsewhere is not None:
+            with self.policy.autocast(self.device):
+                return self.trainable.elsewhere.idle()
+        assert self.filler is not None
+        with in_eval(self.trainable.module):  # nothing is drawn, counted or learned of these rows
+            output = self.forward(self.filler(), global_weight=1)
+        total = output.loss if output.aux is None else output.loss + output.aux
+        return total * 0.0
 
     def run(
         self,
@@ -202,9 +232,9 @@ class TrainingStep:
         begin, waited = time.perf_counter(), self._waited()
         with self.placement.guarded():
             work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
-            (loss, aux), summed = self._passed(work, flags=flags)
+            (loss, aux), summed = self.reduction.passed(work, flags=flags)
         self.scale.unscale_(self.gradients.buffers)
-        squares = self.gradients.sum_of_squares()
+        squares = self.reduction.sum_of_squares()
         counts = self.trainable.counts() if self.trainable.counts is not None else None
         local = LocalStep(
             step=step,
@@ -228,43 +258,13 @@ class TrainingStep:
             flags=summed,
         )
 
-    def _passed(
-        self, passes: Callable[[], tuple[Tensor, Tensor]], *, flags: Callable[[], list[int]]
-    ) -> tuple[tuple[Tensor, Tensor], list[int]]:
-        """What this worker's passes return, when those of all are through, the gradients summed; and the sums of flags.
-
-        A shortage is told with the gradients (a meeting of its own would cost some percent of a step): on a CPU inside
-        them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
-        """
-        workers, inside = self.workers, self.device.type == "cpu"
-        begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
-        came = self.attempt(passes)
-        begun = begun or workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
-        if isinstance(came, Shortage):
-            self.gradients.say_short()
-        else:  # its gradients may be finite, the step is none all the same
-            self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
-        workers.sum_(self.gradients.payloads)
-        summed = begun()
-        short = self.gradients.some_were_short() if inside and workers.world > 1 else not inside and summed.pop() > 0
-        if short or isinstance(came, Shortage):
-            raise self.dropped(came)
-        return came, summed
-
     def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
         """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
-        came = attempt(passes, device=self.device, who=f"rank {self.workers.rank}")
-        if self.trainable.elsewhere is not None:
-            self.trainable.elsewhere.end_passes(short=isinstance(came, Shortage))
-        return came
+        return self.reduction.attempt(passes)
 
     def dropped(self, came: object) -> StepDropped:
         """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
-        shortages = heard(self.workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
-        self.gradients.zero_()
-        if self.trainable.elsewhere is not None:
-            self.trainable.elsewhere.discard()
-        return StepDropped(shortages)
+        return self.reduction.dropped(came)
 
     def _waited(self) -> float:
         """Host seconds spent waiting for other processes, so far."""

@@ -1,6 +1,8 @@
 """The folder of a sweep: like a run's, with a line for each trial and what was found. Torch-free.
 
-`trials.jsonl` is the truth: a trial that stands in it has ended and is never run again.
+`trials.jsonl` is the truth: a trial that stands in it has ended and is never run again, but for one: a trial whose
+process died, or could not begin, is measured once more when the sweep goes on. What it comes to then is a second row
+of its number.
 """
 
 from __future__ import annotations
@@ -41,6 +43,16 @@ class SweepFolder(RunFolder):
     def ended(self) -> list[dict[str, Any]]:
         """The rows of trials.jsonl."""
         return self.read_rows(self.trials)
+
+    def standing(self) -> list[dict[str, Any]]:
+        """The rows that hold when the sweep goes on: all but first deaths."""
+        return [row for row in self.ended() if row.get("deaths") != 1]
+
+    def again(self) -> list[dict[str, Any]]:
+        """First deaths that nothing has followed: what is to be measured once more."""
+        rows = self.ended()
+        last = {row["trial"]: place for place, row in enumerate(rows)}
+        return [row for place, row in enumerate(rows) if row.get("deaths") == 1 and last[row["trial"]] == place]
 
     def record(self, row: dict[str, Any]) -> None:
         """One more trial has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,15 +124,25 @@ def load_module(module: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: first five differences, by name.
     """
-    own = module.state_dict()
+    refuse_other_model(differences(module.state_dict(), state, shapes=lambda one: {one.shape}))
+    module.load_state_dict(state)
+
+
+def differences(
+    own: Mapping[str, Any], state: Mapping[str, Any], *, shapes: Callable[[torch.Tensor], set[torch.Size]]
+) -> list[str]:
+    """What of a module's saved state does not fit `own`, by name; `shapes` says which a tensor of `own` may have."""
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
-    wrong += [
+    return wrong + [
         f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
         for name in own
-        if name in state and hasattr(own[name], "shape") and state[name].shape != own[name].shape
+        if name in state and hasattr(own[name], "shape") and state[name].shape not in shapes(own[name])
     ]
+
+
+def refuse_other_model(wrong: list[str]) -> None:
+    """Raises CheckpointError with the first five differences; nothing where there are none."""
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(wrong[:5]) + more)
-    module.load_state_dict(state)

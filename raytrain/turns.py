@@ -70,10 +70,11 @@ class Turns:
         except BaseException:
             wait([began])
             raise
+        else:
+            began.result()  # it may fail when the other has long come through
+            return made
         finally:
             self._failed = False
-        began.result()
-        return made
 
     def _run(self, mine: int, work: Callable[[], Made]) -> Made:
         try:

@@ -42,6 +42,7 @@ class Op(IntEnum):
     END = 12  # the hosts leave the generation
     OUT = 13  # in place of any other: a worker without memory takes no part until DISCARD, which it has said by this
     SHORTAGES = 14  # one sum over all members: which holders of experts had no memory
+    THROUGH = 15  # where experts are colocated: a worker has come through its passes, and hears who has not
 
 
 class HeaderMismatch(RunError):

@@ -43,7 +43,7 @@ class BatchOrders:
         folder: the directory of the command, where users' code is.
         prepared: the precision to prepare in, which has the master format of all candidates.
         reference: the precision that a gate compares with.
-        budget_bytes: what a process may take; None: nobody knows.
+        budgets: kind of device -> what a process may take there; None: nobody knows.
         workers: of the run that the figures are for.
         goodput: the noise scale decides, and is not advice alone.
         link: the `RunLink` actor by which the driver has trials leave.
@@ -54,7 +54,7 @@ class BatchOrders:
     folder: str
     prepared: str
     reference: str
-    budget_bytes: int | None
+    budgets: dict[str, int | None]
     workers: int
     goodput: bool
     link: Any
@@ -87,8 +87,9 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
     if wanted.gate_steps:
         gate = run_gate(session, wanted.candidate, reference=orders.reference, steps=wanted.gate_steps)
         return {"gate": gate.to_json()}
+    budget = orders.budgets[wanted.kind]
     measurement = session.measure(
-        wanted.candidate, budget_bytes=orders.budget_bytes, passes=wanted.passes, with_memory=wanted.with_memory
+        wanted.candidate, budget_bytes=budget, passes=wanted.passes, with_memory=wanted.with_memory
     )
     return {"measurement": measurement.to_json(), "signature": signature_of(session, workers=orders.workers).to_json()}
 

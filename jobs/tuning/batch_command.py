@@ -14,24 +14,24 @@ from jobs.driver import Checked, train_job
 from jobs.plan import has_experts, plan_job, resolve_paths
 from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
-from jobs.tuning.batch_results import write_batch
-from jobs.tuning.cache import FOLDER, Cache
+from jobs.tuning.batch_results import say_search, write_batch
+from jobs.tuning.cache import FOLDER, Cache, Caches
 from jobs.tuning.command import show_only_picked
+from jobs.tuning.kinds import Kind, find_kinds, of_kind
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.decode import encode
 from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.plan import Deferred, Plan
-from raytrain.planning.machines import choose_machines
 from raytrain.planning.memory import least_bytes
 from raytrain.planning.values import size_text
-from raytrain.planning.workers import worker_room
 from raytrain.search.measurement import Candidate
 from raytrain.search.signature import make_signature
 from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.sweep_folder import SweepFolder
 
 if TYPE_CHECKING:
+    from jobs.tuning.batch_trials import KindTrials
     from jobs.tuning.command import TuneCommand
 
 PLANNED_BATCH = 4096
@@ -47,13 +47,15 @@ class BatchSearch:
     """What is searched, and for which run.
 
     Attributes:
-        space: the candidates.
+        space: the candidates, for the kind of device with the least memory.
+        kinds: of the devices, each of which has a line of search of its own.
         plan: of the run itself.
         alone_spec: the job of a trial: one worker, experts in-process.
         alone_plan: its plan.
     """
 
     space: BatchSpace
+    kinds: tuple[Kind, ...]
     plan: Plan
     alone_spec: JobSpec
     alone_plan: Plan
@@ -65,6 +67,19 @@ class BatchSearch:
     @property
     def workers(self) -> int:
         return self.space.workers
+
+    @property
+    def devices(self) -> int:
+        """Measurements beside each other."""
+        return sum(one.devices for one in self.kinds)
+
+    def space_of(self, kind: Kind) -> BatchSpace:
+        """The candidates on one kind of device."""
+        return replace(self.space, budget_bytes=kind.budget_bytes, devices=kind.devices)
+
+    def told(self, caches: Caches) -> bool:
+        """Whether nothing is left to measure."""
+        return all(caches[one.name].answers(self.space_of(one)) for one in self.kinds)
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
@@ -101,7 +116,8 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         sizes = sizes_free(checked.data_facts.train_rows, workers)
     else:
         sizes = sizes_dividing(int(spec.loop.global_batch_size), workers)
-    budget = budget_of(spec, inventory, workers=workers)
+    kinds = find_kinds(spec, inventory, workers=workers, on_gpu=plan.device.value == "cuda")  # type: ignore[union-attr]
+    budget = min((one.budget_bytes for one in kinds if one.budget_bytes is not None), default=None)
     _check_budget(plan, spec, budget)
     space = BatchSpace(
         precisions=precisions,
@@ -113,17 +129,11 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         workers=workers,
     )
     alone_spec = alone.spec.model_copy(update={"data": resolve_paths(alone.spec.data)})
-    return BatchSearch(space, plan, alone_spec, plan_job(alone, inventory=inventory, **facts))
+    return BatchSearch(space, kinds, plan, alone_spec, plan_job(alone, inventory=inventory, **facts))
 
 
 def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
     return load_spec(mapping=loaded.mapping, overrides=[f"{key}={render(value)}" for key, value in values.items()])
-
-
-def budget_of(spec: JobSpec, inventory: Inventory, *, workers: int) -> int | None:
-    """Bytes that each process of the run may take; None where nobody knows."""
-    machines = choose_machines(spec.scale, inventory, [])
-    return worker_room(spec.cluster, machines, inventory, workers=workers)
 
 
 def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
@@ -149,52 +159,53 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
     """
     if address == "local":
         search = find_search(command.loaded, checked, inventory)
-        cache = _begin(command, search, checked, inventory)
-        gpus = devices_of(command.spec, search, inventory) if search.on_gpu else 0
-        if not cache.answers(search.space):
+        caches = _begin(command, search, checked, inventory)
+        gpus = search.devices if search.on_gpu else 0
+        if not search.told(caches):
             show_only_picked(command.spec, inventory)
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
-                _try(command, search, checked, cluster, inventory, cache)
+                _try(command, search, checked, cluster, caches)
     else:
         with connected(address, num_cpus=0, num_gpus=0, verbose=command.verbose) as cluster:
             command.signals.install()
             inventory = inventory_from_ray()
             search = find_search(command.loaded, checked, inventory)
-            cache = _begin(command, search, checked, inventory)
-            if not cache.answers(search.space):
-                _try(command, search, checked, cluster, inventory, cache)
-    write_batch(command, search, cache)
+            caches = _begin(command, search, checked, inventory)
+            if not search.told(caches):
+                _try(command, search, checked, cluster, caches)
+    write_batch(command, search, caches)
     return command.the_sweep
 
 
-def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Cache:
-    """The sweep's folder, and what earlier searches have left."""
+def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
+    """The sweep's folder, and what earlier searches have left, by kind of device."""
     command.open_sweep(inventory)
-    spec = command.spec
-    cache = Cache(
-        f"{spec.save.dir.rstrip('/')}/{FOLDER}",
-        cache_key(spec, search, checked),
-        budget=search.space.budget_bytes,
-        fresh=spec.tune.fresh,
-    )
-    if command.the_sweep.ended():
-        for row in command.the_sweep.ended():
-            cache.known.add(row)
-    elif cache.answers(search.space):
-        command.say(f"nothing is left to measure: {len(cache.rows)} measurements of an earlier search hold here")
-        command.say(f"  {cache.path}; --fresh measures anew; sweep folder {command.the_sweep.path}")
-    elif cache.rows:
-        command.say(f"{len(cache.rows)} measurements of an earlier search hold here; --fresh measures anew")
-    return cache
+    spec, sweep, caches = command.spec, command.the_sweep, {}
+    for kind in search.kinds:
+        key = cache_key(spec, search, checked, kind)
+        folder = f"{spec.save.dir.rstrip('/')}/{FOLDER}"
+        cache = caches[kind.name] = Cache(folder, key, budget=kind.budget_bytes, fresh=spec.tune.fresh)
+        cache.hear(of_kind(sweep.standing(), kind.name))
+    noise = next((cache.known.noise for cache in caches.values() if cache.known.noise is not None), None)
+    for cache in caches.values():
+        cache.known.noise = noise
+    kept = sum(len(cache.rows) for cache in caches.values())
+    if sweep.ended():
+        return caches
+    if search.told(caches):
+        command.say(f"nothing is left to measure: {kept} measurements of an earlier search hold here")
+        paths = " ".join(cache.path for cache in caches.values())
+        command.say(f"  {paths}; --fresh measures anew; sweep folder {sweep.path}")
+    elif kept:
+        command.say(f"{kept} measurements of an earlier search hold here; --fresh measures anew")
+    return caches
 
 
-def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked) -> dict[str, Any]:
+def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) -> dict[str, Any]:
     """All that a measurement depends on, as far as the driver knows it, and nothing else: neither the global batch nor
     the budget."""
-    data, nodes = checked.data_facts, search.plan.inventory["nodes"]
-    devices = [(row["name"], row["memory_bytes"]) for node in nodes for row in node["devices"]] if search.on_gpu else []
-    device, memory = min(devices, key=lambda one: one[1], default=(search.plan.inventory["cpu_model"], 0))
+    data = checked.data_facts
     signature = make_signature(
         model=search.alone_spec.model,
         optim=spec.optim,
@@ -202,8 +213,8 @@ def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked) -> dict[str,
         experts=search.alone_spec.experts if has_experts(spec) else None,
         parameters=checked.model_facts.parameters,
         longest_row=data.tokens_per_row or data.row_bytes,
-        device=device,
-        device_bytes=memory,
+        device=kind.device,
+        device_bytes=kind.device_bytes,
         threads=int(search.alone_plan.threads.value),  # type: ignore[union-attr]
         workers=search.workers,
         versions={name: metadata.version(name) for name in ("torch", "raytrain")},
@@ -212,75 +223,66 @@ def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked) -> dict[str,
 
 
 def _try(
-    command: TuneCommand, search: BatchSearch, checked: Checked, cluster: Cluster, inventory: Inventory, cache: Cache
+    command: TuneCommand, search: BatchSearch, checked: Checked, cluster: Cluster, caches: Caches
 ) -> None:
     import ray
     from ray import cloudpickle, tune
 
     from jobs.tuning.batch import BatchOrders, batch_trial
-    from jobs.tuning.batch_trials import BatchTrials
     from jobs.tuning.sweep import make_tuner, run_trials, stop_link
     from raytrain.trainer import make_link
 
     spec, sweep = command.spec, command.the_sweep
-    at_a_time = devices_of(spec, search, inventory)
-    space = replace(search.space, devices=at_a_time)
-    say_search(command, search, at_a_time)
+    say_search(command, search)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
     link = make_link()
     orders = BatchOrders(
         job=ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
         data=None if checked.handed is None else ray.put(checked.handed),
         folder=os.getcwd(),
-        prepared="fp64" if "fp64" in space.precisions else "fp32",
-        reference=space.lead,
-        budget_bytes=space.budget_bytes,
+        prepared="fp64" if "fp64" in search.space.precisions else "fp32",
+        reference=search.space.lead,
+        budgets={one.name: one.budget_bytes for one in search.kinds},
         workers=search.workers,
         goodput=spec.tune.objective == "goodput",
         link=link,
     )
-    cores = min((node.cpus for node in inventory.nodes if node.cpus), default=1)
-    with SweepTable(command.console, BATCH_COLUMNS, title="measurements") as table:
-        trials = BatchTrials(
-            space,
-            known=cache.known,
-            sweep=sweep,
-            table=table,
-            noise_at=Candidate(space.lead, space.first_sizes()[0]),
-            goodput=spec.tune.objective == "goodput",
-            most=spec.tune.max_trials,
-        )
-        # a CPU trial takes all cores of its node, so that nothing else is timed there
-        resources = {"cpu": 1, "gpu": 1} if search.on_gpu else {"cpu": 1 if cluster.local else cores}
+    reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
+    columns = ("kind", *BATCH_COLUMNS) if len(search.kinds) > 1 else BATCH_COLUMNS
+    with SweepTable(command.console, columns, title="measurements") as table:
+        trials = _trials(command, search, caches, table)
         tuner = make_tuner(
             tune.with_parameters(batch_trial, orders=orders),
             trials,
             storage=command.storage(cluster),
-            resources=resources,
-            at_a_time=at_a_time,
+            resources=lambda config: tune.PlacementGroupFactory([reserved[config["kind"]]]),
+            at_a_time=search.devices,
         )
 
         def stop() -> None:
-            trials.stopping = True
+            trials.stop()
             stop_link(link)
 
         run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show, stop=stop, grace_s=LEAVE_S)
 
 
-def devices_of(spec: JobSpec, search: BatchSearch, inventory: Inventory) -> int:
-    """Measurements beside each other: one on each GPU that may be used, on CPUs one on each node."""
-    gpus = choose_machines(spec.scale, inventory, []).gpus
-    return len(gpus) if search.on_gpu else sum(node.cpus > 0 for node in inventory.nodes)
+def _trials(command: TuneCommand, search: BatchSearch, caches: Caches, table: SweepTable) -> KindTrials:
+    """One line of trials for each kind of device; the first one reads the noise scale, which knows no device."""
+    from jobs.tuning.batch_trials import BatchTrials, KindTrials, Numbers
 
-
-def say_search(command: TuneCommand, search: BatchSearch, at_a_time: int) -> None:
-    """What is going to be tried, before it is."""
+    spec, numbers = command.spec, Numbers(command.the_sweep)
     space = search.space
-    sizes = ", ".join(map(str, space.sizes)) if len(space.sizes) <= 12 else f"{space.sizes[0]} to {space.sizes[-1]}"
-    batch = "the global batch is searched too" if space.rows_per_step is None else (
-        f"{space.rows_per_step} rows of each worker's step are kept"
-    )  # fmt: skip
-    room = "no memory limit is known" if space.budget_bytes is None else f"{size_text(space.budget_bytes)} a process"
-    command.say(f"search: {' and '.join(space.precisions)}, micro-batches of {sizes} rows; {batch}; {room}")
-    command.say(f"each in a process of its own, {at_a_time} at a time; sweep folder {command.the_sweep.path}")
-
+    return KindTrials({
+        kind.name: BatchTrials(
+            search.space_of(kind),
+            known=caches[kind.name].known,
+            sweep=command.the_sweep,
+            table=table,
+            numbers=numbers,
+            kind=kind.name,
+            noise_at=Candidate(space.lead, space.first_sizes()[0]) if kind is search.kinds[0] else None,
+            goodput=spec.tune.objective == "goodput",
+            most=spec.tune.max_trials,
+        )
+        for kind in search.kinds
+    })  # fmt: skip

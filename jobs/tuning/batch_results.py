@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
@@ -9,22 +10,26 @@ from rich.table import Table
 
 from jobs.tuning.batch_known import Known, weighed
 from jobs.tuning.best import best_mapping, best_text
+from jobs.tuning.kinds import of_kind
 from jobs.tuning.points import whole_mapping
 from jobs.tuning.results import close, draw, header_of, say_files
 from jobs.tuning.table import bytes_text, number_text, print_table
 from raytrain.config import TuneFound
 from raytrain.decode import encode
+from raytrain.errors import RunError
 from raytrain.planning.values import size_text
 from raytrain.readers.tune_figures import batch_spec
 from raytrain.search.batch import decide
 from raytrain.search.decision import BatchDecision
-from raytrain.search.measurement import STEADY
+from raytrain.search.kinds import KindsDecision, choose_for_all
+from raytrain.search.measurement import STEADY, Candidate
 from raytrain.search.memory_line import fit, points
 from raytrain.search.noise_scale import goodput_advice
+from raytrain.search.precision import gate_refusal
 
 if TYPE_CHECKING:
     from jobs.tuning.batch_command import BatchSearch
-    from jobs.tuning.cache import Cache
+    from jobs.tuning.cache import Caches
     from jobs.tuning.command import TuneCommand
 
 WORTH_SAYING = 0.02
@@ -32,45 +37,94 @@ LARGER = 4
 """The advice about a free global batch looks so many times further than the given one."""
 
 
-def write_batch(command: TuneCommand, search: BatchSearch, cache: Cache) -> None:
+def say_search(command: TuneCommand, search: BatchSearch) -> None:
+    """What is going to be tried, before it is."""
+    space = search.space
+    sizes = ", ".join(map(str, space.sizes)) if len(space.sizes) <= 12 else f"{space.sizes[0]} to {space.sizes[-1]}"
+    batch = "the global batch is searched too" if space.rows_per_step is None else (
+        f"{space.rows_per_step} rows of each worker's step are kept"
+    )  # fmt: skip
+    rooms = [
+        "no memory limit is known" if one.budget_bytes is None else f"{size_text(one.budget_bytes)} a process"
+        for one in search.kinds
+    ]
+    named = [f"{one.devices} {one.name}, {room}" for one, room in zip(search.kinds, rooms, strict=True)]
+    room = rooms[0] if len(rooms) == 1 else f"a search for each kind of device ({'; '.join(named)})"
+    command.say(f"search: {' and '.join(space.precisions)}, micro-batches of {sizes} rows; {batch}; {room}")
+    command.say(f"each in a process of its own, {search.devices} at a time; sweep folder {command.the_sweep.path}")
+
+
+def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> None:
     """Decide from all that is known, write it, say it.
 
     Raises:
         RunError: nothing that was measured can run.
     """
-    cache.keep(command.the_sweep.ended())
-    known, spec = cache.known, command.spec
+    spec, sweep, workers = command.spec, command.the_sweep, search.workers
+    for kind in search.kinds:
+        caches[kind.name].keep(of_kind(sweep.ended(), kind.name))
     goodput = spec.tune.objective == "goodput"
-    decision = decide(weighed(search.space, known, goodput=goodput), known.measurements, known.gates)
-    chosen, workers = decision.candidate, search.workers
+    answer = answer_of(search, caches, goodput=goodput)
+    chosen, known, decision = answer.candidate, caches[answer.binding].known, answer.decisions[answer.binding]
     size = chosen.micro_batch_size
-    free = search.space.rows_per_step is None
     values: dict[str, Any] = {"precision.dtype": chosen.precision, "loop.micro_batch_size": size}
-    reasons = {"precision.dtype": decision.precision.reason, "loop.micro_batch_size": decision.micro_batch_size.reason}
-    if free:
+    reasons = {"precision.dtype": answer.precision.reason, "loop.micro_batch_size": answer.micro_batch_size.reason}
+    if search.space.rows_per_step is None:
         values["loop.global_batch_size"] = size * workers
         reasons["loop.global_batch_size"] = f"micro-batches of {size} rows x {workers} workers, no accumulation"
-    found = measured(decision, known, search)
+    found = measured(answer, caches, search)
     job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
-    sweep = command.the_sweep
     sweep.write_text(sweep.best, best_text(job, reasons, header=header_of(command)))
-    advice = advice_lines(decision, known, search, spec.loop.global_batch_size)
-    record = decision.to_json()
-    draw(command, batch_spec(record["table"], chosen=(chosen.precision, size), budget=search.space.budget_bytes,
+    advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)
+    table = [
+        {**asdict(row), "precision": f"{name} {row.precision}".strip()}
+        for name, one in answer.decisions.items()
+        for row in one.table
+    ]
+    line = f"{answer.binding} {chosen.precision}".strip()
+    draw(command, batch_spec(table, sizes=search.space.sizes, chosen=(line, size), budget=search.space.budget_bytes,
                              name=spec.name, goodput=goodput))  # fmt: skip
-    print_table(command.console, decision_table(decision))
-    command.say(f"precision   {chosen.precision}: {decision.precision.reason}")
-    command.say(f"micro-batch {size}: {decision.micro_batch_size.reason}")
-    for line in advice:
-        command.say(line)
-    close(command, {"kind": "batch", "values": values, "decision": record, "found": found, "advice": advice,
-                    "from_cache": len(cache.rows)})  # fmt: skip
+    for name, one in answer.decisions.items():
+        print_table(command.console, decision_table(one, kind=name))
+    command.say(f"precision   {chosen.precision}: {answer.precision.reason}")
+    command.say(f"micro-batch {size}: {answer.micro_batch_size.reason}")
+    for told in advice:
+        command.say(told)
+    kinds = {name: one.to_json() for name, one in answer.decisions.items()}
+    close(command, {"kind": "batch", "values": values, "decision": decision.to_json(), "kinds": kinds, "found": found,
+                    "advice": advice, "from_cache": sum(len(cache.rows) for cache in caches.values())})  # fmt: skip
     say_files(command)
 
 
-def measured(decision: BatchDecision, known: Known, search: BatchSearch) -> dict[str, Any]:
+def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDecision:
+    """What each kind of device decides by itself, and what follows for all of them.
+
+    Raises:
+        RunError: nothing that was measured can run, on one of them.
+    """
+    decisions: dict[str, BatchDecision] = {}
+    for kind in search.kinds:
+        known = caches[kind.name].known
+        space = weighed(search.space_of(kind), known, goodput=goodput)
+        try:
+            decisions[kind.name] = decide(space, known.measurements, known.gates)
+        except RunError as error:
+            if not kind.name:
+                raise
+            raise RunError(f"on {kind.name}: {error}") from error
+    gates = [gate for cache in caches.values() for gate in cache.known.gates]
+    return choose_for_all(
+        decisions,
+        devices={kind.name: kind.devices for kind in search.kinds},
+        reference=search.space.lead,
+        refused={gate.precision for gate in gates if gate_refusal(gate)},
+    )
+
+
+def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict[str, Any]:
     """`tune.found`: what was measured of the chosen point, for `train` to hold its own measurement against."""
-    chosen = decision.candidate
+    chosen, known = answer.candidate, caches[answer.binding].known
+    signatures = [cache.known.signature for name, cache in caches.items() if name != answer.binding]
     own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
     rows = search.space.rows_per_step or chosen.micro_batch_size
     assert known.signature is not None, "a decision rests on a measurement"
@@ -80,16 +134,21 @@ def measured(decision: BatchDecision, known: Known, search: BatchSearch) -> dict
         precision=chosen.precision,
         micro_batch_size=chosen.micro_batch_size,
         step_s=median(one.step_s(rows) for one in own),
-        peak_bytes=decision.measured_peak,
+        peak_bytes=next(
+            row.measured_peak for row in answer.decisions[answer.binding].table
+            if (row.precision, row.micro_batch_size) == (chosen.precision, chosen.micro_batch_size)
+        ),
         device=own[-1].device,
+        also=[one["hash"] for one in signatures if one is not None],
     )
     return encode(found)
 
 
-def decision_table(decision: BatchDecision) -> Table:
-    """Every candidate on which anything was spent, the chosen one marked."""
+def decision_table(decision: BatchDecision, *, kind: str) -> Table:
+    """Every candidate on which anything was spent, the best one marked; of one `kind` of device."""
+    word = f"best on {kind}" if kind else "taken"
     table = Table("precision", "rows", "passes", "rows/s (95 %)", "peak", "predicted", "", box=None, pad_edge=False,
-                  header_style="bold")  # fmt: skip
+                  header_style="bold", title=f"on {kind}" if kind else None, title_justify="left")  # fmt: skip
     for row in decision.table:
         taken = (row.precision, row.micro_batch_size) == (
             decision.candidate.precision, decision.candidate.micro_batch_size
@@ -97,21 +156,22 @@ def decision_table(decision: BatchDecision) -> Table:
         off = "" if row.low is None or row.rows_per_s is None else f" ± {number_text(row.rows_per_s - row.low)}"
         table.add_row(
             row.precision, str(row.micro_batch_size), str(row.passes or ""), number_text(row.rows_per_s) + off,
-            bytes_text(row.measured_peak), bytes_text(row.predicted_peak), row.note or ("taken" if taken else ""),
+            bytes_text(row.measured_peak), bytes_text(row.predicted_peak), row.note or (word if taken else ""),
             style="bold green" if taken else "",
         )  # fmt: skip
     return table
 
 
-def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, asked: Any) -> list[str]:
+def advice_lines(
+    decision: BatchDecision, chosen: Candidate, known: Known, search: BatchSearch, asked: Any
+) -> list[str]:
     """What else the measurements tell: memory at half and twice the size, and what another global batch is worth."""
     lines = []
     unsteady = sum(not one.is_steady for one in known.measurements)
     if unsteady:
         told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
         lines.append(f"{told}: the machine did other work. They are not kept; search again when it is quiet")
-    chosen, space = decision.candidate, search.space
-    size = chosen.micro_batch_size
+    space, size = search.space, chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
     peaks = points([one for one in own if one.peak_bytes])
     if len({rows for rows, _ in peaks}) > 1:
@@ -122,7 +182,8 @@ def advice_lines(decision: BatchDecision, known: Known, search: BatchSearch, ask
     if known.noise is not None:
         now = size * search.workers if asked == "auto" else int(asked)
         lines.append(goodput_advice(known.noise, global_batch=now))
-    worth = None if asked == "auto" else larger_batch(decision, known, search)
+    told_by = asked != "auto" and decision.candidate == chosen
+    worth = larger_batch(decision, known, search) if told_by else None
     if worth is not None:
         gain = f"{worth:+.0%} rows/s" if worth > WORTH_SAYING else "no more rows/s"
         lines.append(f"loop.global_batch_size: auto lets the batch grow: {LARGER} times this one predicts {gain}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jobs.tuning.batch_known import Known, weighed
-from jobs.tuning.searcher import DONE, keep_traceback, ran_out, why
+from jobs.tuning.kinds import of_kind
+from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
 from raytrain.search.batch import BatchSpace, Proposal, next_proposals
 from raytrain.search.measurement import Candidate, Measurement
@@ -18,7 +19,8 @@ from raytrain.sweep_folder import SweepFolder
 
 @dataclass(frozen=True)
 class Wanted:
-    """One trial: a proposal of the search with its number, or a reading of the gradient noise scale."""
+    """One trial: a proposal of the search with its number, or a reading of the gradient noise scale; on which `kind` of
+    device, where there are several."""
 
     number: int
     candidate: Candidate
@@ -26,11 +28,12 @@ class Wanted:
     with_memory: bool = False
     gate_steps: int = 0
     noise: bool = False
+    kind: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Wanted:
         """The inverse of `to_json`."""
-        names = ("number", "passes", "with_memory", "gate_steps", "noise")
+        names = ("number", "passes", "with_memory", "gate_steps", "noise", "kind")
         return cls(candidate=Candidate(**config["candidate"]), **{name: config[name] for name in names})
 
     def to_json(self) -> dict[str, Any]:
@@ -51,10 +54,19 @@ KINDS = ("measurement", "gate", "noise")
 """What a trial may report, one of them."""
 
 
+class Numbers:
+    """The numbers of a sweep's trials."""
+
+    def __init__(self, sweep: SweepFolder) -> None:
+        self.last = max((row["trial"] for row in sweep.ended()), default=0)
+
+
 class BatchTrials:
     """`searcher.Trials` of a search.
 
     Args:
+        numbers: of the sweep.
+        kind: of device, where there are several.
         known: what earlier searches and this sweep measured, which is not measured again.
         noise_at: the candidate whose gradients tell the noise scale; None: it is not asked for.
         goodput: the noise scale is read first, and decides; else it is read last, as advice.
@@ -62,18 +74,29 @@ class BatchTrials:
     """
 
     def __init__(
-        self, space: BatchSpace, *, known: Known, sweep: SweepFolder, table: SweepTable,
-        noise_at: Candidate | None = None, goodput: bool = False, most: int | None = None,
+        self, space: BatchSpace, *, known: Known, sweep: SweepFolder, table: SweepTable, numbers: Numbers,
+        kind: str = "", noise_at: Candidate | None = None, goodput: bool = False, most: int | None = None,
     ) -> None:  # fmt: skip
         self.space, self.known = space, known
         self._sweep, self._table, self._noise_at, self._most = sweep, table, noise_at, most
         self._goodput, self.stopping = goodput, False
         self._running: dict[int, Wanted] = {}
         self._began: dict[int, float] = {}
-        ended = sweep.ended()
-        for row in ended:
+        self._numbers, self._kind = numbers, kind
+        for row in of_kind(sweep.standing(), kind):
             table.end(row["trial"], batch_cells(row, space), batch_text(row, space))
-        self._number = max((row["trial"] for row in ended), default=0)
+        self._dead = {_what_of(row): row["trial"] for row in of_kind(sweep.again(), kind)}
+        self._tried_again: set[int] = set()
+
+    @property
+    def idle(self) -> int:
+        """Devices on which nothing is measured."""
+        return self.space.devices - len(self._running)
+
+    @property
+    def awaits_noise(self) -> bool:
+        """Whether a reading of the noise scale decides, and is still to come."""
+        return self._goodput and self._noise() is not None
 
     def propose(self) -> dict[str, Any] | str | None:
         """What the search wants next."""
@@ -82,18 +105,17 @@ class BatchTrials:
         wanted = self.next()
         if wanted is None:
             return None if self._running else DONE
-        self._number += 1
+        self._numbers.last = max(self._numbers.last, wanted.number)
+        if self._dead.pop(_what(wanted), None) is not None:
+            self._tried_again.add(wanted.number)
         self._running[wanted.number] = wanted
         return wanted.to_json()
 
     def next(self) -> Wanted | None:
         """The next trial; None where nothing is to be started now."""
-        number = self._number + 1
-        if self._most is not None and number > self._most:
-            return None
-        noise = self._noise(number)
-        if noise is not None and self._goodput:
-            return None if self._running else noise
+        noise = self._noise()
+        if noise is not None and self.awaits_noise:
+            return None if self._running else self._numbered(noise)
         running = [
             Proposal(one.candidate, passes=one.passes, with_memory=one.with_memory, gate_steps=one.gate_steps)
             for one in self._running.values()
@@ -101,21 +123,29 @@ class BatchTrials:
         space = weighed(self.space, self.known, goodput=self._goodput)
         found = next_proposals(space, self.known.measurements, running, self.known.gates)
         if found:
-            return Wanted(number, **vars(found[0]))
+            return self._numbered(Wanted(0, **vars(found[0])))
         works = any(one.outcome == "ok" for one in self.known.measurements)
-        return noise if works and not self._running else None
+        return self._numbered(noise) if noise is not None and works and not self._running else None
 
-    def _noise(self, number: int) -> Wanted | None:
+    def _noise(self) -> Wanted | None:
         if self._noise_at is None or self.known.noise is not None:
             return None
-        return Wanted(number, self._noise_at, noise=True)
+        return Wanted(0, self._noise_at, noise=True)
+
+    def _numbered(self, wanted: Wanted) -> Wanted | None:
+        """With its number: that of an earlier command's trial where that one died, else the next; None beyond the
+        most."""
+        number = self._dead.get(_what(wanted), self._numbers.last + 1)
+        over = self._most is not None and number > self._most
+        return None if over else replace(wanted, number=number, kind=self._kind)
 
     def started(self, config: dict[str, Any]) -> None:
         """It has its process."""
         wanted = Wanted.of(config)
         self._began[wanted.number] = time.time()
         one = wanted.candidate
-        self._table.start(wanted.number, [wanted.what, one.precision, str(one.micro_batch_size)])
+        known = [wanted.what, one.precision, str(one.micro_batch_size)]
+        self._table.start(wanted.number, [wanted.kind, *known] if wanted.kind else known)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """Writes its line; a crash is a measurement as well, that says so."""
@@ -124,15 +154,19 @@ class BatchTrials:
         if self.stopping:
             return
         found = {name: result[name] for name in KINDS if result.get(name) is not None}
+        deaths = 1 + (wanted.number in self._tried_again) if has_died(error) and not found else 0
         if not found:
-            found = self._failed(wanted, error)
+            found = self._failed(wanted, error, again=deaths > 1)
+        outcome = "died" if deaths else "ok" if error is None else "error"
         now = time.time()
         row = {
             "trial": wanted.number,
+            **({"kind": wanted.kind} if wanted.kind else {}),
             "what": wanted.what,
             "precision": wanted.candidate.precision,
             "micro_batch_size": wanted.candidate.micro_batch_size,
-            "outcome": found.get("measurement", {}).get("outcome", "ok" if error is None else "error"),
+            "outcome": outcome if deaths else found.get("measurement", {}).get("outcome", outcome),
+            **({"deaths": deaths} if deaths else {}),
             "budget_bytes": self.space.budget_bytes,
             **found,
             "signature": result.get("signature"),
@@ -144,8 +178,9 @@ class BatchTrials:
         self.known.add(row)
         self._table.end(wanted.number, batch_cells(row, self.space), batch_text(row, self.space))
 
-    def _failed(self, wanted: Wanted, error: BaseException | None) -> dict[str, Any]:
+    def _failed(self, wanted: Wanted, error: BaseException | None, *, again: bool) -> dict[str, Any]:
         reason = "it ended without a result" if error is None else why(error)
+        reason += ", and once before" if again else ""
         if wanted.noise:
             self._noise_at = None  # an advice less; the search goes on
             return {"reason": reason}
@@ -153,3 +188,49 @@ class BatchTrials:
             return {"gate": GateReport(wanted.candidate.precision, self.space.lead, error=reason).to_json()}
         outcome = "out_of_memory" if error is not None and ran_out(error) else "error"
         return {"measurement": Measurement(wanted.candidate, outcome, reason=reason).to_json()}
+
+
+class KindTrials:
+    """`searcher.Trials` of a search on devices of several kinds: each kind proposes for itself, in turn."""
+
+    def __init__(self, trials: Mapping[str, BatchTrials]) -> None:
+        self._trials = dict(trials)
+
+    def propose(self) -> dict[str, Any] | str | None:
+        """Of the kind with the most idle devices that wants something. A noise scale that decides is read first, by
+        one kind for all."""
+        first = next((one for one in self._trials.values() if one.awaits_noise), None)
+        asked = [first] if first is not None else sorted(self._trials.values(), key=lambda one: -one.idle)
+        answers = []
+        for one in asked:
+            answer = one.propose()
+            if isinstance(answer, dict):
+                return answer
+            answers.append(answer)
+        return DONE if all(answer == DONE for answer in answers) else None
+
+    def started(self, config: dict[str, Any]) -> None:
+        """A trial has its process."""
+        self._trials[config["kind"]].started(config)
+
+    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
+        """It has ended; a noise scale, which knows no device, is told to all."""
+        own = self._trials[config["kind"]]
+        own.ended(config, result, error)
+        for one in self._trials.values():
+            one.known.noise = one.known.noise or own.known.noise
+
+    def stop(self) -> None:
+        """Propose nothing any more, and take no results."""
+        for one in self._trials.values():
+            one.stopping = True
+
+
+def _what(wanted: Wanted) -> tuple[Any, ...]:
+    """What is measured, however many passes it takes."""
+    return (wanted.candidate.precision, wanted.candidate.micro_batch_size, wanted.noise, wanted.gate_steps > 0)
+
+
+def _what_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """`_what` of a line of trials.jsonl."""
+    return (row["precision"], row["micro_batch_size"], row["what"] == "noise", row["what"] == "gate")

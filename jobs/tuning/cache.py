@@ -36,6 +36,13 @@ class Cache:
         """The file."""
         return f"{self._store.path}/{self.file}"
 
+    def hear(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a sweep's own rows to what is known, but for those that are here already."""
+        told = [row.get("time") for row in self.known.rows]
+        for row in rows:
+            if row.get("time") not in told:
+                self.known.add(dict(row))
+
     def answers(self, space: BatchSpace) -> bool:
         """Whether nothing is left to measure."""
         known = self.known
@@ -44,8 +51,12 @@ class Cache:
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add what was measured now, without errors and unsteady times: they may not come again."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
-        new = [to_line(dict(row)) for row in rows if row["outcome"] != "error" and _is_steady(row)]
+        new = [to_line(dict(row)) for row in rows if row["outcome"] not in ("error", "died") and _is_steady(row)]
         self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
+
+
+Caches = Mapping[str, Cache]
+"""By the name of the kind of device; that of the only one is ""."""
 
 
 def _is_steady(row: Mapping[str, Any]) -> bool:

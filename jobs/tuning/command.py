@@ -16,6 +16,7 @@ from jobs.plan import resolve_paths
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import JobSpec, LoadedSpec
 from jobs.tuning.points import Points, find_points, whole_mapping
+from jobs.tuning.space import told
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
@@ -56,7 +57,7 @@ class TuneCommand:
     # -- tune.space: whole runs -------------------------------------------------------------------
 
     def _whole(self, address: str, checked: Checked, inventory: Inventory) -> SweepFolder:
-        points = find_points(self.loaded, inventory) if address == "local" else None
+        points = find_points(self.loaded, inventory, shapes=checked.shapes) if address == "local" else None
         cpus = gpus = 0
         if points is not None:
             at_a_time = self._at_a_time(points, inventory)
@@ -68,7 +69,7 @@ class TuneCommand:
             self.signals.install()
             if points is None:
                 inventory = inventory_from_ray()
-                points = find_points(self.loaded, inventory)
+                points = find_points(self.loaded, inventory, shapes=checked.shapes)
                 check_resources(points)
                 self.open_sweep(inventory)
             self._try(points, inventory, cluster, private=address == "local")
@@ -110,7 +111,7 @@ class TuneCommand:
                 storage=self.storage(cluster),
                 resources={name.lower(): share for name, share in TRIAL_RESOURCES.items()},
                 at_a_time=at_a_time,
-                scheduler=scheduler_of(self.spec.tune.scheduler, points, curves=curves_of(sweep.ended())),
+                scheduler=scheduler_of(self.spec.tune.scheduler, points, curves=curves_of(sweep.standing())),
             )
             grace_s = self.spec.retry.stop_grace_s
             run_trials(tuner, sweep=sweep, signals=self.signals, show=table.show, stop=stop, grace_s=grace_s)
@@ -122,7 +123,7 @@ class TuneCommand:
         text = f"{len(points.trials)} trials of whole runs{beside}{early[self.spec.tune.scheduler]}"
         self.say(f"{text}; sweep folder {self.the_sweep.path}")
         for values, reason in points.left_out:
-            self.say(f"left out: {values}: {reason}")
+            self.say(f"left out: {told(values)}: {reason}")
 
     # -- the folder -------------------------------------------------------------------------------
 

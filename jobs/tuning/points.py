@@ -9,6 +9,7 @@ from typing import Any
 from cluster.inventory import Inventory
 from jobs.plan import plan_job
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from jobs.tuning.built_points import Builds
 from jobs.tuning.space import Space, parse_space, told
 from raytrain.data.keys import is_own
 from raytrain.decode import apply_overrides, decode, encode
@@ -58,8 +59,13 @@ class Points:
         return 1 if alone else max(1, cpus // most_cores)
 
 
-def find_points(loaded: LoadedSpec, inventory: Inventory) -> Points:
-    """Every trial of the job's `tune.space` that these machines can run.
+def find_points(
+    loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str, Any] | None = None
+) -> Points:
+    """Every trial of the job's `tune.space` that these machines can run, and whose model can be built.
+
+    Args:
+        shapes: what the job's data tells a builder, where it has been opened already.
 
     Raises:
         InputError: a key that no job has, a value that is wrong for its key, a space without a feasible point.
@@ -70,9 +76,10 @@ def find_points(loaded: LoadedSpec, inventory: Inventory) -> Points:
     _check_metric(loaded.spec)
     trials: list[Point] = []
     left_out: list[tuple[dict[str, Any], str]] = []
+    builds = Builds(loaded.spec, shapes)
     for values in space.points(seed=loaded.spec.seed, most=tune.max_trials):
         try:
-            trials.append(_point(len(trials) + 1, values, loaded, inventory))
+            trials.append(_point(len(trials) + 1, values, loaded, inventory, builds))
         except InputError as error:
             left_out.append((values, str(error)))
     if not trials:
@@ -129,13 +136,16 @@ def _check_metric(spec: JobSpec) -> None:
                          expected=f"loop.eval_every below loop.max_steps, {loop.max_steps}")
 
 
-def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: Inventory) -> Point:
+def _point(
+    number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: Inventory, builds: Builds
+) -> Point:
     """Raises InputError where the job with these values cannot be had on these machines."""
     own = [f"{key}={render(value)}" for key, value in values.items()]
     trial = load_spec(mapping=loaded.mapping, overrides=own)
     refuse_later(trial.spec, "train")
     _check_called(trial.spec)
     plan = plan_job(trial, inventory=inventory)
+    builds.check(trial.spec)
     workers, threads = int(_value(plan, "workers")), int(_value(plan, "threads") or 1)
     hosts = separate(plan.hosts)
     on_gpu = _value(plan, "device") == "cuda"

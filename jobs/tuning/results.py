@@ -73,6 +73,9 @@ def say_files(command: TuneCommand) -> None:
     command.say(f"trials  {sweep.trials}")
     command.say(f"picture {sweep.picture}")
     command.say(f"train   raytrain train {sweep.best}")
+    died = ", ".join(str(row["trial"]) for row in sweep.again())
+    if died:
+        command.say(f"died    trial {died}; once more: raytrain tune --resume {sweep.path}")
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:

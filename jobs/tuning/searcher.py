@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import ray.exceptions
 from ray import cloudpickle
@@ -90,9 +90,14 @@ def _error_of(trial: Any) -> BaseException:
     return RuntimeError("it failed without a word")
 
 
+def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorError]:
+    """Whether a trial's process is gone, or never began: that says little about what it measured."""
+    return isinstance(error, ray.exceptions.RayActorError)
+
+
 def why(error: BaseException) -> str:
     """An error of a trial in one line; the death of its process in words."""
-    if isinstance(error, ray.exceptions.RayActorError):
+    if has_died(error):
         began = "in its creation task" not in str(error)
         return "its process died" if began else f"it could not begin: {str(error).strip().splitlines()[-1].strip()}"
     if ran_out(error):

@@ -37,6 +37,7 @@ def make_tuner(
         at_a_time: trials beside each other.
     """
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints a box of its own, however quiet
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # its TensorBoard prints a line for every NaN
     return tune.Tuner(
         tune.with_resources(trainable, resources),
         tune_config=tune.TuneConfig(

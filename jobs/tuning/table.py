@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from jobs.tuning.space import told
 from raytrain.planning.values import size_text
@@ -19,6 +20,12 @@ from raytrain.search.space import BatchSpace
 
 PIPED_COLUMNS = 10_000
 """Wider than any line of a table."""
+
+WIDE = 120
+"""On a narrower terminal the keys that are columns are written in several lines: cut short they would be none."""
+
+NOTE = 16
+"""So wide is the last column, which says what became of a trial."""
 
 SHOWN = 30
 """So many rows at most in the live table: the newest."""
@@ -67,14 +74,17 @@ class SweepTable:
 
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
         """The table; `marked` is the trial that was taken."""
-        table = Table("trial", *self._columns, title=self._title, title_justify="left", box=None, pad_edge=False,
+        narrow = self._console.is_terminal and self._console.width < WIDE
+        names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns[:-1]]
+        note = Column(self._columns[-1], overflow="fold", min_width=NOTE)
+        table = Table("trial", *(Column(name, overflow="fold") for name in names), note, title=self._title, title_justify="left", box=None, pad_edge=False,
                       header_style="bold")
         numbers = sorted(self._rows)
         for number in numbers[-newest:] if newest else numbers:
             cells = list(self._rows[number])
             if number in self._running:
                 cells += [""] * (len(self._columns) - 1 - len(cells))
-                cells.append(f"running, {time.monotonic() - self._running[number]:.0f} s")
+                cells.append(f"running\N{NO-BREAK SPACE}{time.monotonic() - self._running[number]:.0f}\N{NO-BREAK SPACE}s")
             style = "bold green" if number == marked else "dim" if number in self._running else ""
             table.add_row(str(number), *cells, style=style)
         return table
@@ -108,7 +118,7 @@ def whole_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """Cells of a trial that is a whole run."""
     values = [number_text(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
     figures = [number_text(row.get("steps")), number_text(row.get("eval_loss")), number_text(row.get("samples_per_s"))]
-    notes = {"ok": "", "stopped": "ended early"}
+    notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
     note = notes.get(row["outcome"], f"{row['outcome']}: {row.get('reason', '')}") if "outcome" in row else ""
     return [*values, *figures, note]
 
@@ -126,8 +136,9 @@ WHOLE_COLUMNS = ("steps", "eval loss", "samples/s", "")
 
 
 def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
-    """Cells of a measurement: what, precision, rows, speed, peak, note."""
+    """Cells of a measurement: the kind of device where there are several, what, precision, rows, speed, peak, note."""
     cells = [row["what"], row["precision"], str(row["micro_batch_size"])]
+    cells = [row["kind"], *cells] if row.get("kind") else cells
     if row.get("gate") is not None:
         return [*cells, "", "", gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"]
     if row.get("noise") is not None:
@@ -144,6 +155,7 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
 
 def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:
     """The line of a measurement."""
-    what, precision, size, speed, peak, note = batch_cells(row, space)
+    *kind, what, precision, size, speed, peak, note = batch_cells(row, space)
     parts = (f"{speed} rows/s" if speed else "", f"peak {peak}" if peak else "", note)
-    return f"{precision}, {size} rows, {what}: {', '.join(part for part in parts if part)}"
+    named = ", ".join([*kind, precision, f"{size} rows", what])
+    return f"{named}: {', '.join(part for part in parts if part)}"

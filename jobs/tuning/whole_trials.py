@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray.exceptions
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from jobs.tuning.points import Point
-from jobs.tuning.searcher import DONE, keep_traceback, why
+from jobs.tuning.searcher import DONE, has_died, keep_traceback, why
 from jobs.tuning.space import told
 from jobs.tuning.table import SweepTable, whole_cells, whole_text
 from raytrain.sweep_folder import SweepFolder
@@ -34,7 +33,8 @@ class WholeTrials:
         self._points = {one.number: one for one in points}
         self._keys = tuple(points[0].values)
         self.rows: dict[int, dict[str, Any]] = {}
-        for row in sweep.ended():
+        self._dead = {row["trial"] for row in sweep.again()}
+        for row in sweep.standing():
             self.rows[row["trial"]] = row
             table.end(row["trial"], whole_cells(row, self._keys), whole_text(row))
         self._left = [one for one in points if one.number not in self.rows]
@@ -64,13 +64,15 @@ class WholeTrials:
         """Writes its line; a trial that was asked to stop has none, and goes on with the sweep."""
         point = self._points[config["number"]]
         self._running.discard(point.number)
-        if self._private and isinstance(error, ray.exceptions.RayActorError):
+        if self._private and has_died(error):
             self._litter = True
         if self.stopping or result.get("status") == "interrupted":
             return
-        loss = result.get("eval_loss", math.nan)
-        outcome, reason = "ok", ""
-        if error is not None:
+        outcome, reason, deaths = "ok", "", 0
+        if has_died(error):
+            deaths = 1 + (point.number in self._dead)
+            outcome, reason = "died", why(error) + (", and once before" if deaths > 1 else "")
+        elif error is not None:
             outcome, reason = "error", why(error)
         elif not result.get("final"):
             outcome, reason = "stopped", f"behind the others at step {result.get('step')}"
@@ -82,7 +84,8 @@ class WholeTrials:
             "values": point.values,
             "outcome": outcome,
             "reason": reason,
-            "eval_loss": loss,
+            **({"deaths": deaths} if deaths else {}),
+            "eval_loss": result.get("eval_loss", math.nan),
             "samples_per_s": result.get("samples_per_s"),
             "steps": result.get("steps", result.get("step")),
             "peak_bytes": result.get("peak_bytes"),

@@ -70,8 +70,10 @@ def held_bytes(held: Held, optim: OptimConfig, *, dtype: str) -> Bytes:
 
 
 def moments(optim: OptimConfig) -> int:
-    """Numbers the optimizer keeps for each parameter."""
-    return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+    """Numbers the optimizer keeps for each parameter; Muon's, whose AdamW keeps one more for what is in no block."""
+    if optim.name == "sgd":
+        return int(optim.momentum > 0)
+    return 2 if optim.name == "adamw" else 1
 
 
 def estimate_bytes(

@@ -112,7 +112,7 @@ def _other(found: TuneFound, now: Signature, *, micro: int, precision: str) -> s
     if (found.precision, found.micro_batch_size) != (precision, micro):
         was = f"{found.precision} and {found.micro_batch_size} rows"
         return f"the search found {was}, this run has {precision} and {micro} rows"
-    if found.signature == now.hash:
+    if now.hash in (found.signature, *found.also):
         return None
     changed = now.differences(found.facts)
     return f"the search was for something else ({'; '.join(changed) or 'another version of its signature'})"

@@ -9,14 +9,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from raytrain.device import rng_state, set_rng_state
-from raytrain.errors import first_line
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.precision import PrecisionPolicy, policy_for
+from raytrain.probe.together import tried
 from raytrain.probe.untouched import untouched
 from raytrain.search.precision import PrecisionTrial
 from raytrain.step import MicroBatch, TrainingStep
@@ -53,13 +54,14 @@ def compare_precisions(
             for policy in policies:
                 if policy.name in errors:
                     continue
-                state = rng_state(device)
-                try:
-                    seconds, loss, norm = _measure(trainable, micro, policy, gradients, device)
-                except RuntimeError as error:  # an operation without a kernel in this dtype: that is a result
-                    errors[policy.name] = first_line(error)
+                state, measured = rng_state(device), []
+                work = partial(_measure, trainable, micro, policy, gradients, device, into=measured)
+                outcome, reason = tried(work, workers=workers, device=device, elsewhere=trainable.elsewhere)
+                if outcome != "ok":  # no memory, or an operation without a kernel in this dtype: that is a result
+                    errors[policy.name] = reason
                     continue
                 set_rng_state(state, device)  # the same dropout for every arm
+                seconds, loss, norm = measured
                 values[policy.name] = (loss, norm)
                 if round_number:
                     times[policy.name].append(seconds)
@@ -68,18 +70,15 @@ def compare_precisions(
             if workers.sum_flags([int(enough)])[0]:
                 break
     medians = [statistics.median(times[p.name]) if times[p.name] else float("inf") for p in policies]
-    failed = [float(p.name in errors) for p in policies]
-    rows = workers.gather_floats([*medians, *failed, *(v for p in policies for v in values.get(p.name, (0.0, 0.0)))])
+    rows = workers.gather_floats([*medians, *(v for p in policies for v in values.get(p.name, (0.0, 0.0)))])
     count = len(policies)
     return [
         PrecisionTrial(
             precision=policy.name,
             seconds=max(row[index] for row in rows),
-            loss=rows[0][2 * count + 2 * index],
-            grad_norm=rows[0][2 * count + 2 * index + 1],
-            error=errors.get(policy.name, "it failed on another worker")
-            if any(r[count + index] for r in rows)
-            else None,
+            loss=rows[0][count + 2 * index],
+            grad_norm=rows[0][count + 2 * index + 1],
+            error=errors.get(policy.name),
         )
         for index, policy in enumerate(policies)
     ]
@@ -126,8 +125,10 @@ def compare_inflight(
 
 
 def _measure(
-    trainable: Trainable, micro: MicroBatch, policy: PrecisionPolicy, gradients: GradientBuffers, device: torch.device
-) -> tuple[float, float, float]:
+    trainable: Trainable, micro: MicroBatch, policy: PrecisionPolicy, gradients: GradientBuffers, device: torch.device,
+    *, into: list[float],
+) -> None:  # fmt: skip
+    """One pass: its seconds, loss and gradient norm."""
     gradients.zero_()
     _synchronize(device)
     begin = time.perf_counter()
@@ -139,7 +140,7 @@ def _measure(
     loss.backward()
     _synchronize(device)
     seconds = time.perf_counter() - begin
-    return seconds, float(loss.detach()), float(gradients.sum_of_squares().sqrt())
+    into += [seconds, float(loss.detach()), float(gradients.sum_of_squares().sqrt())]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from raytrain.allocator import give_back_freed_memory
 from raytrain.errors import RunError
 from raytrain.layer_precision import kept_in_fp32
 from raytrain.loop_state import Reporter
-from raytrain.memory import process_budget, processes_here
+from raytrain.memory import process_budget
 from raytrain.plan import Deferred, Resolved
 from raytrain.planning.memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.planning.values import size_text
@@ -89,7 +89,7 @@ def memory_budget(session: Session) -> int | None:
     """Bytes that each worker may take (`cluster.memory_fraction`, `cluster.memory_limit`), the same on every worker."""
     cluster = session.job.cluster
     own = process_budget(
-        session.device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=processes_here()
+        session.device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=session.sharing
     )
     known = [row[0] for row in session.workers.gather_floats([float(own or 0)]) if row[0]]
     return int(min(known)) if known else None

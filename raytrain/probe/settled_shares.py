@@ -6,7 +6,7 @@ import socket
 
 from raytrain.device import device_name
 from raytrain.loop_state import Reporter
-from raytrain.memory import process_budget, processes_here
+from raytrain.memory import process_budget
 from raytrain.plan import Deferred, Resolved
 from raytrain.planning.memory import moments
 from raytrain.probe.pace import measure_paces
@@ -54,9 +54,11 @@ def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[P
 
 
 def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
-    """Rows of a pass: on GPUs of several kinds each may have room for more than the smallest of them."""
-    batches = session.feed.batches
-    if kinds < 2 or session.device.type != "cuda" or session.job.loop.micro_batch_size != "auto":
+    """Rows of a pass: on GPUs of several kinds each may have room for more than the smallest of them, unless the user
+    says how many; what a search has found is the least that any kind takes."""
+    batches, job = session.feed.batches, session.job
+    given = job.loop.micro_batch_size != "auto" and job.found is None
+    if kinds < 2 or session.device.type != "cuda" or given:
         return [batches.micro_batch]
     most = max(batches.micro_batch, batches.global_batch // session.workers.world)
     return [batches.micro_batch << power for power in range((most // batches.micro_batch).bit_length())]
@@ -66,7 +68,7 @@ def _room(session: Session) -> int | None:
     """Bytes for passes on this worker's device: its budget without the optimizer's state, which is not there yet."""
     cluster, device = session.job.cluster, session.device
     budget = process_budget(
-        device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=processes_here()
+        device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=session.sharing
     )
     trained = sum(p.numel() * p.element_size() for p in session.trainable.module.parameters() if p.requires_grad)
     return None if budget is None else budget - moments(session.job.optim) * trained

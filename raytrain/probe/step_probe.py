@@ -24,12 +24,11 @@ from raytrain.data.batches import Cursor
 from raytrain.data.contract import Split
 from raytrain.data.longest import longest_row
 from raytrain.device import device_name
-from raytrain.errors import OutOfMemory, first_line
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
-from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
-from raytrain.oom import let_go
+from raytrain.memory import PeakMeter, exact_memory
 from raytrain.planning.values import size_text
 from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.probe.together import tried
 from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
 from raytrain.search.measurement import Candidate, Measurement, Outcome
 from raytrain.step import TrainingStep
@@ -112,12 +111,12 @@ class StepProbe:
             rows = self._rows(micro, passes=ACCUMULATED, longest=True)
             if not self._try(partial(self._warm_up, rows[0]), found, budget):
                 return
-            if not self._try(self._update, found, budget):
+            if not self._try_update(found, budget):
                 return
             meter = PeakMeter(self.device)
             found.floor = meter.floor
-            fits = self._try(partial(self._first, rows, found), found, budget)
-            fits = fits and self._try(partial(self._update, found), found, budget)
+            fits = self._first(rows, found, budget)
+            fits = fits and self._try_update(found, budget)
             if fits and self.eval_split is not None:
                 fits = self._try(partial(self._evaluate, micro), found, budget)
             found.peak = meter.peak() if fits else None
@@ -145,13 +144,13 @@ class StepProbe:
     def _time(self, micro: int, found: _Found, *, passes: int, budget: int | None) -> None:
         rows = self._rows(micro, passes=1, longest=False)
         with skipped_steps(self.step.optimizers):
-            if not self._try(partial(self._first, rows, found), found, budget):
+            if not (self._first(rows, found, budget) and self._try_update(found, budget)):
                 return
-            self._update(found)
             for _ in range(passes):
                 if not self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget):
                     return
-                self._timed(self._update, found.update_s)
+                if not self._try_update(found, budget, timed=True):
+                    return
         own = self._optimizer_seconds()
         found.update_s = [seconds + own for seconds in found.update_s]
 
@@ -178,14 +177,21 @@ class StepProbe:
 
     # -- the parts of a step ----------------------------------------------------------------------
 
-    def _first(self, rows: list[np.ndarray], found: _Found) -> None:
-        """Passes that also say what the loss is; under fp16 again until the loss scale is one that works."""
+    def _first(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """Passes that also say what the loss is; under fp16 again, by all workers, until the loss scale is one that
+        works for each of them. Whether they went well for everybody."""
         scale = self.step.scale
         for _ in range(HALVINGS if scale.enabled else 1):
-            found.loss = self._backward(rows)
-            if not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares())):
-                return
+            if not self._try(partial(self._scored, rows, found), found, budget):
+                return False
+            works = not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares()))
+            if not self.workers.sum_flags([int(not works)])[0]:
+                return True
             scale.update(torch.ones((), dtype=torch.bool, device=self.device))
+        return True
+
+    def _scored(self, rows: list[np.ndarray], found: _Found) -> None:
+        found.loss = self._backward(rows)
 
     def _backward(self, rows: list[np.ndarray]) -> float:
         """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
@@ -194,15 +200,13 @@ class StepProbe:
         loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
         return float(loss + aux)
 
-    def _update(self, found: _Found | None = None) -> None:
-        """Reduction, norm, clip, and the optimizers' step, skipped where they can skip on the device."""
+    def _update(self, found: _Found) -> None:
+        """Norm and clip of the sum, and the optimizers' step, skipped where they can skip on the device."""
         step = self.step
-        step.workers.sum_(step.gradients.buffers)
         step.scale.unscale_(step.gradients.buffers)
         norm = step.gradients.sum_of_squares().sqrt()
         step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
-        if found is not None:
-            found.norm = float(norm) / self.workers.world  # each worker's gradient is of a mean over its own rows
+        found.norm = float(norm) / self.workers.world  # each worker's gradient is of a mean over its own rows
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -221,23 +225,25 @@ class StepProbe:
     # -- agreement --------------------------------------------------------------------------------
 
     def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
-        """Do it, and agree with the others on whether it went well; what is tried meets nobody itself."""
-        outcome: Outcome = "ok"
-        reason = ""
-        try:
-            work()
-        except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
-            if self.step.trainable.elsewhere is not None:
-                raise  # it ends the attempt: the others wait in the middle of an exchange
-            outcome = "out_of_memory" if is_out_of_memory(error, device=self.device, budget=budget) else "error"
-            reason = first_line(error)
-            let_go(error, self.device)
-        flags = self.workers.sum_flags([int(outcome == "out_of_memory"), int(outcome == "error")])
-        if any(flags):
-            found.outcome = "out_of_memory" if flags[0] else "error"
-            found.reason = reason or "on another worker"
+        """Whether it went well for everybody; else `found` says what went wrong."""
+        outcome, reason = tried(
+            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere, budget=budget
+        )
+        if outcome != "ok":
+            found.outcome, found.reason = outcome, reason
             found.pass_s, found.update_s = [], []  # whoever came through has one more: nobody could put them together
-        return not any(flags)
+        return outcome == "ok"
+
+    def _try_update(self, found: _Found, budget: int | None, *, timed: bool = False) -> bool:
+        """Reduction, norm, clip and the optimizers' step. All workers have come through their passes, so that all join
+        the reduction; what may fail on one of them comes behind it."""
+        seconds: list[float] = []
+        self._timed(partial(self.step.workers.sum_, self.step.gradients.buffers), seconds)
+        if not self._try(partial(self._timed, partial(self._update, found), seconds), found, budget):
+            return False
+        if timed:
+            found.update_s.append(sum(seconds))
+        return True
 
     def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
         """What everybody knows now. A peak that an error cut short says nothing, and is left out."""

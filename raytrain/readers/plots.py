@@ -20,17 +20,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from raytrain.readers.figures import size
 
 _COLOURS = {
-    "train": "#2f6bd8",
-    "eval": "#d2600a",
-    "gradient norm": "#8b46c1",
-    "epoch": "#15845a",
-    "step": "#15845a",
-    "fp32": "#2f6bd8",
-    "bf16": "#d2600a",
-    "fp16": "#8b46c1",
-    "tf32": "#15845a",
-}
+    "train": "#2f6bd8", "eval": "#d2600a", "gradient norm": "#8b46c1", "epoch": "#15845a", "step": "#15845a",
+    "fp32": "#2f6bd8", "bf16": "#d2600a", "fp16": "#8b46c1", "tf32": "#15845a",
+}  # fmt: skip
 _INK, _SOFT, _GRID = "#18212c", "#566170", "#e3e7ec"
+_FROM_ZERO = ("seconds", "rows/s", "MiB")
 
 
 def figure(spec: Mapping[str, Any]) -> Figure:
@@ -58,8 +52,8 @@ def figure(spec: Mapping[str, Any]) -> Figure:
             axes.legend(frameon=False, fontsize=11, labelcolor=_INK)
         if not panel["series"]:
             axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color=_SOFT, fontsize=12)
-        elif panel["y_label"] == "seconds":
-            axes.set_ylim(bottom=0)
+        elif panel["y_label"] in _FROM_ZERO:
+            axes.set_ylim(0, max(1.12 * axes.dataLim.y1, axes.get_ylim()[1]))
     return drawn
 
 
@@ -71,21 +65,25 @@ def png(drawn: Figure) -> bytes:
 
 
 def _draw(axes: Any, line: Mapping[str, Any], *, kind: str, spare: str) -> None:
-    colour = _COLOURS.get(line.get("hue") or line["label"], spare if line.get("faint") or kind == "dot" else _INK)
+    hue, other = line.get("hue", line["label"]), spare if line.get("faint") or kind == "dot" else _INK
+    colour = _HOSTS[hue % len(_HOSTS)] if isinstance(hue, int) else _COLOURS.get(hue, other)
     if kind == "bar":
         axes.bar(line["x"], line["y"], color=colour, width=0.7, label=line["label"])
         return
     few = len(line["x"]) <= 40
+    kind = line.get("kind", kind)
     style = {"linestyle": "none" if kind == "dot" else "-", "alpha": 0.45 if line.get("faint") else 1.0}
     mark = {"marker": "o" if few or kind == "dot" else "", "markersize": 6.5 if kind == "dot" else 4.5}
     axes.plot(line["x"], line["y"], color=colour, linewidth=1.8, label=line["label"] or "_", **mark, **style)
+    for x, low, high in line.get("intervals", ()):
+        axes.plot([x, x], [low, high], color=colour, linewidth=1.2, marker="_", markersize=9, label="_", alpha=0.7)
 
 
 def _mark(axes: Any, panel: Mapping[str, Any]) -> None:
     """What some panels have besides lines: doublings along x, points with words, a limit."""
     axes.margins(y=0.15 if panel.get("marks") else 0.05)
     if panel.get("doubling"):
-        values = sorted({x for line in panel["series"] for x in line["x"]})
+        values = sorted({x for line in panel["series"] for x in line["x"] if x is not None})
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [str(value) for value in values])
         axes.minorticks_off()

@@ -71,3 +71,22 @@ def test_nodes_of_unequal_speed_get_unequal_shares_and_take_the_same_steps(tmp_p
     assert [row["value"] for row in events if row.get("what") == "shares"] == [record["value"]]
     assert len(answer["auto"]["losses"]) == 8
     np.testing.assert_allclose(answer["auto"]["losses"], answer["equal"]["losses"], rtol=1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(tmp_path: Path) -> None:
+    """An H100 that is fastest with 32 rows, and a T4 with room for 4; the run has a worker on each."""
+    answer = answer_of("two_kinds.py", tmp_path, timeout=220)
+    assert answer["status"] == "done"
+    rows = [json.loads(line) for line in (Path(answer["sweep"]) / "trials.jsonl").read_text().splitlines()]
+    assert sorted({row["trial"] for row in rows}) == list(range(1, len(rows) + 1))
+    for kind in ("H100", "T4"):  # a trial was made where its line says
+        measured = {row["micro_batch_size"] for row in rows if row["kind"] == kind and row["what"] != "noise"}
+        assert measured == set(answer["seen"][kind])
+    outcome = json.loads((Path(answer["sweep"]) / "tune.json").read_text())
+    best = {kind: one["candidate"]["micro_batch_size"] for kind, one in outcome["kinds"].items()}
+    assert best == {"H100": 16, "T4": 4} and outcome["values"]["loop.micro_batch_size"] == 4
+    text = (Path(answer["sweep"]) / "best.yaml").read_text()
+    assert "best of each: H100 16, T4 4" in " ".join(line.strip(" #") for line in text.splitlines())
+    probed = json.loads((Path(answer["run"]) / "memory_probe.json").read_text())["found"]
+    assert "the search was for something else" not in probed["reason"]

@@ -99,6 +99,7 @@ class Script:
         self.in_force: list[tuple[int, int]] = []
         self.refused: list[str] = []
         self.busy: list[list[float]] = []
+        self.sent: list[float] = []
 
     def next(self, step: int) -> Placement | None:
         seed = dict(self._scene.moves).get(step)
@@ -110,6 +111,7 @@ class Script:
     def committed(self, step: int, agreed: Tally, placement: Placement, *, refused: str) -> None:
         self.in_force.append((step, placement.version))
         self.busy.append(agreed.busy_s)
+        self.sent.append(sum(agreed.sent_bytes))
         if refused:
             self.refused.append(refused)
 
@@ -290,7 +292,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     pool = session.trainable.agree.__self__ if session.trainable.agree else None  # type: ignore[union-attr]
     if getattr(pool, "balancer", None) is not None:
         made["in force"], made["refused"] = pool.balancer.in_force, pool.balancer.refused
-        made["busy"] = pool.balancer.busy
+        made["busy"], made["sent"] = pool.balancer.busy, pool.balancer.sent
     made["windows"] = reporter.windows
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}

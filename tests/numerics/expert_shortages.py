@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from exchange import Scene, joint_group, placement_of, record, scene_experts, session_of
-from lab import train
+from lab import Rows, train
 from torch import Tensor
 
 from experts.layer import MoELayer
 from experts.serve import HostServer
 from experts.shard import ExpertShard
+from raytrain.plan import Deferred
+from raytrain.probe.precisions import compare_precisions
+from raytrain.probe.record import read_measured
+from raytrain.probe.settled_memory import settle_micro_batch
+from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 
 Fate = tuple[int, int, str, int]
@@ -63,8 +69,10 @@ def act(rank: int, scene: Scene, planted: list[Fate]) -> Any:
 
 
 def plant(session: Session, fates: Fates) -> None:
-    """Before the rows of layer 1 are sent, while they are under way, and behind it in backward."""
-    layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)][1]
+    """Before the rows of layer 1 are sent, while they are under way, behind it in backward, and in backward when
+    nothing more is to be sent."""
+    first, layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)]
+    begin = first.router.forward
     route, share = layer.router.forward, layer._share
 
     def step() -> int:
@@ -80,6 +88,12 @@ def plant(session: Session, fates: Fates) -> None:
         fates.meet(step(), "under way")
         return share(x_TD)
 
+    def last(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+        if x_BSD.requires_grad:
+            x_BSD.register_hook(lambda _gradient: fates.meet(step(), "last"))
+        return begin(x_BSD, valid_BS)
+
+    first.router.forward = last  # type: ignore[method-assign]
     layer.router.forward = router  # type: ignore[method-assign]
     layer._share = shared  # type: ignore[method-assign]
 
@@ -108,3 +122,75 @@ class planted_in_experts:
 
     def __exit__(self, *_exception: object) -> None:
         ExpertShard._forward, ExpertShard._backward = self._kept  # type: ignore[method-assign]
+
+
+def probe(rank: int, world: int, scenes: list[tuple[Scene, dict[int, int]]]) -> list[Any]:
+    """Each scene in turn: the micro-batch that memory leaves, where a rank has room for so many rows at a time (a host:
+    of an expert layer; a worker: of a micro-batch), and the run that follows."""
+    numbered = enumerate(scenes)
+    return [_probed(rank, replace(scene, number=number), rooms.get(rank)) for number, (scene, rooms) in numbered]
+
+
+def _probed(rank: int, scene: Scene, room: int | None) -> Any:
+    with less_room_in_experts(room if rank >= scene.workers or scene.hosts == "colocated" else None):
+        if rank >= scene.workers:
+            HostServer(
+                joint_group(scene, rank), host=rank - scene.workers, generation=1,
+                placement=placement_of(scene, scene_experts(scene)), device=torch.device("cpu"),
+            ).serve()  # fmt: skip
+            return None
+        session, reporter = session_of(scene, rank), Rows()
+        if scene.hosts != "colocated" and room is not None:
+            less_room(session, room)
+        deferred = Deferred("the largest that fits", (1, 6), "a test")
+        session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
+        # a folder of its own, as if nobody saw the others'
+        run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
+        settle_micro_batch(session, run, reporter=reporter, push=lambda _status: None)
+        handles = session.feed.window(session.state.cursor).handles
+        precisions = compare_precisions(
+            session.trainable, session.feed.one(handles[:6]), candidates=["fp64"], gradients=session.step.gradients,
+            workers=session.workers, device=session.device, budget_s=0.0,
+        )  # fmt: skip
+        trained, _ = train(session)
+        made = record(session, trained)
+        made["probe"] = read_measured(run).get("micro_batch")
+        made["micro"], made["refused"] = session.feed.micro_batch, precisions[0].error
+        return made
+
+
+def less_room(session: Session, rows: int) -> None:
+    """A worker's own backward fails for a larger micro-batch, behind its last exchange."""
+    layer = next(part for part in session.trainable.module.modules() if isinstance(part, MoELayer))
+    route = layer.router.forward
+
+    def refuse(_gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    def router(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+        if x_BSD.requires_grad and len(x_BSD) > rows:
+            x_BSD.register_hook(refuse)
+        return route(x_BSD, valid_BS)
+
+    layer.router.forward = router  # type: ignore[method-assign]
+
+
+class less_room_in_experts:
+    """The experts of this process fail in backward for more rows at a time than `room`; None lets them be."""
+
+    def __init__(self, room: int | None) -> None:
+        self._room = room
+
+    def __enter__(self) -> None:
+        self._kept = backward = ExpertShard._backward
+        room = self._room
+
+        def backward_of(shard: ExpertShard, layer: int, micro_batch: int, grads: Tensor, *args: Any) -> Tensor:
+            if room is not None and len(grads) > room:
+                raise torch.OutOfMemoryError("planted")
+            return backward(shard, layer, micro_batch, grads, *args)
+
+        ExpertShard._backward = backward_of  # type: ignore[method-assign]
+
+    def __exit__(self, *_exception: object) -> None:
+        ExpertShard._backward = self._kept  # type: ignore[method-assign]

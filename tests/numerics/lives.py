@@ -113,25 +113,25 @@ def data_parallel(rank: int, world: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- DESIGN 4.3: lives of a run
 
 
-def life_session(precision: str, *, steps: int = 24) -> Session:
+def life_session(precision: str, *, steps: int = 24, optimizer: str = "adamw") -> Session:
     """A GPT with dropout on 70 rows, windows of 12, micro-batches of 2: six steps an epoch, the last with 10 rows."""
     return make_session(
         {**GPT, "dropout": 0.1},
         {"train": token_rows(70, ragged=True), "eval": token_rows(20, seed=5)},
         precision=precision,
         loop={"max_steps": steps, "global_batch_size": 12, "micro_batch_size": 2, "eval_every": 5},
-        optim={"warmup_steps": 4, "max_grad_norm": 0.5},
+        optim={"warmup_steps": 4, "max_grad_norm": 0.5, "name": optimizer},
     )
 
 
 def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt of a run.
 
-    Orders: run (folder), precision, every (steps between checkpoints; None saves nothing), resume ("newest", a
+    Orders: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing), resume ("newest", a
     step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an infinite loss in
     this step, on overflow_rank).
     """
-    session = life_session(orders["precision"])
+    session = life_session(orders["precision"], optimizer=orders.get("optimizer", "adamw"))
     run = RunFolder(orders["run"])
     loaded = None
     if orders.get("resume") == "newest":

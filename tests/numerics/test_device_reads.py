@@ -22,6 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], int]] = {
     "mlp": (MLP, class_rows, {}, 0),
     "gpt": (GPT, token_rows, {}, 0),
     "moe_gpt": (MOE, token_rows, EXPERTS, LAYERS),
+    "moe_gpt, muon": (MOE, token_rows, {**EXPERTS, "optim": {"name": "muon"}}, LAYERS),
 }
 """Model, rows, sections, and the reads a forward pass is allowed: one for each layer of experts."""
 

@@ -88,8 +88,9 @@ def test_each_precision_resumes_and_only_fp16_has_a_scaler(
     assert ranks[0][2]["from_scale"] == 2.0**15, "the halved scale was not taken up"
 
 
-def test_one_worker_goes_on_bit_for_bit_with_its_dropout(folder: Path) -> None:
-    life = {"run": str(folder / "one"), "precision": "fp32", "every": 5}
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_worker_goes_on_bit_for_bit_with_its_dropout(folder: Path, optimizer: str) -> None:
+    life = {"run": str(folder / f"one-{optimizer}"), "precision": "fp32", "every": 5, "optimizer": optimizer}
     (whole,) = run_gang(lives.life, life, world=1)
     for step in (5, 15):
         (resumed,) = run_gang(lives.life, {**life, "resume": step, "every": None}, world=1)

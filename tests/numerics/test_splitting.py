@@ -60,9 +60,12 @@ def test_a_micro_batch_without_a_label_changes_nothing(runs: dict[str, list[dict
     np.testing.assert_allclose(one_row_each["losses"], runs["1 x 4"][0]["gpt"]["losses"], rtol=0, atol=1e-12)
 
 
-def test_sgd_with_momentum_splits_too() -> None:
-    reference = lives.split_run(0, 1, "gpt", 4, STEPS, "sgd")
-    for made in run_gang(lives.split_run, "gpt", 4, STEPS, "sgd", world=3):
+@pytest.mark.parametrize(("model", "optimizer"), [("gpt", "sgd"), ("moe_gpt", "muon")])
+def test_other_optimizers_split_too(model: str, optimizer: str) -> None:
+    reference = lives.split_run(0, 1, model, 4, STEPS, optimizer)
+    ranks = run_gang(lives.split_run, model, 4, STEPS, optimizer, world=3)
+    assert len({made["digest"] for made in ranks}) == 1
+    for made in ranks:
         for key, value in reference["weights"].items():
             np.testing.assert_allclose(made["weights"][key], value, rtol=0, atol=1e-12, err_msg=key)
 

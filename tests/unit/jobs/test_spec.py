@@ -276,7 +276,7 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
     "override",
     [
         "scale.strategy=fsdp", "scale.workers=[1, 2]",
-        "optim.name=muon", "loop.compile=default",
+        "loop.compile=default",
         "loop.global_batch_size=auto",
     ],
 )  # fmt: skip

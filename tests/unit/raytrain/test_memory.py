@@ -4,13 +4,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cluster.telemetry import process_memory
 from raytrain.errors import OutOfMemory, RunError
-from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory, limit_device_memory, process_budget
+from raytrain.gradients import Workers
+from raytrain.memory import (
+    PeakMeter,
+    exact_memory,
+    is_out_of_memory,
+    limit_device_memory,
+    process_budget,
+    processes_sharing,
+)
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -53,6 +62,35 @@ def test_a_budget_is_a_share_of_what_is_free_and_at_most_the_limit() -> None:
     shared = process_budget(CPU, fraction=1.0, limit=None, processes=4)
     assert shared is not None and shared < whole
     assert limit_device_memory(CPU, fraction=0.9, limit=MIB) is None
+
+
+class Told(Workers):
+    """What three workers say of their places, the first of them this one."""
+
+    def __init__(self, other: bytes) -> None:
+        super().__init__()
+        self._other = other
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload, self._other or payload, b"another machine GPU-1"]
+
+
+@pytest.mark.parametrize(("other", "sharing"), [(b"", 2), (b"this machine GPU-2", 1)])
+def test_workers_with_one_gpu_between_them_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, other: bytes, sharing: int
+) -> None:
+    gpu, set_to = torch.device("cuda", 0), []
+    about = SimpleNamespace(uuid="GPU-1", total_memory=1000 * MIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: about)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (800 * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: set_to.append(share))
+    assert processes_sharing(gpu, Told(other)) == sharing
+    assert process_budget(gpu, fraction=0.5, limit=None, processes=sharing) == (400 // sharing + 50) * MIB
+    assert limit_device_memory(gpu, fraction=0.8, limit=None, processes=sharing) == 0.8 / sharing
+    assert limit_device_memory(gpu, fraction=0.8, limit=200 * MIB, processes=sharing) == 0.2
+    assert set_to == [0.8 / sharing, 0.2]
+    assert processes_sharing(CPU, Told(other)) == 1, "nobody says how many are on this node"
 
 
 CHILD = """

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from lab import MLP, class_rows, make_session, train
+from lab import GPT, MLP, MOE, class_rows, make_session, token_rows, train
 from torch import nn
 
 from jobs.spec import load_spec
 from raytrain.config import OptimConfig
-from raytrain.optim import Schedule, build_optimizers, parameter_groups, takes_skip_on_device
+from raytrain.errors import InputError
+from raytrain.optim import Schedule, build_optimizers, hidden_matrices, parameter_groups, takes_skip_on_device
+from raytrain.optimizers.muon import Muon
 
 
 def schedule(kind: str = "cosine", *, warmup: int = 4, steps: int = 24, final: float = 0.1) -> Schedule:
@@ -112,3 +115,45 @@ def test_the_optimizers_have_the_keys_of_their_section_and_skip_on_the_device(na
     wanted = {"betas": (0.8, 0.95), "eps": 1e-6} if name == "adamw" else {"momentum": 0.7}
     assert {key: group[key] for key in wanted} == wanted
     assert not takes_skip_on_device(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], fused=False))
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe_gpt"])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_whatever_is_left(model: dict[str, Any]) -> None:
+    experts = {"experts": {"num_experts": 4, "hosts": 0, "bias": True}} if model is MOE else {}
+    data = {"train": token_rows(32), "eval_fraction": 0.0}
+    session = make_session(model, data, optim={"name": "muon", "momentum": 0.8, "lr": 0.02}, **experts)
+    muon, adamw = session.optimizers
+    names = {id(parameter): name for name, parameter in session.trainable.module.named_parameters()}
+    own = [{names[id(p)] for group in o.param_groups for p in group["params"]} for o in (muon, adamw)]
+    assert type(muon) is Muon and type(adamw) is torch.optim.AdamW and session.step.skips_on_device
+    assert own[0] | own[1] == set(names.values()) and not own[0] & own[1]
+    kinds = {name.rpartition("blocks.")[2].partition(".")[2] for name in own[0]}
+    dense = {"feed_forward.up.weight", "feed_forward.out.weight"}
+    stacks = {"feed_forward.router.weight", "feed_forward.experts.w1", "feed_forward.experts.w2"}
+    assert kinds == {"attention.qkv.weight", "attention.out.weight"} | (stacks if model is MOE else dense)
+    assert {"tokens.weight", "positions", "norm.weight"} <= own[1]
+    assert muon.param_groups[0]["momentum"] == 0.8 and muon.param_groups[0]["lr"] == 0.02
+    rows, _ = train(session)
+    assert rows.losses[-1] < rows.losses[0]
+
+
+class TableInside(nn.Module):
+    """A block with a table of its own, and a matrix that the model's head uses too."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.table, self.linear, self.shared = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.shared.weight = shared
+        self.kernel = nn.Parameter(torch.ones(2, 3, 4))
+
+
+def test_tables_matrices_used_elsewhere_frozen_ones_and_kernels_are_not_muons() -> None:
+    head = nn.Linear(4, 4)
+    blocks = nn.ModuleList([TableInside(head.weight), TableInside(head.weight)])
+    blocks[1].linear.weight.requires_grad_(False)
+    module = nn.ModuleDict({"blocks": blocks, "head": head})
+    assert hidden_matrices(module, list(blocks)) == {id(blocks[0].linear.weight)}
+    blocks[0].linear.weight.requires_grad_(False)
+    with pytest.raises(InputError, match="without a trainable matrix inside repeated blocks") as caught:
+        build_optimizers(module, OptimConfig(name="muon"), lr=0.1, blocks=list(blocks))
+    assert caught.value.key == "optim.name"

@@ -76,6 +76,7 @@ def test_a_failure_after_the_others_end_is_raised_too() -> None:
     with pytest.raises(ValueError, match="a failed"):
         turns.beside(lambda: walker(turns, log, "a", 3, fails_at=2), lambda: walker(turns, log, "b", 0))
     assert log == ["a0", "b ends", "a1", "a2"]
+    turns.give()  # as if nothing had been
 
 
 def test_a_backward_pass_beside_a_forward_pass_is_the_backward_pass() -> None:

@@ -1,0 +1,125 @@
+"""The repeated blocks of a model: what is sharded, recomputed or compiled one by one.
+
+A builder names them (`Trainable.blocks`); else they are the repeated module class that owns the most parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from raytrain.errors import InputError
+from raytrain.trainable import Trainable
+
+#: Names that a message lists.
+NAMED_AT_MOST = 5
+
+Block = tuple[str, nn.Module]
+"""(name in the module, the block)."""
+
+
+def blocks_of(trainable: Trainable, *, key: str) -> list[Block]:
+    """The blocks of a trainable's module, in the order of the model; never empty.
+
+    Args:
+        key: the YAML key that needs them, which an error names.
+
+    Raises:
+        InputError: the model neither names nor repeats anything, a name it does not have, blocks inside each other, or
+            blocks that miss others of their kind.
+    """
+    module, given = trainable.module, trainable.blocks
+    if given is None:
+        found = repeated(module)
+        if not found:
+            raise InputError(
+                key, seen=f"a {type(module).__name__} that repeats no module and names no blocks",
+                expected="a builder that returns a Trainable with `blocks`, or a model with a list of equal modules",
+            )  # fmt: skip
+        return found
+    names = [given] if isinstance(given, str) else list(given)
+    found = [block for name in names for block in _named(module, name)]
+    _check(module, found, said=", ".join(names))
+    return found
+
+
+def repeated(module: nn.Module) -> list[Block]:
+    """The outermost modules of the class that stands at least twice in one list (`ModuleList`, `Sequential`) of the
+    module and owns the most parameters; [] where nothing repeats."""
+    candidates: dict[type[nn.Module], list[Block]] = {}
+    for kind in _repeated_kinds(module):
+        candidates[kind] = [*_outermost(module, kind)]
+    # of classes that own the same parameters the one with fewer, larger modules: a block, not what it consists of
+    return max(candidates.values(), key=lambda blocks: (_parameters(blocks), -len(blocks)), default=[])
+
+
+def outside(module: nn.Module, blocks: Iterable[Block]) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters of the module that no block owns, each once."""
+    inside = {id(parameter) for _, block in blocks for parameter in block.parameters()}
+    return [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside]
+
+
+def _named(module: nn.Module, name: str) -> list[Block]:
+    """The module of this name; for a list of modules, which is never called itself, those in it."""
+    try:
+        part = module.get_submodule(name)
+    except AttributeError as error:
+        known = [known for known, inner in module.named_modules() if isinstance(inner, nn.ModuleList)]
+        raise InputError(
+            "model.builder", seen=f"a Trainable whose blocks are {name!r}",
+            expected=f"names of modules of {type(module).__name__}",
+            remedy=f"its lists of modules: {', '.join(known[:NAMED_AT_MOST]) or 'none'}",
+        ) from error  # fmt: skip
+    if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return [(f"{name}.{leaf}", inner) for leaf, inner in part.named_children()]
+    return [(name, part)]
+
+
+def _check(module: nn.Module, blocks: Sequence[Block], *, said: str) -> None:
+    """Blocks own parameters, none is inside another, and none of their kind is left out."""
+    owned = {id(inner): name for name, block in blocks for inner in block.modules() if inner is not block}
+    nested = [f"{name} in {owned[id(block)]}" for name, block in blocks if id(block) in owned]
+    kinds = {type(block) for _, block in blocks}
+    chosen = {id(inner) for _, block in blocks for inner in block.modules()}
+    missed = [name for name, part in module.named_modules() if type(part) in kinds and id(part) not in chosen]
+    names = [f"{name}.{leaf}" for name in missed for leaf, _ in module.get_submodule(name).named_parameters()]
+    problem = ""
+    if not _parameters(blocks):
+        problem = "own no parameter"
+    elif nested:
+        problem = f"stand inside each other: {', '.join(nested[:NAMED_AT_MOST])}"
+    elif names:
+        more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+        problem = f"miss parameters of {len(missed)} like them: {', '.join(names[:NAMED_AT_MOST])}{more}"
+    if problem:
+        raise InputError(
+            "model.builder", seen=f"a Trainable whose blocks ({said}) {problem}",
+            expected="blocks that are all of their kind, none inside another",
+        )  # fmt: skip
+
+
+def _repeated_kinds(module: nn.Module) -> set[type[nn.Module]]:
+    kinds: set[type[nn.Module]] = set()
+    for part in module.modules():
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            counts: dict[type[nn.Module], int] = defaultdict(int)
+            for child in part.children():
+                counts[type(child)] += 1
+            kinds |= {kind for kind, count in counts.items() if count > 1}
+    return kinds - {nn.ModuleList, nn.ModuleDict}
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module], name: str = "") -> Iterator[Block]:
+    for leaf, part in module.named_children():
+        path = f"{name}.{leaf}" if name else leaf
+        if type(part) is kind and next(part.parameters(), None) is not None:
+            yield path, part
+        else:
+            yield from _outermost(part, kind, path)
+
+
+def _parameters(blocks: Iterable[Block]) -> int:
+    owned = {id(parameter): parameter.numel() for _, block in blocks for parameter in block.parameters()}
+    return sum(owned.values())

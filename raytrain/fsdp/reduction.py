@@ -1,0 +1,69 @@
+"""The step's reduction under `fsdp`: gradients are summed into shards inside each backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from raytrain.errors import OutOfMemory
+from raytrain.fsdp.gradients import ShardGradients
+from raytrain.gradients import Workers
+from raytrain.oom import Shortage, StepDropped, attempt, heard, told
+from raytrain.reduction import Losses
+from raytrain.trainable import Trainable
+
+Made = TypeVar("Made")
+
+
+class ShardedReduction:
+    """Each backward reduce-scatters block by block, so that no worker ever holds the gradients of the whole model: kept
+    unreduced until the last of a step's micro-batches, they would take as much as the weights that sharding saved.
+
+    An out-of-memory inside a pass cannot be undone: the others sit in a collective that this worker has left. It is
+    raised, the attempt ends, and the next one has half the micro-batch (`raytrain.recovery`).
+    """
+
+    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
+        named = [(name, one) for name, one in trainable.module.named_parameters() if one.requires_grad]
+        self.gradients = ShardGradients([parameter for _, parameter in named])
+        self._names = [name for name, _ in named]
+        self._workers, self._device = workers, device
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
+
+    def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
+        """As in `raytrain.reduction.Reduction`. Raises OutOfMemory alone."""
+        early = self._workers.begin_sum_flags(flags()) if self._device.type == "cpu" else None
+        came = self.attempt(passes)
+        self._bad = ~torch.isfinite(came[0] + came[1])
+        return came, (early or self._workers.begin_sum_flags(flags()))()
+
+    def attempt(self, passes: Callable[[], Made]) -> Made:
+        """What the passes return.
+
+        Raises:
+            OutOfMemory: they had no memory.
+        """
+        came = attempt(passes, device=self._device, who=f"rank {self._workers.rank}")
+        if isinstance(came, Shortage):
+            raise OutOfMemory(str(came))
+        return came
+
+    def dropped(self, came: object) -> StepDropped:
+        """As in `raytrain.reduction.Reduction`: of what is done outside the passes."""
+        shortages = heard(self._workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
+        return StepDropped(shortages)
+
+    def sum_of_squares(self) -> Tensor:
+        """As in `raytrain.reduction.Reduction`: over all shards, and not finite where the loss of a worker was not."""
+        squares = self.gradients.sum_of_squares()
+        squares = torch.where(self._bad, torch.full_like(squares, torch.nan), squares)
+        self._workers.sum_([squares])
+        return squares
+
+    def nonfinite(self) -> list[str]:
+        """As in `raytrain.reduction.Reduction`: in the shard of any worker. Collective."""
+        bad = self._workers.sum_flags([int(not good) for good in self.gradients.finite()])
+        return [name for name, count in zip(self._names, bad, strict=True) if count]

@@ -1,0 +1,87 @@
+"""One worker's side of a sharded run: its shards, how a step goes with them, and the whole module at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain.elsewhere import SavedElsewhere
+from raytrain.feed import Feed
+from raytrain.fsdp.filler import Filler
+from raytrain.fsdp.reduction import ShardedReduction
+from raytrain.fsdp.saving import ShardSaver
+from raytrain.fsdp.sharding import Sharded, shard
+from raytrain.fsdp.state import load_optimizer, load_sharded, whole_state
+from raytrain.gradients import Workers
+from raytrain.layout import ForStep
+from raytrain.precision import PrecisionPolicy
+from raytrain.run_folder import RunFolder
+from raytrain.train_job import load_module
+from raytrain.trainable import Batch, Trainable
+
+
+class Shards:
+    """The `raytrain.layout.Layout` of `fsdp`."""
+
+    def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
+        self._trainable, self._workers, self._device = trainable, workers, device
+        self._sharded: Sharded | None = None
+        self._master = torch.float32
+        self._saver: ShardSaver | None = None
+
+    def place(self, policy: PrecisionPolicy, *, half_blocks: bool) -> None:
+        """As in `Layout`; the device holds shards and one block at a time, never the whole module."""
+        module = self._trainable.module
+        module.to(dtype=policy.master_dtype)
+        module.train()
+        self._workers.broadcast_([*module.parameters(), *module.buffers()])
+        self._sharded = shard(self._trainable, device=self._device, policy=policy, half_blocks=half_blocks)
+        self._master = policy.master_dtype
+
+    def for_step(self, feed: Callable[[], Feed]) -> ForStep:
+        """As in `Layout`."""
+        fillers: list[Filler] = []
+
+        def filler() -> Batch:
+            if not fillers:
+                fillers.append(Filler(feed()))
+            return fillers[0]()
+
+        reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device)
+        return {"reduction": reduction, "filler": filler}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """As in `Layout`: whole weights, or this worker's rows of them."""
+        load_sharded(self._trainable.module, state)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """As in `Layout`."""
+        load_optimizer(optimizer, state)
+
+    def whole_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
+        """As in `Layout`: another module of the model on rank 0's CPU, with the weights of all shards."""
+        first = self._workers.rank == 0
+        state = whole_state(self._trainable.module, keep=first)
+        if not first:
+            return None
+        module = build().module.to(self._master)
+        load_module(module, state)
+        return module
+
+    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
+        """As in `Layout`: every worker writes its own rows."""
+        self._saver = ShardSaver(parts, run) if self._workers.world > 1 else None
+        return self._saver
+
+    def close_saves(self) -> None:
+        """As in `Layout`."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def facts(self) -> dict[str, Any]:
+        """As in `Layout`: what sharding made of the module, in bytes."""
+        return {} if self._sharded is None else {"sharded": asdict(self._sharded)}

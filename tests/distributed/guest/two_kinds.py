@@ -1,0 +1,91 @@
+"""A cluster of two nodes on loopback addresses with unlike accelerator types: a search on each, then the run.
+
+Prints what came of it as one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster.environment import ray_environment
+
+os.environ.update(ray_environment())
+os.environ["RAY_AUTH_MODE"] = "disabled"
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from rich.console import Console
+
+from jobs.train import train
+from jobs.tune import run_tune
+from raytrain.models.mlp import mlp
+from raytrain.trainable import Trainable
+from raytrain.yaml_core import load_yaml
+
+TYPES = {"127.0.0.1": "H100", "127.0.0.2": "T4"}
+
+
+def build(*, hidden: list[int], num_features: int, num_classes: int, notes: str) -> Trainable:
+    """A perceptron that waits in every pass, so that a large batch is a fast one, and has room for 4 rows on a T4."""
+    made = mlp(hidden=hidden, num_features=num_features, num_classes=num_classes)
+    inner, kind = made.loss, TYPES.get(ray.util.get_node_ip_address(), "")
+
+    def loss(module: torch.nn.Module, batch: dict[str, Any]) -> Any:
+        rows = len(batch["labels"])
+        with open(Path(notes) / kind, "a") as note:
+            note.write(f"{rows}\n")
+        if kind == "T4" and rows > 4 and module.training:
+            raise torch.OutOfMemoryError("planted: a T4 has room for 4 rows")
+        time.sleep(0.1)
+        return inner(module, batch)
+
+    made.loss = loss
+    return made
+
+
+def main() -> None:
+    """argv: Ray's temp dir, the folder of the runs."""
+    os.environ["RAY_TMPDIR"], runs = sys.argv[1], Path(sys.argv[2])
+    notes = runs / "notes"
+    notes.mkdir(parents=True)
+    os.chdir(Path(__file__).parent)  # where the trials find this module
+    head = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
+    cluster = Cluster(initialize_head=True, head_node_args={**head, "resources": {"accelerator_type:H100": 1}})
+    cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", resources={"accelerator_type:T4": 1})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 16, generator=generator)
+    torch.save({"x": x, "labels": (x[:, 0] > 0).long()}, runs / "rows.pt")
+    job = {
+        "name": "kinds",
+        "model": {"builder": "two_kinds:build", "hidden": [16], "notes": str(notes)},
+        "data": {"source": "two_kinds:rows", "file": str(runs / "rows.pt"), "eval_fraction": 0.0},
+        "precision": {"dtype": "fp32"},
+        "loop": {"global_batch_size": 32, "max_steps": 3, "log_every": 1},
+        "save": {"dir": str(runs)},
+        "telemetry": {"tensorboard": False},
+    }
+    (runs / "job.json").write_text(json.dumps(job))
+    with open(runs / "said.txt", "w") as said:
+        sweep = run_tune(runs / "job.json", console=Console(file=said, width=200))
+    seen = {kind: sorted({int(line) for line in (notes / kind).read_text().split()}) for kind in ("H100", "T4")}
+    result = train(load_yaml(Path(sweep.best or "").read_text(), origin="best.yaml"), quiet=True)
+    answer = {"sweep": sweep.folder, "seen": seen, "status": result.status, "run": result.run}
+    print("ANSWER", json.dumps(answer), flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def rows(file: str) -> dict[str, Any]:
+    """The data."""
+    return {"train": torch.load(file)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Which trials a sweep makes: what died is measured once more, each kind of device has trials of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray.exceptions
+from rich.console import Console
+
+from cluster.inventory import Device, Inventory, Node
+from jobs.spec import load_spec
+from jobs.tuning.batch_known import Known
+from jobs.tuning.batch_trials import BatchTrials, KindTrials, Numbers
+from jobs.tuning.kinds import find_kinds, of_kind
+from jobs.tuning.points import Point
+from jobs.tuning.searcher import DONE
+from jobs.tuning.table import BATCH_COLUMNS, WHOLE_COLUMNS, SweepTable
+from jobs.tuning.whole_trials import WholeTrials
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.space import BatchSpace
+from raytrain.sweep_folder import SweepFolder
+
+DEATH = ray.exceptions.ActorDiedError()
+SPACE = BatchSpace(("fp32",), (1, 2, 4), 4, None, gate_steps=0)
+
+
+def measured(config: dict[str, Any]) -> dict[str, Any]:
+    """What a trial reports: every pass takes a second."""
+    one = Measurement(Candidate(**config["candidate"]), "ok", (1.0, 1.0, 1.0), (0.01,) * 3)
+    return {"measurement": one.to_json(), "signature": {"hash": "a", "facts": {}}}
+
+
+def batch_trials(sweep: SweepFolder, *, kind: str = "", space: BatchSpace = SPACE, **how: Any) -> BatchTrials:
+    """The trials of a sweep that begins or goes on."""
+    table = SweepTable(Console(quiet=True), BATCH_COLUMNS, title="")
+    known = Known(of_kind(sweep.standing(), kind))
+    numbers = how.pop("numbers", None) or Numbers(sweep)
+    return BatchTrials(space, known=known, sweep=sweep, table=table, numbers=numbers, kind=kind, **how)
+
+
+def run(trials: BatchTrials, *, deadly: int | None = None) -> list[tuple[int, int]]:
+    """(number, size) of all trials; those of `deadly` rows die."""
+    made = []
+    while isinstance(config := trials.propose(), dict):
+        trials.started(config)
+        size = config["candidate"]["micro_batch_size"]
+        made.append((config["number"], size))
+        died = size == deadly
+        trials.ended(config, {} if died else measured(config), DEATH if died else None)
+    return made
+
+
+def test_a_measurement_whose_process_died_is_made_once_more_under_its_number(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    first = run(batch_trials(sweep), deadly=4)
+    (dead,) = [number for number, size in first if size == 4]
+    assert [(row["trial"], row["outcome"], row["deaths"]) for row in sweep.again()] == [(dead, "died", 1)]
+    again = run(batch_trials(sweep), deadly=4)
+    assert again == [(dead, 4)], "nothing else is measured again"
+    assert sweep.again() == [] and run(batch_trials(sweep)) == []
+    last = sweep.ended()[-1]
+    assert (last["outcome"], last["deaths"]) == ("died", 2) and "once before" in last["measurement"]["reason"]
+
+
+def test_a_measurement_that_lives_the_second_time_counts_even_at_the_most_trials(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    run(batch_trials(sweep, most=2), deadly=4)
+    assert {row["micro_batch_size"] for row in sweep.again()} == {4}
+    again = batch_trials(sweep, most=2)
+    assert len(run(again)) == 1
+    assert {one.candidate.micro_batch_size: one.outcome for one in again.known.measurements} == {1: "ok", 4: "ok"}
+    assert not sweep.again()
+
+
+def test_out_of_memory_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    trials = batch_trials(sweep)
+    for error in (RuntimeError("a bug"), ray.exceptions.OutOfMemoryError("memory")):
+        config = trials.propose()
+        assert isinstance(config, dict)
+        trials.ended(config, {}, error)
+    assert [row["outcome"] for row in sweep.ended()] == ["error", "out_of_memory"] and sweep.again() == []
+
+
+def test_a_whole_run_whose_process_died_is_run_once_more(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    points = [Point(number, {"seed": number}, (), 0, 1, 10) for number in (1, 2)]
+
+    def trials() -> WholeTrials:
+        table = SweepTable(Console(quiet=True), ("seed", *WHOLE_COLUMNS), title="")
+        return WholeTrials(points, sweep=sweep, table=table, metric="eval_loss", private=False)
+
+    first = trials()
+    for error in (DEATH, None):
+        config: Any = first.propose()
+        first.ended(config, {} if error else {"final": True, "eval_loss": 1.0}, error)
+    assert first.propose() == DONE and first.rows[1]["outcome"] == "died"
+    second = trials()
+    config = second.propose()
+    assert isinstance(config, dict) and config["number"] == 1
+    second.ended(config, {}, DEATH)
+    assert second.propose() == DONE and second.rows[1]["deaths"] == 2
+    assert trials().propose() == DONE and trials().rows.keys() == {1, 2}
+
+
+def test_each_kind_of_device_has_a_line_of_search_of_its_own(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    numbers = Numbers(sweep)
+    lines = {kind: batch_trials(sweep, kind=kind, numbers=numbers) for kind in ("H100", "T4")}
+    trials = KindTrials(lines)
+    beside: list[Any] = [trials.propose(), trials.propose()]
+    assert {one["kind"] for one in beside} == {"H100", "T4"} and trials.propose() is None
+    assert [one["number"] for one in beside] == [1, 2]
+    while beside:
+        config = beside.pop(0)
+        trials.started(config)
+        trials.ended(config, measured(config), None)
+        beside += [one for one in [trials.propose()] if isinstance(one, dict)]
+    assert trials.propose() == DONE
+    for kind, line in lines.items():
+        assert {row["micro_batch_size"] for row in of_kind(sweep.ended(), kind)} == {1, 4}
+        assert len(line.known.measurements) == 2
+    assert sorted(row["trial"] for row in sweep.ended()) == [1, 2, 3, 4]
+
+
+def node(host: str, accelerator: str, *, gib: int, gpus: int) -> Node:
+    """A node of a Ray cluster."""
+    devices = tuple(
+        Device(kind="cuda", name=accelerator, memory_bytes=gib << 30, capability=(8, 0), uuid=None, index=index)
+        for index in range(gpus)
+    )
+    return Node(host=host, cpus=8, memory_bytes=1 << 38, devices=devices, accelerator=accelerator)
+
+
+def kinds_of(*nodes: Node, **scale: Any) -> list[tuple[str, int, int | None]]:
+    """(name, devices, budget in GiB) of each kind."""
+    job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"source": "stdlib"}, "scale": scale}
+    inventory = Inventory(nodes, source="test", cpu_model="cpu", cpu_flags={})
+    found = find_kinds(load_spec(mapping=job).spec, inventory, workers=8, on_gpu=True)
+    return [(one.name, one.devices, one.budget_bytes and round(one.budget_bytes / 2**30 / 0.9)) for one in found]
+
+
+def test_kinds_are_what_ray_tells_apart() -> None:
+    big, small = node("a", "H100", gib=80, gpus=4), node("b", "T4", gib=16, gpus=2)
+    assert kinds_of(big, small) == [("H100", 4, 80), ("T4", 2, 16)]
+    assert kinds_of(big, small, accelerator="T4") == [("", 2, 16)]
+    assert kinds_of(big, node("c", "H100", gib=80, gpus=1)) == [("", 5, 80)]
+    assert kinds_of(big, node("c", "", gib=16, gpus=1)) == [("", 5, 16)], "a trial cannot be kept on what has no name"
