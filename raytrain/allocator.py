@@ -31,10 +31,15 @@ def give_back_freed_memory() -> bool:
     """Have glibc give freed memory back to the kernel at once, so that the process takes what it uses and no more: for
     a run whose step needs most of what there is. Returns whether it was set; the environment wins here too."""
     exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
+    trim_freed_memory()
+    return exact
+
+
+def trim_freed_memory() -> None:
+    """What glibc keeps at this moment goes back to the kernel; it goes on keeping as before."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
-    return exact
 
 
 @contextlib.contextmanager

@@ -155,6 +155,9 @@ class LoopConfig(Section):
     micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
     eval_every: Count | Auto = Field(default="auto", description="steps between evaluations; always at the end")
     eval_batches: Count | None = Field(default=None, description="global batches that an evaluation scores; null: all")
+    eval_clear_every: Count | None = Field(
+        default=None, description="batches of an evaluation after which cached memory is given back; null: never"
+    )
     grow_after: Count | None = Field(
         default=100, description="clean steps until a micro-batch halved for memory is tried larger; null: never"
     )

@@ -271,7 +271,8 @@ class Session:
         """Loss and metrics over the eval split, the same on every worker."""
         split, limit = self._eval_split(), self.job.loop.eval_batches
         batches, passes = self.feed.eval_batches(split, limit=limit), self.feed.eval_passes(split, limit=limit)
-        return evaluate(self.step, batches, workers=self.workers, passes=passes)
+        clear = self.job.loop.eval_clear_every
+        return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""

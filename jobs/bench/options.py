@@ -6,17 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config import Count, NonNegativeInt, Positive, Section, Text
-
-
-class BenchOptions(Section):
-    """Keys of one bench; `QUICK` are its values under `--quick`, sized for a test and not for a figure."""
-
-    QUICK: ClassVar[dict[str, Any]] = {}
-
-    seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
-    blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
-    threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+from cluster.config import Count, NonNegativeInt, Positive, Text
+from jobs.bench.bench_options import BenchOptions
+from jobs.bench.data_options import CloneOptions, DataOptions
 
 
 class LoopOptions(BenchOptions):
@@ -242,6 +234,9 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "oom": (OomOptions, "what out-of-memory errors on one of two workers cost, and that they change nothing"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
+    "data": (DataOptions, "rows converted once and kept, against converting, cloning and copying in every epoch; busy "
+             "shares"),
+    "clone": (CloneOptions, "what cloning batches, moving what is in place and reading in the training process cost"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
 }  # fmt: skip

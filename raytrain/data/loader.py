@@ -67,7 +67,7 @@ class LoaderPool:
         self._unwanted: set[int] = set()
         self._open: set[int] = set()
         self._asked = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a generator that is collected inside it forgets its requests
         self._end = weakref.finalize(self, _end, self._lines, self._processes)
 
     @property

@@ -112,11 +112,14 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
 def _open_own(data: DataConfig, seed: int) -> Source:
     """Call the user's function and take what it returns."""
     from raytrain.data.memory import KINDS, memory_source
-    from raytrain.data.ray_source import dataset_folder, is_ray_dataset, is_up, write_datasets
+    from raytrain.data.ray_source import mentions_ray, written_datasets
     from raytrain.models.registry import call_builder, resolve
 
-    name, was_up = data.source or "", is_up()
+    name = data.source or ""
     function = resolve(name, key="data.source")
+    written = written_datasets(name, function, data.keys, seed=seed) if mentions_ray(function) else None
+    if written is not None:
+        return replace(_open_written(written, data.eval_fraction), handed=written)
     result = call_builder(function, data.keys, sections={"seed": seed}, key="data")
     expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
     if not isinstance(result, Mapping):
@@ -126,9 +129,6 @@ def _open_own(data: DataConfig, seed: int) -> Source:
         seen = f"the keys {', '.join(map(str, result)) or 'none'}"
         raise InputError("data.source", seen=f"{name} returned a dict with {seen}", expected=expected)
     fraction = 0.0 if "eval" in result else data.eval_fraction
-    if is_ray_dataset(result["train"]):
-        written = write_datasets(result, dataset_folder(name, function, data.keys), was_up=was_up)
-        return replace(_open_written(written, fraction), handed=written)
     return memory_source(
         result["train"],
         result.get("eval"),
@@ -144,7 +144,8 @@ def _open_written(written: Any, fraction: float) -> Source:
 
     train = parquet_files(written.train, key="data.source")
     held = [] if written.eval is None else parquet_files(written.eval, key="data.source")
-    return open_groups(train, held, {"features": None, "label": None, "order": "groups"}, fraction=fraction)
+    return open_groups(train, held, {"features": None, "label": None, "order": "groups"},
+                       fraction=fraction if written.holds_out else 0.0)  # fmt: skip
 
 
 def hand_over(data: DataConfig) -> bytes | None:
@@ -159,4 +160,4 @@ def handed_over(sent: Any, data: DataConfig, *, context: int | None) -> Source |
     (`Source.handed`); None where that was None, and the worker opens the data itself."""
     if sent is None or isinstance(sent, bytes):
         return None if sent is None else _open_stdlib(sent, data, context)
-    return _open_written(sent, 0.0 if sent.eval is not None else data.eval_fraction)
+    return _open_written(sent, data.eval_fraction)

@@ -254,6 +254,14 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
     }
 
 
+def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """How often an evaluation gives memory back."""
+    times: list[Any] = []
+    place.patch.setattr("raytrain.evaluation.give_back_cached", times.append)
+    trained(loaded, place)
+    return {"cleared": len(times)}
+
+
 class Silent:
     """The line to a driver that is not there: what is said is lost, and waiting fails as it does without Ray."""
 
@@ -469,6 +477,7 @@ FLAGS = {
     "loop.micro_batch_size": Flag(trained, "batches", "auto", "4"),
     "loop.eval_every": Flag(trained, "eval_steps", "1", "3"),
     "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
+    "loop.eval_clear_every": Flag(evaluated, "cleared", "1", "null", ("data.eval_fraction=0.5",)),
     "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),
