@@ -31,6 +31,7 @@ from raytrain.errors import InputError
 from raytrain.oom import Shortage
 from raytrain.optim import build_optimizers, muons_blocks
 from raytrain.trainable import Trainable
+from raytrain.weights.starting import fill_offered
 
 
 def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
@@ -52,6 +53,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     shapes = [_shape(layer.experts) for layer in layers]
     rules = PlacementRules(config.placement, config.replicas, config.rebalance_every)
     group, membership = config.connection.join(shapes, rules)
+    fill_offered(trainable.module)
     keeps = membership.rank == 0 or membership.host is not None
     first = [_weights(layer.experts) if keeps else [] for layer in layers]
     balancer = _balancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None

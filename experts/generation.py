@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from experts.transport.process_group import MEET_S, JointGroup, give_up, gloo, nccl
-from raytrain.errors import RunError, StateLost
+from raytrain.errors import RunError, StateLost, first_line
 from raytrain.gradients import WorkersGroup
 
 HOSTS_WAIT_LONGER_S = 10.0
@@ -63,7 +63,7 @@ def open_group(told: dict[str, Any], *, rank: int, lost: Reason = lambda: None) 
         others = ", ".join(f"{_title(other, workers)} on {place}" for other, place in enumerate(places))
         raise RunError(
             f"{_title(rank, workers)} cannot be connected with all others over {told['interface'] or 'the default'} "
-            f"interface ({_first_line(error)}); there are {others}; {MEND}"
+            f"interface ({first_line(error)}); there are {others}; {MEND}"
         ) from error
 
 
@@ -89,7 +89,7 @@ def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:
     except RuntimeError as error:
         raise RunError(
             f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s "
-            f"({_first_line(error)}); {MEND}"
+            f"({first_line(error)}); {MEND}"
         ) from error
 
 
@@ -128,7 +128,7 @@ def join_as_worker(
     try:
         payload, flags = _workers_groups(told, rank=rank, device=group.device)
     except RuntimeError as error:  # all workers are connected with each other: one of them is gone again
-        raise StateLost(lost.reason() or f"the workers did not meet: {_first_line(error)}") from error
+        raise StateLost(lost.reason() or f"the workers did not meet: {first_line(error)}") from error
     for one in {id(one): one for one in (payload, flags)}.values():
         lost.ends(Abortable(one))
     return group, WorkersGroup(payload, flags, lost.reason), lost.reason
@@ -192,7 +192,3 @@ class Lost:
 
 def _title(rank: int, workers: int) -> str:
     return f"worker {rank}" if rank < workers else f"expert host {rank - workers}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

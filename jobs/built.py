@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jobs.facts import facts_of_model
+from jobs.facts import formula_facts
+from jobs.paths import resolved
 from jobs.spec import JobSpec
+from raytrain.blocks import blocks_of
 from raytrain.data.sources import Source, open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.registry import call_builder, resolve, takes, to_trainable
 from raytrain.plan import DataFacts, ModelFacts
 from raytrain.train_job import source_facts
-from raytrain.trainable import Trainable
+from raytrain.trainable import Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
                 "xavier_uniform_", "xavier_normal_")  # fmt: skip
@@ -27,7 +29,8 @@ def opened(spec: JobSpec) -> Source:
     Raises:
         InputError: whatever is wrong with the section, its files or their contents.
     """
-    return open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    settled = resolved(spec)
+    return open_source(settled.data, context=settled.model.keys.get("context"), seed=settled.seed)
 
 
 def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
@@ -37,7 +40,7 @@ def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
         InputError: the builder cannot be found or called, or fails.
     """
     shapes = source_facts(source)
-    return facts_of_model(spec, shapes) or built_facts(spec, shapes), source.facts
+    return formula_facts(spec, shapes) or built_facts(spec, shapes), source.facts
 
 
 def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
@@ -49,7 +52,11 @@ def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
     Raises:
         InputError: the builder cannot be found or called, or fails.
     """
-    trainable, where = build(spec, shapes)
+    return counted(spec, *build(spec, shapes))
+
+
+def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
+    """The sizes of a model that was built."""
     parameters = list(trainable.module.parameters())  # tied ones stand once
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -57,7 +64,19 @@ def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
         activation_bytes_per_sample=None,
         flops_per_sample=trainable.flops_per_sample,
         reason=f"built on {where}",
+        blocks=_blocks(spec, trainable),
     )
+
+
+def _blocks(spec: JobSpec, trainable: Trainable) -> tuple[int, ...] | None:
+    """Parameters of each block; only `fsdp` cannot do without."""
+    try:
+        found = blocks_of(trainable, key="scale.strategy")
+    except InputError:
+        if spec.scale.strategy == "fsdp":
+            raise
+        return None
+    return tuple(parameters_of(block) for _, block in found)
 
 
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:

@@ -15,7 +15,8 @@ from cluster.environment import environment_record
 from cluster.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.preflight import CheckResult, check_seen_by_all, run_preflight
 from jobs.ending import last_sign_of_life, process_start, say_ending, write_result
-from jobs.plan import plan_job, print_plan, resolve_paths, visible_devices
+from jobs.paths import local_paths, resolved
+from jobs.plan import plan_job, print_plan, visible_devices
 from jobs.resume import Resumed
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import LoadedSpec
@@ -86,7 +87,7 @@ class TrainCommand:
         began: float,
     ) -> None:
         self.loaded = loaded
-        self.spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+        self.spec = resolved(loaded.spec)
         self.resumed = resumed
         self.signals = signals
         self.verbose = verbose
@@ -99,7 +100,8 @@ class TrainCommand:
         from jobs.driver import check_on_driver
 
         address = cluster_address(self.spec.cluster.address)
-        checked = check_on_driver(self.spec)
+        begun = self.resumed is not None and self.resumed.has_checkpoint()
+        checked = check_on_driver(self.spec, initial=not begun)
         inventory = local_inventory()
         plan = self._plan(checked, inventory) if address == "local" else None
         run: RunFolder | None = None
@@ -144,7 +146,7 @@ class TrainCommand:
         """A new run folder, or the resumed one, with what is known before the start. Checks that it can be written."""
         checks = preflight_of(plan, self.spec.save.dir, inventory)
         if len(inventory.nodes) > 1:
-            checks += check_seen_by_all({"save.dir": os.path.abspath(self.spec.save.dir), **self._data_paths()})
+            checks += check_seen_by_all({"save.dir": os.path.abspath(self.spec.save.dir), **local_paths(self.spec)})
         failed = [check for check in checks if check.status == "fail"]
         if failed:
             first = failed[0]
@@ -176,16 +178,6 @@ class TrainCommand:
         if self.resumed is not None and run.exists(run.result):
             run.store.delete("result.json")
         return run
-
-    def _data_paths(self) -> dict[str, str]:
-        """Every local path of the data section, by key; a list under its key with a number."""
-        found = {}
-        for key, value in self.spec.data.keys.items():
-            values = value if isinstance(value, list | tuple) else [value]
-            for number, path in enumerate(values):
-                if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path):
-                    found[f"data.{key}" if len(values) == 1 else f"data.{key}[{number}]"] = path
-        return found
 
     # -- training ---------------------------------------------------------------------------------
 

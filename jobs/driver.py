@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experts.membership import Connection
-from jobs.built import build, check_experts, facts_from, opened
+from jobs.built import build, check_experts, counted, opened
+from jobs.facts import formula_facts
 from jobs.plan import uses_hosts
 from jobs.spec import JobSpec
 from raytrain.attempts import this_process
@@ -21,6 +22,7 @@ from raytrain.optim import hidden_matrices, muons_blocks
 from raytrain.plan import DataFacts, ModelFacts, Plan
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import TrainJob, source_facts
+from raytrain.weights.starting import StartingWeights
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,11 @@ class Checked:
     shapes: dict[str, Any]
 
 
-def check_on_driver(spec: JobSpec) -> Checked:
+def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     """Open the data and build the model once, so that a mistake in either is found before anything starts.
+
+    Args:
+        initial: False where a checkpoint takes the place of `model.init_from`.
 
     Raises:
         InputError: naming the key that mends it.
@@ -47,19 +52,21 @@ def check_on_driver(spec: JobSpec) -> Checked:
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
     check_budget(source.train, spec.data.tokens_per_batch)
     shapes = source_facts(source)
-    trainable, _ = build(spec, shapes)
+    trainable, where = build(spec, shapes)
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         key = "model.builder" if spec.model.module is None else "model.module"
         seen = "a model that is frozen whole" if parameters else "a model without parameters"
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
+    if initial and spec.model.init_from is not None:
+        StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
     if spec.precision.fp32_layers != "auto":
         parts_named(trainable.module, spec.precision.fp32_layers)
     if spec.optim.name == "muon" and trainable.optimizers is None:
         hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
     check_experts(spec, shapes, elsewhere=uses_hosts(spec))
-    model_facts, data_facts = facts_from(spec, source)
-    return Checked(sent or source.handed, model_facts, data_facts, shapes)
+    model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
+    return Checked(sent or source.handed, model_facts, source.facts, shapes)
 
 
 def train_job(

@@ -26,7 +26,7 @@ def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any
     return shapes
 
 
-def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
+def formula_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
     """Sizes of a built-in model by formula; None for others, and where `shapes` does not tell enough."""
     from experts.plan import expert_facts
     from raytrain.models.sizes import model_facts
@@ -35,3 +35,10 @@ def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | Non
     if builder is None:
         return None
     return model_facts(builder, keys, shapes) or expert_facts(builder, keys, shapes, spec.experts)
+
+
+def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
+    """The same, and of a model in a folder of transformers by the headers of its files."""
+    from raytrain.models.folder import folder_facts
+
+    return formula_facts(spec, shapes) or folder_facts(spec.model.builder, spec.model.keys)

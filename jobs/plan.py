@@ -13,8 +13,8 @@ from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
 from experts.planned import check_room, idle_keys, shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
+from jobs.paths import resolved
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from raytrain.config import DataConfig
 from raytrain.decode import encode
 from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
 from raytrain.planning.hosts import separate
@@ -22,9 +22,6 @@ from raytrain.planning.machines import pick_devices
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")
-"""Last words of keys that a user's own source takes for paths."""
 
 PIPED_COLUMNS = 10_000
 """Wider than any line of a plan."""
@@ -88,7 +85,7 @@ def plan_job(
     Raises:
         InputError: what the job asks for cannot be had, or its data cannot be read; it names the key.
     """
-    spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+    spec = resolved(loaded.spec)
     if build and (model_facts is None or data_facts is None):
         from jobs.built import check_experts, facts_from, opened
         from raytrain.train_job import source_facts
@@ -175,34 +172,6 @@ def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
     if not isinstance(text, Resolved) or text.value in ("cpu", "cuda"):
         return None
     return narrow_visible(os.environ, [device.index for device in pick_devices(text.value, inventory)])
-
-
-def resolve_paths(data: DataConfig) -> DataConfig:
-    """The section with relative paths made absolute, as the driver sees them; URIs stay as they are.
-
-    A built-in source says itself which keys hold paths. What a user's own key means only their function
-    knows: there a string is a path where its key says so (`path`, `..._path`, `_file`, `_dir`) and it exists.
-    """
-    from raytrain.data.keys import path_keys
-
-    own = ":" in (data.source or "")
-    ours = path_keys(data.source)
-    changed = {
-        key: _absolute(value, must_exist=own)
-        for key, value in data.keys.items()
-        if key in ours or (own and key.rsplit("_", 1)[-1] in PATH_WORDS)
-    }
-    return data.model_copy(update=changed) if changed else data
-
-
-def _absolute(value: Any, *, must_exist: bool) -> Any:
-    if isinstance(value, list | tuple):
-        return [_absolute(item, must_exist=must_exist) for item in value]
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str) or not text or "://" in text:
-        return value
-    path = os.path.abspath(os.path.expanduser(text))
-    return path if not must_exist or os.path.exists(path) else value
 
 
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:

@@ -23,6 +23,12 @@ class Resumed:
     changed: list[str]
     finished: bool = False
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to go on from."""
+        from raytrain.checkpoint_read import list_checkpoints  # imports torch, as the command has by now
+
+        return any(info.complete for info in list_checkpoints(self.run))
+
     def under(self, plan: Plan) -> RunFolder:
         """The run, where this plan can take what its newest checkpoint holds.
 

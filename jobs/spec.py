@@ -235,6 +235,9 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
     if verb in LATER_VERBS:
         raise InputError(verb, seen=f"the verb {verb}", remedy=f"{verb} is not built yet",
                          expected="train, tune, plan, report or bench in this version")
+    if verb == "tune" and spec.scale.strategy == "fsdp":
+        raise InputError("scale.strategy", seen="fsdp with the verb tune", expected="auto or data_parallel",
+                         remedy="a trial is one process on one device, where nothing is sharded")
     for key, (possible, expected, reason) in _later(spec).items():
         section, name = key.split(".")
         value = getattr(getattr(spec, section), name)
@@ -248,7 +251,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     loop, scale = spec.loop, spec.scale
     return {
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
-        "model.init_from": (spec.model.init_from is None, "null", "starting from weights is"),
         "loop.compile": (loop.compile == "off", "off", "torch.compile is"),
         "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
                                    "the search for a batch size is"),

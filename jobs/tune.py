@@ -75,7 +75,10 @@ def run_tune(
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the sweep's folder was made") from error
-            say = f"interrupted after {len(command.sweep.ended())} trials; go on with: raytrain tune --resume"
+            from jobs.tuning.table import counted
+
+            ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
+            say = f"interrupted after {ended}; go on with: raytrain tune --resume"
             console.print(f"{say} {command.sweep.path}", markup=False, soft_wrap=True)
             return TuneResult(command.sweep.path, "interrupted", None)
         except RunError as error:

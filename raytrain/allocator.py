@@ -13,6 +13,8 @@ KEPT_BYTES = 2**30
 MAPPED_BYTES = 2**25
 #: Whatever is larger is given back to the kernel as it is freed, so that the resident set is what is in use.
 EXACT_BYTES = 2**16
+#: What glibc was told last, of this process: it cannot be asked.
+_told: dict[str, int] = {}
 
 
 def keep_freed_memory() -> bool:
@@ -31,12 +33,13 @@ def give_back_freed_memory() -> bool:
     """Have glibc give freed memory back to the kernel at once, so that the process takes what it uses and no more: for
     a run whose step needs most of what there is. Returns whether it was set; the environment wins here too."""
     exact = _set_thresholds(trim=EXACT_BYTES, mapped=EXACT_BYTES)
-    trim_freed_memory()
+    give_back_free_pages()
     return exact
 
 
-def trim_freed_memory() -> None:
-    """What glibc keeps at this moment goes back to the kernel; it goes on keeping as before."""
+def give_back_free_pages() -> None:
+    """Give back, once, every page of the heap that nothing uses: chunks that an earlier, larger step has left there are
+    taken again by a smaller one, and whatever the thresholds say, their pages then stay."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -45,16 +48,17 @@ def trim_freed_memory() -> None:
 @contextlib.contextmanager
 def freed_at_once() -> Iterator[bool]:
     """Inside, freed memory goes back to the kernel at once, so that a peak of the resident set is one of memory in
-    use; afterwards as `keep_freed_memory` says. Slower: nothing is timed inside.
+    use; afterwards as before, or as `keep_freed_memory` says. Slower: nothing is timed inside.
 
     Yields:
         whether it was so; what the environment says wins here too.
     """
+    spared = _told.get("trim") == EXACT_BYTES
     exact = give_back_freed_memory()
     try:
         yield exact
     finally:
-        if exact:
+        if exact and not spared:
             keep_freed_memory()
 
 
@@ -64,6 +68,7 @@ def _set_thresholds(*, trim: int, mapped: int) -> bool:
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return False
+    _told["trim"] = trim
     return bool(mallopt(_M_TRIM_THRESHOLD, trim)) and bool(mallopt(_M_MMAP_THRESHOLD, mapped))
 
 

@@ -5,7 +5,7 @@ A builder names them (`Trainable.blocks`); else they are the repeated module cla
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
@@ -15,6 +15,8 @@ from raytrain.trainable import Trainable
 
 #: Names that a message lists.
 NAMED_AT_MOST = 5
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Block = tuple[str, nn.Module]
 """(name in the module, the block)."""
@@ -46,13 +48,14 @@ def blocks_of(trainable: Trainable, *, key: str) -> list[Block]:
 
 
 def repeated(module: nn.Module) -> list[Block]:
-    """The outermost modules of the class that stands at least twice in one list (`ModuleList`, `Sequential`) of the
-    module and owns the most parameters; [] where nothing repeats."""
-    candidates: dict[type[nn.Module], list[Block]] = {}
-    for kind in _repeated_kinds(module):
-        candidates[kind] = [*_outermost(module, kind)]
+    """The outermost modules, in lists (`ModuleList`, `ModuleDict`, `Sequential`), of the class that stands at least
+    twice in one of them and owns the most parameters there; [] where nothing repeats."""
+    listed = list(_in_lists(module))
+    counts = Counter((id(owner), type(part)) for owner, _, part in listed)
+    kinds = dict.fromkeys(kind for (_, kind), count in counts.items() if count > 1)  # in the order of the model
+    candidates = [_outermost([(name, part) for _, name, part in listed if type(part) is kind]) for kind in kinds]
     # of classes that own the same parameters the one with fewer, larger modules: a block, not what it consists of
-    return max(candidates.values(), key=lambda blocks: (_parameters(blocks), -len(blocks)), default=[])
+    return max(candidates, key=lambda blocks: (_parameters(blocks), -len(blocks)), default=[])
 
 
 def outside(module: nn.Module, blocks: Iterable[Block]) -> list[tuple[str, nn.Parameter]]:
@@ -72,16 +75,17 @@ def _named(module: nn.Module, name: str) -> list[Block]:
             expected=f"names of modules of {type(module).__name__}",
             remedy=f"its lists of modules: {', '.join(known[:NAMED_AT_MOST]) or 'none'}",
         ) from error  # fmt: skip
-    if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    if isinstance(part, LISTS):
         return [(f"{name}.{leaf}", inner) for leaf, inner in part.named_children()]
     return [(name, part)]
 
 
 def _check(module: nn.Module, blocks: Sequence[Block], *, said: str) -> None:
-    """Blocks own parameters, none is inside another, and none of their kind is left out."""
+    """Blocks own parameters, none is inside another, and none of their kind is left out (a head may be of torch's own
+    kinds, as blocks may)."""
     owned = {id(inner): name for name, block in blocks for inner in block.modules() if inner is not block}
     nested = [f"{name} in {owned[id(block)]}" for name, block in blocks if id(block) in owned]
-    kinds = {type(block) for _, block in blocks}
+    kinds = {type(block) for _, block in blocks if not type(block).__module__.startswith("torch.nn")}
     chosen = {id(inner) for _, block in blocks for inner in block.modules()}
     missed = [name for name, part in module.named_modules() if type(part) in kinds and id(part) not in chosen]
     names = [f"{name}.{leaf}" for name in missed for leaf, _ in module.get_submodule(name).named_parameters()]
@@ -100,24 +104,18 @@ def _check(module: nn.Module, blocks: Sequence[Block], *, said: str) -> None:
         )  # fmt: skip
 
 
-def _repeated_kinds(module: nn.Module) -> set[type[nn.Module]]:
-    kinds: set[type[nn.Module]] = set()
-    for part in module.modules():
-        if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            counts: dict[type[nn.Module], int] = defaultdict(int)
-            for child in part.children():
-                counts[type(child)] += 1
-            kinds |= {kind for kind, count in counts.items() if count > 1}
-    return kinds - {nn.ModuleList, nn.ModuleDict}
+def _in_lists(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(list, name, module) of everything with parameters that stands in a list, in the order of the model."""
+    for path, part in module.named_modules():
+        if isinstance(part, LISTS):
+            for leaf, child in part.named_children():
+                if not isinstance(child, (nn.ModuleList, nn.ModuleDict)) and next(child.parameters(), None) is not None:
+                    yield part, f"{path}.{leaf}" if path else leaf, child
 
 
-def _outermost(module: nn.Module, kind: type[nn.Module], name: str = "") -> Iterator[Block]:
-    for leaf, part in module.named_children():
-        path = f"{name}.{leaf}" if name else leaf
-        if type(part) is kind and next(part.parameters(), None) is not None:
-            yield path, part
-        else:
-            yield from _outermost(part, kind, path)
+def _outermost(blocks: list[Block]) -> list[Block]:
+    inner = {id(part) for _, block in blocks for part in block.modules() if part is not block}
+    return [(name, block) for name, block in blocks if id(block) not in inner]
 
 
 def _parameters(blocks: Iterable[Block]) -> int:

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from raytrain.errors import CheckpointError
 from raytrain.run_folder import RunFolder
 from raytrain.safetensors_io import CHUNK_BYTES, read_tensors, sha256_of
 from raytrain.snapshot import unflatten
+from raytrain.split_tensors import Place, read_split
 from raytrain.storage import Store, open_store
 
 FORMAT = 1
@@ -89,12 +89,12 @@ def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
     return min(rated, key=lambda row: row[:2])[2] if rated else None
 
 
-def newest_good(run: RunFolder) -> NewestGood:
-    """Loads the newest checkpoint that is whole; a bad one is passed over, with the reason."""
+def newest_good(run: RunFolder, *, place: Place | None = None) -> NewestGood:
+    """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason."""
     refused = []
     for info in reversed(list_checkpoints(run)):
         try:
-            return NewestGood(load(info.path), refused)
+            return NewestGood(load(info.path, place=place), refused)
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
     return NewestGood(None, refused)
@@ -115,11 +115,12 @@ def read_manifest(path: str) -> dict[str, Any]:
     return json.loads(open_store(path).read_bytes(MANIFEST))
 
 
-def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
+def load(path: str, *, check_hashes: bool = True, place: Place | None = None) -> LoadedCheckpoint:
     """Verifies and loads a checkpoint (a local path or a URI).
 
     Args:
         check_hashes: False where another process of this run has just verified the same path.
+        place: whose rows of split tensors are wanted; None = all.
 
     Errors: CheckpointError naming the file and what is wrong with it.
     """
@@ -128,10 +129,11 @@ def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
         manifest, files = _checked_files(store, scratch, hashes=check_hashes)
         try:
             tensors = {
-                part: _part_tensors(
+                part: part_tensors(
                     [files[name] for name in names],
                     tied=manifest["tied"].get(part, {}),
                     split=manifest.get("split", {}).get(part, []),
+                    place=place,
                 )
                 for part, names in manifest["parts"].items()
             }
@@ -144,17 +146,15 @@ def load(path: str, *, check_hashes: bool = True) -> LoadedCheckpoint:
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
 
 
-def _part_tensors(files: list[str], *, tied: dict[str, str], split: list[str]) -> dict[str, Tensor]:
+def part_tensors(
+    files: list[str], *, tied: dict[str, str], split: list[str], place: Place | None
+) -> dict[str, Tensor]:
     """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
     tensors: dict[str, Tensor] = {}
-    rows: dict[str, list[Tensor]] = {name: [] for name in split}
     for file in files:
-        for name, tensor in read_tensors(file).items():
-            if name in rows:
-                rows[name].append(tensor)
-            else:
-                tensors[name] = tensor
-    tensors.update({name: torch.cat(pieces) for name, pieces in rows.items()})
+        tensors.update(read_tensors(file, without=split))
+    if split:
+        tensors.update(read_split(files, split, place))
     tensors.update({alias: tensors[name] for alias, name in tied.items()})
     return tensors
 

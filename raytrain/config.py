@@ -89,7 +89,9 @@ class ModelConfig(OpenSection):
     module: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="an nn.Module, from Python only"
     )
-    init_from: Text | None = Field(default=None, description="weights to start from: a run folder or safetensors")
+    init_from: Text | None = Field(
+        default=None, description="weights to start from: a run folder, one of transformers, a safetensors file"
+    )
 
 
 class DataConfig(OpenSection):
@@ -119,7 +121,9 @@ class DataConfig(OpenSection):
 class OptimConfig(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "sgd", "muon"] = Field(default="adamw", description="the optimizer")
+    name: Literal["adamw", "sgd", "muon"] = Field(
+        default="adamw", description="the optimizer; muon: on the matrices of blocks, with AdamW on the rest"
+    )
     lr: Positive = Field(default=1e-3, description="peak learning rate")
     weight_decay: NonNegative = Field(default=0.1, description="decay of matrices; vectors have none")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's two decay rates")

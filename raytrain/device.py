@@ -110,7 +110,8 @@ class Placement:
 
 def set_determinism(*, deterministic: bool) -> None:
     """`loop.deterministic`: kernels that give the same bits each time, at their price; a CPU has no others."""
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     if deterministic:
         torch.backends.cudnn.benchmark = False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain.allocator import trim_freed_memory
+from raytrain.allocator import give_back_free_pages
 from raytrain.gradients import Workers
 from raytrain.oom import Shortage, StepDropped
 from raytrain.step import MicroBatch, TrainingStep, in_eval
@@ -81,7 +81,7 @@ def give_back_cached(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        trim_freed_memory()
+        give_back_free_pages()
 
 
 def _agreed_names(step: TrainingStep, came: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:

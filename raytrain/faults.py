@@ -45,8 +45,8 @@ def write_fault(run: RunFolder, fault: Fault) -> None:
 
 
 def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
-    """The decisive fault of each failed attempt from number `since` on: a death before the errors it caused, and
-    anything before what its peers noticed of it."""
+    """The decisive fault of each failed attempt from number `since` on: a death or an out-of-memory before the errors
+    that it caused, and anything before what its peers noticed of it."""
     first: dict[int, Fault] = {}
     for entry in run.store.entries("faults"):
         fault = Fault(**run.read_json(f"faults/{entry.name}"))
@@ -59,7 +59,8 @@ def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
 
 
 def _rank(fault: Fault) -> tuple[bool, bool, float]:
-    return fault.error == CollectiveFailed.__name__, fault.error != "WorkerDied", fault.time
+    cause = fault.error == "WorkerDied" or fault.out_of_memory
+    return fault.error == CollectiveFailed.__name__, not cause, fault.time
 
 
 def fallen_precision(run: RunFolder) -> str | None:

@@ -157,6 +157,10 @@ class Feed:
         told, self._notices = self._notices, []
         return told
 
+    def notice(self, kind: str, **fields: Any) -> None:
+        """An event to be told with the next step."""
+        self._notices.append((kind, fields))
+
     def close(self) -> None:
         """End what reads and copies ahead; may be called twice."""
         if self._ahead is not None:
@@ -215,7 +219,7 @@ class Feed:
         written = guard.look()
         if written:
             why = f"the model writes into its input ({', '.join(written)}): {name} rows go to it as copies, always"
-            self._notices.append(("input_written", {"split": name, "tensors": written, "reason": why}))
+            self.notice("input_written", split=name, tensors=written, reason=why)
         return guard
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -28,11 +28,11 @@ class ForStep(TypedDict, total=False):
 class Layout(Protocol):
     """Every verb is one of all workers at the same moment."""
 
-    def place(self, policy: PrecisionPolicy, *, half_blocks: bool) -> None:
+    def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
         """The module on the device in the master format, rank 0's weights everywhere.
 
         Args:
-            half_blocks: whether all layers compute in the policy's format.
+            fp32_layers: names of layers that compute in the master format.
         """
         ...
 
@@ -71,7 +71,7 @@ class Whole:
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         self._trainable, self._workers, self._device = trainable, workers, device
 
-    def place(self, policy: PrecisionPolicy, *, half_blocks: bool) -> None:
+    def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
         """As in `Layout`: autocast casts what a layer computes with, when it does."""
         module = self._trainable.module
         module.to(device=self._device, dtype=policy.master_dtype)

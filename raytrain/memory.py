@@ -17,7 +17,7 @@ import torch
 
 from cluster.limits import ROOT, memory_bytes
 from cluster.telemetry import process_memory, reset_peak
-from raytrain.allocator import freed_at_once
+from raytrain.allocator import freed_at_once, give_back_free_pages
 from raytrain.errors import OutOfMemory
 from raytrain.gradients import Workers
 
@@ -31,8 +31,12 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            give_back_free_pages()
         self.floor = self.now()
-        """Bytes in use when the meter was made."""
+        """Bytes in use when the meter was made: without what was freed before and only kept."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:

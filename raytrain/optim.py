@@ -12,6 +12,7 @@ from torch import nn
 from raytrain.blocks import blocks_of
 from raytrain.config import OptimConfig
 from raytrain.errors import InputError
+from raytrain.optimizers.eager import SGD, AdamW
 from raytrain.optimizers.muon import Muon
 from raytrain.trainable import Trainable
 
@@ -62,8 +63,8 @@ def build_optimizers(
         return found
     fused = fused_available(module)
     if optim.name == "sgd":
-        return [torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
-    return [*found, torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
+        return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
+    return [*found, AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
 
 
 def muons_blocks(trainable: Trainable, optim: OptimConfig) -> list[nn.Module]:

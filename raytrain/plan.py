@@ -31,6 +31,7 @@ from raytrain.planning.hosts import (
 )
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
 from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
+from raytrain.planning.sharding import may_measure_memory, refuse_unmeasured, settled_precision, settled_shares
 from raytrain.planning.shares import choose_shares, splits
 from raytrain.planning.steps import (
     choose_batches,
@@ -174,11 +175,15 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    check_limit(cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts)
+    sharded = scale.strategy == "fsdp"
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=loop.activation_checkpointing,
+        hosts=hosts, shards=workers.value if sharded else 1,
+    )  # fmt: skip
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     estimate = partial(
         estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
-        on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out,
+        on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
     )  # fmt: skip
     spread_out = spread(workers.value, left, inventory), cores_of(inventory)
     kept = _data_choices(
@@ -187,12 +192,14 @@ def make_plan(
     )  # fmt: skip
     estimates = estimate(resident=resident_bytes(data_facts, kept))
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
-    settled = leave_to_memory(loop, batches, doubt=doubt)
+    batches = may_measure_memory(scale, loop, batches)
+    settled = leave_to_memory(loop, batches, doubt=None if sharded else doubt)
     _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
     )
+    shares = settled_shares(scale, shares)
     known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates,
@@ -220,6 +227,8 @@ def _machine_choices(
     """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
     if scale.shares == "equal":
         warn_of_kinds(left, warnings)
+    refuse_unmeasured(scale, precision)
+    asked = choose_precision(precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     beside = hosts_by_node(hosts, counts, machines, inventory)
     return {
@@ -228,10 +237,10 @@ def _machine_choices(
         "accelerator": machines.accelerator,
         "workers": workers,
         "placement": choose_placement(counts, machines),
-        "strategy": choose_strategy(scale, hosts),
+        "strategy": choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
-        "precision": choose_precision(precision, machines, inventory, warnings),
+        "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
     }
 
 

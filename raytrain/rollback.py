@@ -14,6 +14,7 @@ from raytrain.loop_state import Outcome
 from raytrain.precision import HIGHER_PRECISION
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
+from raytrain.train_job import TrainJob, place_of
 
 
 def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Session, dict[str, Any]]:
@@ -34,9 +35,11 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
     higher = session.precision or "fp32"
     if job.precision.fallback:
         higher = HIGHER_PRECISION.get(higher, higher)
-    loaded = _same_checkpoint(run, workers)
+    loaded = _same_checkpoint(run, job, workers)
     session.close()
-    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
+    fresh = Session(
+        job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None
+    )
     fresh.prepare(higher)
     fresh.sizing = session.sizing
     if loaded is not None:
@@ -94,7 +97,7 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     job, workers = session.job, session.workers
     session.close()
     fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
-    loaded = _same_checkpoint(run, workers)
+    loaded = _same_checkpoint(run, job, workers)
     fresh.prepare(session.precision or "fp32")
     fresh.sizing = session.sizing
     if loaded is not None:
@@ -116,10 +119,11 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     }
 
 
-def _same_checkpoint(run: RunFolder, workers: Workers) -> LoadedCheckpoint | None:
+def _same_checkpoint(run: RunFolder, job: TrainJob, workers: Workers) -> LoadedCheckpoint | None:
     """The newest good one as rank 0 sees it, on every worker: asked one by one they might see different ones."""
-    loaded = newest_good(run).checkpoint if workers.rank == 0 else None
+    place = place_of(job, rank=workers.rank, world=workers.world)
+    loaded = newest_good(run, place=place).checkpoint if workers.rank == 0 else None
     step = json.loads(workers.gather_bytes(json.dumps(loaded and loaded.step).encode())[0])
     if workers.rank and step is not None:
-        loaded = load(run.checkpoint_dir(step), check_hashes=False)
+        loaded = load(run.checkpoint_dir(step), check_hashes=False, place=place)
     return loaded

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -123,14 +123,15 @@ def shards(tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES) -> 
         yield shard
 
 
-def read_tensors(path: str) -> dict[str, Tensor]:
-    """All tensors of a local safetensors file. Errors: CheckpointError for anything that is not one.
+def read_tensors(path: str, *, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """All tensors of a local safetensors file but those of some names. Errors: CheckpointError for any other file.
 
     They are copies: the library's own tensors are maps of the file, which may be deleted while they live.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            names = [name for name in file.keys() if name not in without]  # noqa: SIM118 (no mapping)
+            return {name: file.get_tensor(name).clone() for name in names}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: no readable safetensors file ({error})") from error
 

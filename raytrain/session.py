@@ -1,7 +1,7 @@
 """One attempt on one worker, without Ray: build everything a plan names, restore, train, export.
 
 `worker.py` calls this inside a Ray Train worker; benches and tests call it in a plain process, so that there is one
-way to set up a run and not three.
+way to set up a run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.data.contract import Split
 from raytrain.data.misplaced import verify_placement
 from raytrain.data.prepared import Say, prepare_source
 from raytrain.data.sources import Source, open_source
@@ -50,9 +49,13 @@ class Session:
         workers: the group (world 1 in a plain process).
         local_rank: rank on this node, for the device index.
         source: opened data, where the caller already has it (tests, handed-over data).
+        initial: load `model.init_from`; False where a checkpoint will be restored.
     """
 
-    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None) -> None:
+    def __init__(
+        self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None,
+        initial: bool = True,
+    ) -> None:  # fmt: skip
         self.job = job
         self.workers = workers
         self.local_rank = local_rank
@@ -68,7 +71,7 @@ class Session:
         seed_everything(job.seed)
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
-        self.trainable = self._build()
+        self.trainable = self._build(initial=initial)
         elsewhere = self.trainable.elsewhere
         if elsewhere is not None and elsewhere.workers_group is not None:
             workers.use(elsewhere.workers_group)
@@ -79,17 +82,16 @@ class Session:
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has come through
         self._probe: StepProbe | None = None
-        self.say: Say = lambda kind, **fields: None
-        """Takes events (kind, **fields) of what is done before there is a loop."""
+        self.say: Say = lambda kind, **fields: None  # takes events of what is done before there is a loop
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
 
-    def _build(self) -> Trainable:
+    def _build(self, *, initial: bool) -> Trainable:
         model = self.job.model
         if model.module is not None and self.job.planned("strategy") == "fsdp":  # which changes it for good
             model = model.model_copy(update={"module": copy.deepcopy(model.module)})
-        return build_trainable(model, sections=self.job.builder_sections, facts=self.facts)
+        return build_trainable(model, sections=self.job.builder_sections, facts=self.facts, initial=initial)
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -98,7 +100,7 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
-        self.layout.place(self.policy, half_blocks=not kept_in_fp32(job.plan.fp32_layers))
+        self.layout.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
@@ -127,11 +129,11 @@ class Session:
     def _open_feed(self) -> Feed:
         self.close()
         self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
-        own = {"weight": self.trainable.weight, "dtype": self.policy.master_dtype}
-        return open_feed(self.job, self.source, workers=self.workers, device=self.device, **own)
+        own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
+        return open_feed(self.job, self.source, device=self.device, **own)
 
     def close(self) -> None:
-        """End the processes and threads that read ahead; may be called twice, and before there are any."""
+        """End what reads ahead; may be called twice, and before there is any."""
         if hasattr(self, "feed"):
             self.feed.close()
 
@@ -155,8 +157,9 @@ class Session:
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
 
     def measure(
-        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool
-    ) -> Measurement:
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool,
+        least: int | None = None,
+    ) -> Measurement:  # fmt: skip
         """One candidate with the real step in the real group of workers; changes nothing that it measures.
 
         Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
@@ -167,16 +170,22 @@ class Session:
             budget_bytes: a peak above it counts as out of memory (`raytrain.memory.process_budget`); None = only what
                 the allocator refuses does.
             passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            least: given, so many are enough where two took the same time.
             with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
                 evaluation batch.
 
         Raises:
             ValueError: a precision of another master dtype.
         """
+        return self.probe.measure(candidate, budget=budget_bytes, passes=passes, least=least, with_memory=with_memory)
+
+    @property
+    def probe(self) -> StepProbe:
+        """What measures the step in force; needs `prepare`."""
         if self._probe is None or self._probe.step is not self.step:
-            split = None if self.source.eval is None else self._eval_split()
+            split = self.source.eval
             self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
-        return self._probe.measure(candidate, budget_bytes=budget_bytes, passes=passes, with_memory=with_memory)
+        return self._probe
 
     def use_micro_batch(self, chosen: Resolved) -> None:
         """From now on, and in whatever session follows this one after a rewind."""
@@ -269,18 +278,15 @@ class Session:
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Loss and metrics over the eval split, the same on every worker."""
-        split, limit = self._eval_split(), self.job.loop.eval_batches
+        split, limit = self.source.eval, self.job.loop.eval_batches
+        assert split is not None, "a loop evaluates only where there is an eval split"
         batches, passes = self.feed.eval_batches(split, limit=limit), self.feed.eval_passes(split, limit=limit)
         clear = self.job.loop.eval_clear_every
         return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
-        return self.layout.whole_module(self._build)
-
-    def _eval_split(self) -> Split:
-        assert self.source.eval is not None, "a loop evaluates only where there is an eval split"
-        return self.source.eval
+        return self.layout.whole_module(lambda: self._build(initial=False))
 
     def peak_memory(self) -> int:
         """Peak bytes of this worker: the device allocator's on a GPU, the process's resident set on a CPU."""

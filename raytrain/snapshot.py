@@ -202,7 +202,8 @@ class Staging:
 
 def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """What this process holds of each tensor, and the names of those that are sharded (torch's DTensor)."""
-    rows = {name: tensor.to_local() for name, tensor in tensors.items() if hasattr(tensor, "to_local")}
+    held = ((name, getattr(tensor, "to_local", None)) for name, tensor in tensors.items())
+    rows: dict[str, Tensor] = {name: to_local() for name, to_local in held if to_local is not None}
     return {**tensors, **rows}, list(rows)
 
 

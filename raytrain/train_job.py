@@ -25,7 +25,9 @@ from raytrain.data.sources import Source
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, resolve, to_trainable
 from raytrain.plan import Plan, Resolved
+from raytrain.split_tensors import Place
 from raytrain.trainable import Trainable
+from raytrain.weights.starting import StartingWeights, offered
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class TrainJob:
         return choice.value
 
 
+def place_of(job: TrainJob, *, rank: int, world: int) -> Place | None:
+    """Whose rows of a checkpoint a worker wants; None where it wants all of them."""
+    return Place(rank, world) if job.planned("strategy") == "fsdp" else None
+
+
 def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
     """The same orders with micro-batches of another size."""
     return replace(job, plan=replace(job.plan, micro_batch_size=chosen))
@@ -79,7 +86,9 @@ def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
 
 def source_facts(source: Source) -> dict[str, Any]:
     """What a builder may take from the data by parameter name, where the YAML does not give it."""
-    facts: dict[str, Any] = {"vocab_size": source.vocab_size, "num_classes": source.classes}
+    facts: dict[str, Any] = {
+        "vocab_size": source.vocab_size, "num_classes": source.classes, "class_names": source.class_names
+    }  # fmt: skip
     sample = source.train.gather(source.train.eval_order()[:1])
     x = sample.get("x")
     if isinstance(x, torch.Tensor):
@@ -88,16 +97,28 @@ def source_facts(source: Source) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def build_trainable(job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any]) -> Trainable:
-    """Call the builder (or take the module given in Python) and wrap the result.
+def build_trainable(
+    job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any], initial: bool = True
+) -> Trainable:
+    """Call the builder (or take the module given in Python) and wrap the result; with the weights of `init_from`.
+
+    Args:
+        initial: False where a checkpoint's weights will take their place.
 
     Raises:
-        InputError: a builder that cannot be imported, keys it does not take, a result that is no module.
+        InputError: a builder that cannot be imported, keys it does not take, a result that is no module, weights that
+            do not fit.
     """
-    if job_model.module is not None:
-        return to_trainable(job_model.module)
-    builder = resolve(job_model.builder or "", key="model.builder")
-    return to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+    weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
+    with offered(weights):
+        if job_model.module is not None:
+            trainable = to_trainable(job_model.module)
+        else:
+            builder = resolve(job_model.builder or "", key="model.builder")
+            trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+    if weights is not None:
+        weights.fill(trainable.module, trainable.translate)
+    return trainable
 
 
 def restore_elsewhere(trainable: Trainable, loaded: LoadedCheckpoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +81,8 @@ class Trainable:
         between_steps: `between_steps(step)` once after each commit.
         commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; nothing in it
             is read from the device.
-        blocks: name of the module's list of repeated blocks (checkpointing, sharding), or None.
+        blocks: name of the module's list of repeated blocks, or names of lists and blocks (recomputing, sharding,
+            compiling one by one); None = the class of modules that repeats (`raytrain.blocks`).
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
@@ -91,6 +92,9 @@ class Trainable:
         elsewhere: what lives in other processes, or None.
         worst_case: a context in which what depends on the data (routing) takes the most memory it can; None = nothing
             does but the length of the rows.
+        export: `export(state, folder)` writes the weights as files of the model's own kind, `model.safetensors` among
+            them; None = that file alone.
+        translate: tensors by the names of such a file -> by the names in `module`, where the two may differ.
     """
 
     module: nn.Module
@@ -101,7 +105,7 @@ class Trainable:
     agree: Callable[[LocalStep], GlobalStep] | None = None
     between_steps: Callable[[int], None] | None = None
     commit: Callable[[GlobalStep], None] | None = None
-    blocks: str | None = None
+    blocks: str | Sequence[str] | None = None
     flops_per_sample: float | None = None
     takes_global_count: bool = False
     counts: Callable[[], Tensor | None] | None = None
@@ -109,6 +113,8 @@ class Trainable:
     window: WindowLog | None = None
     elsewhere: StateElsewhere | None = None
     worst_case: Callable[[], AbstractContextManager[None]] | None = None
+    export: Callable[[dict[str, Tensor], str], None] | None = None
+    translate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, *, loss: Callable[..., Any] | None = None) -> Trainable:
@@ -137,6 +143,12 @@ def labels_weight(batch: Batch) -> int:
     if isinstance(labels, Tensor) and is_integer(labels):
         return int((labels != IGNORED_LABEL).sum())
     return rows(batch)
+
+
+def shifted_labels_weight(batch: Batch) -> int:
+    """The same for a model that compares what it says at one place with the label of the next: a row's first label
+    counts for nothing."""
+    return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
 
 
 def parameters_of(module: nn.Module) -> int:

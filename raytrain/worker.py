@@ -40,7 +40,7 @@ from raytrain.rollback import Rewinds, roll_back
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
-from raytrain.train_job import TrainJob, with_micro_batch
+from raytrain.train_job import TrainJob, place_of, with_micro_batch
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -107,8 +107,9 @@ class Worker:
         """Rank 0 takes the attempt number and decides; the others hear of it. Then all read the same checkpoint."""
         message = b""
         loaded: LoadedCheckpoint | None = None
+        place = place_of(self.job, rank=self.workers.rank, world=self.workers.world)
         if self.workers.rank == 0:
-            loaded, refused = newest_good(self.run_folder)
+            loaded, refused = newest_good(self.run_folder, place=place)
             faults = read_faults(self.run_folder, since=self.job.first_attempt)
             self._new_faults = faults[-1:]
             origins = [fault.from_step for fault in faults] + [loaded.step if loaded else 0]
@@ -125,7 +126,7 @@ class Worker:
         told = json.loads(self.workers.gather_bytes(message)[0])
         self.attempt, self.from_step, self._refused = told["attempt"], told["step"], told["refused"]
         if self.workers.rank and self.from_step:  # rank 0 has verified every byte of it
-            loaded = load(self.run_folder.checkpoint_dir(self.from_step), check_hashes=False)
+            loaded = load(self.run_folder.checkpoint_dir(self.from_step), check_hashes=False, place=place)
         return Decision(**told["decision"]), loaded
 
     def _attempt_number(self, faults: list[Fault]) -> int:
@@ -145,7 +146,9 @@ class Worker:
         if decision.micro_batch is not None:
             self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
         source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
-        self.session = session = Session(self.job, workers=self.workers, local_rank=self.local_rank, source=source)
+        self.session = session = Session(
+            self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
+        )
         reporter = self._reporter(decision)
         session.say = reporter.event
         precision = settle_precision(
@@ -169,6 +172,7 @@ class Worker:
             matmul=session.matmul,
             device=str(session.device),
             reason=decision.reason,
+            **session.layout.facts(),
         )
         outcome = self._loop(reporter)
         session = self.session  # after a rollback another one

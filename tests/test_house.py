@@ -22,7 +22,7 @@ RAY_LAZILY = {
     "jobs.spec", "jobs.plan", "jobs.__main__",
 }  # fmt: skip
 RAY_AT_THE_EDGE = {
-    "raytrain.worker", "raytrain.trainer", "raytrain.data.ray_source", "raytrain.infer.actors",
+    "raytrain.worker", "raytrain.trainer", "raytrain.controller", "raytrain.data.ray_source", "raytrain.infer.actors",
     "experts.directory", "experts.host", "experts.connection",
 }  # fmt: skip
 TORCH_FREE = {

@@ -29,6 +29,8 @@ BUILDERS = (
     "raytrain.models.gpt:gpt",
     "raytrain.models.mlp:mlp",
     "raytrain.models.cnn:cnn",
+    "raytrain.models.transformers:causal_lm",
+    "raytrain.models.transformers:classifier",
     "experts.models:moe_gpt",
     "experts.models:moe_mlp",
 )
@@ -54,7 +56,7 @@ def builders_table() -> str:
 
 
 def _parameter(one: inspect.Parameter) -> str:
-    from_data = one.name in ("vocab_size", "num_features", "num_classes", "image_shape", "experts")
+    from_data = one.name in ("vocab_size", "num_features", "num_classes", "class_names", "image_shape", "experts")
     if from_data or one.default is inspect.Parameter.empty:
         return f"`{one.name}`"
     default = list(one.default) if isinstance(one.default, tuple) else one.default
@@ -126,7 +128,7 @@ def test_the_reference_lists_every_section_with_the_defaults_of_the_code() -> No
 def test_the_examples_of_the_readme_are_jobs(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     examples = [text for text in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL) if "model:" in text]
-    assert len(examples) == 2 and all(8 <= len(example.splitlines()) <= 12 for example in examples)
+    assert len(examples) == 3 and all(8 <= len(example.splitlines()) <= 12 for example in examples)
     for example in examples:
         job = tmp_path / "job.yaml"
         job.write_text(example)

@@ -44,8 +44,21 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     if name not in BENCHES:
         raise InputError("bench", seen=name, expected=f"one of {', '.join(BENCHES)}", remedy="bench --list")
     kind, _ = BENCHES[name]
+    if "changes" in kind.model_fields:
+        overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
     return decode(kind, {**(kind.QUICK if quick else {}), **given})
+
+
+def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
+    """Of a bench that passes keys on, `section.key=value` become `changes`; of one of a job, its JOB.yaml `job`."""
+    files = [text for text in arguments if "=" not in text] if job else []
+    if len(files) > 1:
+        raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and key=value")
+    changes = [text for text in arguments if "." in text.partition("=")[0] and text not in files]
+    own = [text for text in arguments if text not in files and text not in changes]
+    named = [f"job={json.dumps(files[0])}"] if files else []
+    return [*named, *([f"changes={json.dumps(changes)}"] if changes else []), *own]
 
 
 def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: bool, as_json: bool) -> int:
@@ -57,12 +70,19 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     bench = importlib.import_module(f"jobs.bench.{name}")
     found = bench.run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
     document = json.dumps(plain(found.to_json()), indent=1)
-    path = Path(out) if out else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    named = out or options.OUT
+    path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(document + "\n")
     except OSError as error:
         raise InputError("--out", seen=f"{path} ({error})", expected="a file that can be written") from error
+    if found.picture is not None:
+        from raytrain.readers.plots import figure, png
+
+        picture = path.with_suffix(".png")
+        picture.write_bytes(png(figure(found.picture)))
+        click.echo(f"picture: {picture}", err=as_json)
     for line in found.lines():
         click.echo(line, err=as_json)
     click.echo(f"raw values: {path}", err=as_json)

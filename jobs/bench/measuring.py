@@ -161,6 +161,7 @@ class Measurement:
         block, unit: what one value of an arm stands for.
         arms: name -> raw values.
         values: everything else that was measured, by name.
+        advice: lines for people. picture: a plot spec (`raytrain.readers.plots.figure`), written beside the document.
     """
 
     bench: str
@@ -173,6 +174,8 @@ class Measurement:
     ratios: list[Ratio] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+    picture: dict[str, Any] | None = None
     began: float = field(default_factory=time.time)
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
@@ -214,14 +217,15 @@ class Measurement:
         """What a person reads."""
         shown = [f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}" for check in self.checks]
         if not self.passed:
-            return [*shown, "the gate failed: nothing is compared"]
+            return [*shown, "the gate failed: nothing is compared", *self.advice]
         for ratio in self.ratios:
             goal = "" if ratio.goal is None else f"; goal {ratio.goal}: {'met' if ratio.met else 'MISSED'}"
             shown.append(
                 f"{ratio.name}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
                 f"over {len(ratio.values)} blocks, {_sentence(ratio)}{goal}"
             )
-        return shown + [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
+        claims = [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
+        return [*shown, *claims, *self.advice]
 
 
 def _sentence(ratio: Ratio) -> str:

@@ -216,7 +216,34 @@ class TuneOptions(BenchOptions):
     free: bool = Field(False, description="the micro-batch is the whole batch of a step, which may be any size")
     gate_steps: Count = Field(20, description="steps of the numeric gate")
     block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
-    ceilings: list[Count] = Field([4, 8], description="budgets are set so that so many rows of the GPT just fit")
+    ceilings: list[Count] = Field([4, 8, 32], description="budgets are set so that so many rows of the GPT just fit")
+
+
+class LrOptions(BenchOptions):
+    """A learning-rate range test: `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
+    IN_ALL: ClassVar[bool] = False
+
+    job: Text | None = Field(None, description="a JOB.yaml; null is the built-in recipe")
+    changes: list[Text] = Field([], description="section.key=value over the job, also as arguments")
+    steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
+    lowest: Positive = Field(1e-6, description="learning rate of the first step")
+    highest: Positive = Field(10.0, description="learning rate of the last step")
+    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of the past in the smoothed loss")
+    divergence: float = Field(2.0, gt=1, description="times the least smoothed loss, at which the ramp stops")
+
+
+class AllOptions(BenchOptions):
+    """Every bench, and one table: `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
+
+    IN_ALL: ClassVar[bool] = False
+    OUT: ClassVar[str | None] = "benchmarks.json"
+
+    only: list[Text] = Field([], description="these benches alone; none: all but lr")
+    skip: list[Text] = Field([], description="not these")
+    changes: list[Text] = Field([], description="NAME.key=value for single benches, also as arguments")
+    dir: Text = Field("runs/bench/all", description="folder of their documents; one that is there is not measured anew")
 
 
 BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
@@ -239,5 +266,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "clone": (CloneOptions, "what cloning batches, moving what is in place and reading in the training process cost"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
+    "lr": (LrOptions, "JOB.yaml: the loss over a rising learning rate, and the rate that it suggests: advice"),
+    "all": (AllOptions, "every bench, and one table of what was claimed and what this machine says"),
 }  # fmt: skip
 """Name -> (its keys, what it measures). Each is run by `jobs.bench.NAME.run(options, quick=, say=)`."""

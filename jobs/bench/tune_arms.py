@@ -13,13 +13,14 @@ from cluster.inventory import local_inventory
 from jobs.bench.options import TuneOptions
 from jobs.bench.sessions import session_of
 from raytrain.memory import process_budget
-from raytrain.probe.gate import run_gate
+from raytrain.probe.carried_out import carry_out
 from raytrain.probe.untouched import restored_steps, untouched
 from raytrain.search.batch import decide, next_proposals
+from raytrain.search.contest import Contest
 from raytrain.search.decision import BatchDecision
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.precision import GateReport
-from raytrain.search.space import PASSES, BatchSpace
+from raytrain.search.space import PASSES, BatchSpace, Proposal
 from raytrain.session import Session
 
 PRECISIONS = ("fp32", "bf16")
@@ -51,11 +52,13 @@ def gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """One search, done: what it chose, what it measured, and its wall time in seconds."""
+    """One search, done: what it chose, what it measured, seconds by what they went into, and all of them."""
 
     decision: BatchDecision
     measurements: list[Measurement]
     gates: list[GateReport]
+    contests: list[Contest]
+    phases: dict[str, float]
     seconds: float
 
     @property
@@ -73,6 +76,8 @@ class Found:
             "decision": self.decision.to_json(),
             "measurements": [one.to_json() for one in self.measurements],
             "gates": [gate.to_json() for gate in self.gates],
+            "contests": [contest.to_json() for contest in self.contests],
+            "phases": self.phases,
             "seconds": self.seconds,
         }
 
@@ -114,7 +119,7 @@ class Bench:
         return found, time.perf_counter() - began
 
     def peaks(self) -> dict[int, int]:
-        """Peak bytes of every size in fp32."""
+        """Peak bytes of every size in fp32, by brute force."""
         found = {
             size: self.session.measure(Candidate("fp32", size), budget_bytes=None, passes=0, with_memory=True)
             for size in self.sizes
@@ -131,20 +136,19 @@ class Bench:
         space = self.space(precisions, budget=budget)
         measurements: list[Measurement] = []
         gates: list[GateReport] = []
+        contests: list[Contest] = []
+        phases: dict[str, float] = {}
         began = time.perf_counter()
-        while proposals := next_proposals(space, measurements, gates=gates):
-            wanted = proposals[0]
-            if wanted.gate_steps:
-                gates.append(
-                    run_gate(self.session, wanted.candidate, reference=space.reference, steps=wanted.gate_steps)
-                )
-                continue
-            measurements.append(
-                self.session.measure(
-                    wanted.candidate, budget_bytes=budget, passes=wanted.passes, with_memory=wanted.with_memory
-                )
-            )
-        return Found(decide(space, measurements, gates), measurements, gates, time.perf_counter() - began)
+        while proposals := next_proposals(space, measurements, (), gates, contests):
+            wanted, at = proposals[0], time.perf_counter()
+            taken = carry_out(self.session, wanted, reference=space.lead, budget=budget)
+            for part, found in ((taken.measurement, measurements), (taken.gate, gates), (taken.contest, contests)):
+                if part is not None:
+                    found.append(part)  # pyright: ignore[reportArgumentType]
+            phase = _phase(wanted)
+            phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - at
+        decision = decide(space, measurements, gates, contests)
+        return Found(decision, measurements, gates, contests, phases, time.perf_counter() - began)
 
     def doubling(self) -> float:
         """Seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32; the size that
@@ -162,3 +166,12 @@ class Bench:
                     for _ in range(DOUBLING_STEPS):
                         session.step.forward(micro.batch, global_weight=micro.weight)
             return time.perf_counter() - began
+
+
+def _phase(wanted: Proposal) -> str:
+    """What a proposal's seconds go into."""
+    if wanted.gate_steps:
+        return "gate"
+    if wanted.against:
+        return "in turn, and the peak" if wanted.with_memory else "in turn"
+    return "time and peak" if wanted.passes and wanted.with_memory else "time" if wanted.passes else "peak"

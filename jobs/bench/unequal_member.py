@@ -20,7 +20,7 @@ import torch.distributed as dist
 from jobs.bench.lines import dial
 from jobs.bench.sessions import Losses, session_of
 from raytrain.allocator import keep_freed_memory
-from raytrain.probe.settled_shares import measure_shares, rows_of_each
+from raytrain.probe.settled_shares import measure_shares
 from raytrain.search.shares import Shares
 from raytrain.session import Session
 from raytrain.step import MicroBatch
@@ -74,7 +74,8 @@ class Member:
         self.session.settle(shares=chosen)
         self._measured = batches.shares
         pass_s = [pace.pass_s[batches.micro_batch] for pace in paces]
-        return {"reason": chosen.reason, "rows": rows_of_each(self.session), "pass_s": pass_s}
+        spans = self._measured.spans(batches.global_batch, micro_batch=batches.micro_batch) if self._measured else []
+        return {"reason": chosen.reason, "rows": [len(span) for span in spans], "pass_s": pass_s}
 
     def _gradient_gap(self) -> float:
         """In float64: the largest difference between the gradient summed over unequal shares and that of this process

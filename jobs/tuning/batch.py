@@ -22,8 +22,8 @@ from raytrain.allocator import keep_freed_memory
 from raytrain.data.sources import handed_over
 from raytrain.gradients import Workers
 from raytrain.models.registry import make_importable
+from raytrain.probe.carried_out import carry_out
 from raytrain.probe.found import signature_of
-from raytrain.probe.gate import run_gate
 from raytrain.probe.noise import measure_norms
 from raytrain.search.noise_scale import noise_scale
 from raytrain.session import Session
@@ -61,7 +61,8 @@ class BatchOrders:
 
 
 def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
-    """Ray Tune's trainable: reports {"measurement"}, {"gate"} or {"noise"}; running out of memory is a measurement."""
+    """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"} or {"noise"}, a contest with the measurement
+    of its winner's peak where that was wanted; running out of memory is a measurement."""
     keep_freed_memory()
     threading.Thread(target=leave_when_asked, args=(orders.link,), daemon=True, name="stop-watch").start()
     if os.path.isdir(orders.folder):
@@ -84,14 +85,9 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
         few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
         pairs = measure_norms(session, micro_batch_size=size, **few)
         return {"noise": asdict(noise_scale(pairs))}
-    if wanted.gate_steps:
-        gate = run_gate(session, wanted.candidate, reference=orders.reference, steps=wanted.gate_steps)
-        return {"gate": gate.to_json()}
-    budget = orders.budgets[wanted.kind]
-    measurement = session.measure(
-        wanted.candidate, budget_bytes=budget, passes=wanted.passes, with_memory=wanted.with_memory
-    )
-    return {"measurement": measurement.to_json(), "signature": signature_of(session, workers=orders.workers).to_json()}
+    taken = carry_out(session, wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind])
+    found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
+    return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
 
 
 def leave_when_asked(link: Any) -> None:

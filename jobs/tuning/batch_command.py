@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, inventory_from_ray
 from jobs.driver import Checked, train_job
-from jobs.plan import has_experts, plan_job, resolve_paths
+from jobs.paths import resolved
+from jobs.plan import has_experts, plan_job
 from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_results import say_search, write_batch
@@ -23,8 +24,7 @@ from raytrain.decode import encode
 from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.plan import Deferred, Plan
-from raytrain.planning.memory import least_bytes
-from raytrain.planning.values import size_text
+from raytrain.planning.memory import check_limit
 from raytrain.search.measurement import Candidate
 from raytrain.search.signature import make_signature
 from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free
@@ -128,7 +128,7 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         devices=1,
         workers=workers,
     )
-    alone_spec = alone.spec.model_copy(update={"data": resolve_paths(alone.spec.data)})
+    alone_spec = resolved(alone.spec)
     return BatchSearch(space, kinds, plan, alone_spec, plan_job(alone, inventory=inventory, **facts))
 
 
@@ -137,17 +137,13 @@ def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
 
 
 def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
-    """A model whose weights, gradients and optimizer state alone are more than a process may take is refused now."""
-    facts = plan.model_facts
-    if facts is None or budget is None:
-        return
-    least = least_bytes(facts, spec.optim, on_gpu=plan.device.value == "cuda")  # type: ignore[union-attr]
-    if least > budget:
-        raise InputError(
-            "cluster.memory_fraction" if spec.cluster.memory_limit is None else "cluster.memory_limit",
-            seen=f"{size_text(budget)} for each process", expected=f"more than {size_text(least)}, for the process and"
-            f" weights, gradients and optimizer state of {facts.parameters:,} parameters",
-            remedy="or take a smaller model",
+    """A model of which not even one row fits into what a process may take is refused now."""
+    if plan.model_facts is not None:
+        limit = spec.cluster.memory_limit
+        key = "cluster.memory_limit" if limit is not None and budget == limit else "cluster.memory_fraction"
+        check_limit(
+            budget, plan.model_facts, spec.optim, on_gpu=plan.device.value == "cuda",  # type: ignore[union-attr]
+            recomputed=spec.loop.activation_checkpointing, key=key,
         )  # fmt: skip
 
 

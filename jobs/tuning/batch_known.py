@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raytrain.search.contest import Contest
 from raytrain.search.measurement import Measurement
 from raytrain.search.noise_scale import NoiseScale
 from raytrain.search.precision import GateReport
@@ -20,6 +21,7 @@ class Known:
         self.rows: list[dict[str, Any]] = []
         self.measurements: list[Measurement] = []
         self.gates: list[GateReport] = []
+        self.contests: list[Contest] = []
         self.noise: NoiseScale | None = None
         self.signature: dict[str, Any] | None = None
         for row in rows:
@@ -32,8 +34,10 @@ class Known:
             self.gates.append(GateReport.from_json(row["gate"]))
         elif row.get("noise") is not None:
             self.noise = NoiseScale(**row["noise"])
-        elif row.get("measurement") is not None:
+        if row.get("measurement") is not None:
             self.measurements.append(Measurement.from_json(row["measurement"]))
+        if row.get("contest") is not None:
+            self.contests.append(Contest.from_json(row["contest"]))
         self.signature = row.get("signature") or self.signature
 
 

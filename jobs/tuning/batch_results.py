@@ -23,7 +23,7 @@ from raytrain.search.batch import decide
 from raytrain.search.decision import BatchDecision
 from raytrain.search.kinds import KindsDecision, choose_for_all
 from raytrain.search.measurement import STEADY, Candidate
-from raytrain.search.memory_line import fit, points
+from raytrain.search.memory_line import line_of
 from raytrain.search.noise_scale import goodput_advice
 from raytrain.search.precision import gate_refusal
 
@@ -107,7 +107,7 @@ def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDec
         known = caches[kind.name].known
         space = weighed(search.space_of(kind), known, goodput=goodput)
         try:
-            decisions[kind.name] = decide(space, known.measurements, known.gates)
+            decisions[kind.name] = decide(space, known.measurements, known.gates, known.contests)
         except RunError as error:
             if not kind.name:
                 raise
@@ -126,6 +126,8 @@ def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict
     chosen, known = answer.candidate, caches[answer.binding].known
     signatures = [cache.known.signature for name, cache in caches.items() if name != answer.binding]
     own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
+    in_turn = [one for contest in known.contests[-1:] for one in [contest.of(chosen)] if one is not None and one.pass_s]
+    own = in_turn or own
     rows = search.space.rows_per_step or chosen.micro_batch_size
     assert known.signature is not None, "a decision rests on a measurement"
     found = TuneFound(
@@ -173,9 +175,8 @@ def advice_lines(
         lines.append(f"{told}: the machine did other work. They are not kept; search again when it is quiet")
     space, size = search.space, chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
-    peaks = points([one for one in own if one.peak_bytes])
-    if len({rows for rows, _ in peaks}) > 1:
-        line = fit(peaks)
+    if any(one.peak_bytes for one in own):
+        line = line_of(own)
         told = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
         room = "" if space.budget_bytes is None else f"; a process may take {size_text(space.budget_bytes)}"
         lines.append(f"predicted peak: {', '.join(told)} of this micro-batch{room}")

@@ -16,6 +16,9 @@ from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.precision import GateReport
 from raytrain.sweep_folder import SweepFolder
 
+IN_TURN = "in turn"
+"""What a contest is called in the table and in trials.jsonl."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -27,6 +30,7 @@ class Wanted:
     passes: int = 0
     with_memory: bool = False
     gate_steps: int = 0
+    against: tuple[Candidate, ...] = ()
     noise: bool = False
     kind: str = ""
 
@@ -34,24 +38,33 @@ class Wanted:
     def of(cls, config: Mapping[str, Any]) -> Wanted:
         """The inverse of `to_json`."""
         names = ("number", "passes", "with_memory", "gate_steps", "noise", "kind")
-        return cls(candidate=Candidate(**config["candidate"]), **{name: config[name] for name in names})
+        points = {"candidate": Candidate(**config["candidate"]),
+                  "against": tuple(Candidate(**one) for one in config["against"])}  # fmt: skip
+        return cls(**points, **{name: config[name] for name in names})
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping: the trial's config."""
         return asdict(self)
 
     @property
+    def proposal(self) -> Proposal:
+        """As the search proposed it."""
+        return Proposal(self.candidate, self.passes, self.with_memory, self.gate_steps, self.against)
+
+    @property
     def what(self) -> str:
         """In a word, for the table."""
         if self.noise:
             return "noise"
+        if self.against:
+            return f"{IN_TURN} + memory" if self.with_memory else IN_TURN
         if self.gate_steps:
             return "gate"
         return "time + memory" if self.passes and self.with_memory else "time" if self.passes else "memory"
 
 
-KINDS = ("measurement", "gate", "noise")
-"""What a trial may report, one of them."""
+KINDS = ("measurement", "gate", "contest", "noise")
+"""What a trial may report, one of them; a contest with a measurement of its winner's peak."""
 
 
 class Numbers:
@@ -116,12 +129,9 @@ class BatchTrials:
         noise = self._noise()
         if noise is not None and self.awaits_noise:
             return None if self._running else self._numbered(noise)
-        running = [
-            Proposal(one.candidate, passes=one.passes, with_memory=one.with_memory, gate_steps=one.gate_steps)
-            for one in self._running.values()
-        ]
+        running = [one.proposal for one in self._running.values()]
         space = weighed(self.space, self.known, goodput=self._goodput)
-        found = next_proposals(space, self.known.measurements, running, self.known.gates)
+        found = next_proposals(space, self.known.measurements, running, self.known.gates, self.known.contests)
         if found:
             return self._numbered(Wanted(0, **vars(found[0])))
         works = any(one.outcome == "ok" for one in self.known.measurements)
@@ -228,9 +238,11 @@ class KindTrials:
 
 def _what(wanted: Wanted) -> tuple[Any, ...]:
     """What is measured, however many passes it takes."""
-    return (wanted.candidate.precision, wanted.candidate.micro_batch_size, wanted.noise, wanted.gate_steps > 0)
+    point = wanted.candidate
+    return (point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, bool(wanted.against))
 
 
 def _what_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """`_what` of a line of trials.jsonl."""
-    return (row["precision"], row["micro_batch_size"], row["what"] == "noise", row["what"] == "gate")
+    what = row["what"]
+    return (row["precision"], row["micro_batch_size"], what == "noise", what == "gate", what.startswith(IN_TURN))

@@ -46,7 +46,8 @@ class Cache:
     def answers(self, space: BatchSpace) -> bool:
         """Whether nothing is left to measure."""
         known = self.known
-        return bool(known.measurements) and not next_proposals(space, known.measurements, (), known.gates)
+        left = next_proposals(space, known.measurements, (), known.gates, known.contests)
+        return bool(known.measurements) and not left
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add what was measured now, without errors and unsteady times: they may not come again."""

@@ -12,12 +12,12 @@ from cluster.inventory import Inventory, inventory_from_ray, local_inventory
 from cluster.nvidia import narrow_visible
 from cluster.preflight import run_preflight
 from jobs.driver import Checked, check_on_driver
-from jobs.plan import resolve_paths
+from jobs.paths import resolved
 from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.spec import JobSpec, LoadedSpec
 from jobs.tuning.points import Points, find_points, whole_mapping
 from jobs.tuning.space import told
-from jobs.tuning.table import WHOLE_COLUMNS, SweepTable
+from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted
 from raytrain.attempts import this_process
 from raytrain.errors import InputError
 from raytrain.planning.machines import choose_machines, pick_devices
@@ -32,7 +32,7 @@ class TuneCommand:
         self, loaded: LoadedSpec, *, sweep: SweepFolder | None, signals: StopSignals, verbose: bool, console: Console
     ) -> None:
         self.loaded = loaded
-        self.spec = loaded.spec.model_copy(update={"data": resolve_paths(loaded.spec.data)})
+        self.spec = resolved(loaded.spec)
         self.sweep = sweep
         self.signals = signals
         self.verbose = verbose
@@ -92,7 +92,7 @@ class TuneCommand:
         sweep, keys = self.the_sweep, list(points.trials[0].values)
         at_a_time = self._at_a_time(points, inventory)
         self._say_whole(points, at_a_time)
-        with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=f"{len(points.trials)} trials") as table:
+        with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=counted(len(points.trials), "trial")) as table:
             trials = WholeTrials(
                 points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=private
             )
@@ -118,9 +118,10 @@ class TuneCommand:
         write_whole(self, trials, points, table)
 
     def _say_whole(self, points: Points, at_a_time: int) -> None:
+        at_a_time = min(at_a_time, len(points.trials))
         beside = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
         early = {"none": "", "asha": "; ASHA ends those behind early", "median": "; those behind the median end early"}
-        text = f"{len(points.trials)} trials of whole runs{beside}{early[self.spec.tune.scheduler]}"
+        text = f"{counted(len(points.trials), 'whole run')}{beside}{early[self.spec.tune.scheduler]}"
         self.say(f"{text}; sweep folder {self.the_sweep.path}")
         for values, reason in points.left_out:
             self.say(f"left out: {told(values)}: {reason}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.points import Points, whole_mapping
 from jobs.tuning.space import told
-from jobs.tuning.table import SweepTable, print_table
+from jobs.tuning.table import SweepTable, counted, print_table
 from raytrain.errors import RunError
 from raytrain.readers.tune_figures import whole_spec
 from raytrain.record import event
@@ -31,7 +31,7 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     print_table(command.console, table.drawn(marked=found[0]["trial"] if found else None))
     if found is None:
         reasons = "; ".join(f"trial {row['trial']}: {row['reason']}" for row in rows[:3])
-        raise RunError(f"none of {len(rows)} trials ran to its end ({reasons}); see {sweep.trials}")
+        raise RunError(f"none of {counted(len(rows), 'trial')} ran to its end ({reasons}); see {sweep.trials}")
     best, reason = found
     reasons = dict.fromkeys(best["values"], "")
     reasons[next(iter(reasons))] = reason

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from jobs.tuning.space import told
 from raytrain.planning.values import size_text
+from raytrain.search.contest import Contest
 from raytrain.search.measurement import Measurement
 from raytrain.search.precision import GateReport, gate_refusal
 from raytrain.search.space import BatchSpace
@@ -23,9 +24,6 @@ PIPED_COLUMNS = 10_000
 
 WIDE = 120
 """On a narrower terminal the keys that are columns are written in several lines: cut short they would be none."""
-
-NOTE = 16
-"""So wide is the last column, which says what became of a trial."""
 
 SHOWN = 30
 """So many rows at most in the live table: the newest."""
@@ -75,16 +73,17 @@ class SweepTable:
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
         """The table; `marked` is the trial that was taken."""
         narrow = self._console.is_terminal and self._console.width < WIDE
-        names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns[:-1]]
-        note = Column(self._columns[-1], overflow="fold", min_width=NOTE)
-        table = Table("trial", *(Column(name, overflow="fold") for name in names), note, title=self._title, title_justify="left", box=None, pad_edge=False,
+        names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns]
+        columns = [Column(name, overflow="fold") for name in names]
+        table = Table("trial", *columns, title=self._title, title_justify="left", box=None, pad_edge=False,
                       header_style="bold")
         numbers = sorted(self._rows)
         for number in numbers[-newest:] if newest else numbers:
             cells = list(self._rows[number])
             if number in self._running:
                 cells += [""] * (len(self._columns) - 1 - len(cells))
-                cells.append(f"running\N{NO-BREAK SPACE}{time.monotonic() - self._running[number]:.0f}\N{NO-BREAK SPACE}s")
+                since = time.monotonic() - self._running[number]
+                cells.append(f"running {since:.0f} s")
             style = "bold green" if number == marked else "dim" if number in self._running else ""
             table.add_row(str(number), *cells, style=style)
         return table
@@ -99,6 +98,11 @@ def print_table(console: Console, table: Table) -> None:
         console.print(table)
     finally:
         console.width = width
+
+
+def counted(number: int, what: str) -> str:
+    """`1 trial`, `2 trials`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def number_text(value: Any, unit: str = "") -> str:
@@ -143,6 +147,9 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
         return [*cells, "", "", gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"]
     if row.get("noise") is not None:
         return [*cells, "", "", f"noise scale {number_text(row['noise']['rows'])} rows"]
+    if row.get("contest") is not None:
+        peak = (row.get("measurement") or {}).get("peak_bytes")
+        return [*cells, "", bytes_text(peak), contest_text(Contest.from_json(row["contest"]), space)]
     if row.get("measurement") is None:
         return [*cells, "", "", row.get("reason", "")]
     one = Measurement.from_json(row["measurement"])
@@ -153,9 +160,17 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
     return [*cells, speed, bytes_text(one.peak_bytes), ": ".join(part for part in (words, one.reason) if part)]
 
 
+def contest_text(contest: Contest, space: BatchSpace) -> str:
+    """The first contender against each of the others."""
+    if not contest.valid:
+        return next(f"{one.outcome}: {one.reason}" for one in contest.measurements if one.outcome != "ok")
+    first, *others = (one.candidate for one in contest.measurements)
+    return "; ".join(contest.told(first, other, rows=space.rows_per_step) for other in others)
+
+
 def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:
     """The line of a measurement."""
     *kind, what, precision, size, speed, peak, note = batch_cells(row, space)
     parts = (f"{speed} rows/s" if speed else "", f"peak {peak}" if peak else "", note)
-    named = ", ".join([*kind, precision, f"{size} rows", what])
+    named = ", ".join([*kind, precision, counted(int(size), "row"), what])
     return f"{named}: {', '.join(part for part in parts if part)}"

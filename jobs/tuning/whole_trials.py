@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from jobs.tuning.points import Point
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, why
 from jobs.tuning.space import told
-from jobs.tuning.table import SweepTable, whole_cells, whole_text
+from jobs.tuning.table import SweepTable, counted, whole_cells, whole_text
 from raytrain.sweep_folder import SweepFolder
 
 TRIAL_RESOURCES = {"CPU": 0.001}
@@ -120,7 +120,7 @@ def best_of(rows: Sequence[Mapping[str, Any]], *, metric: str) -> tuple[dict[str
         return None
     first = whole[0]
     words = "least eval loss" if metric == "eval_loss" else "most samples/s"
-    reason = f"{words} of {len(rows)} trials: {first[metric]:.6g}"
+    reason = f"{words} of {counted(len(rows), 'trial')}: {first[metric]:.6g}"
     if len(whole) > 1:
         second = whole[1]
         reason += f"; next {second[metric]:.6g} with {told(second['values'])}"

@@ -108,6 +108,8 @@ class Source:
         class_names: names of the classes where the labels were strings, in the order of their numbers.
         handed: what workers get in place of the source, where opening it left something; else None.
         placed: whether the splits are where training reads them (`raytrain.data.prepared`).
+        tokenizer: folder of the tokenizer that made the tokens.
+        first_labels_ignored: the first label of each row is -100, as a model that shifts inside does not look at it.
     """
 
     train: Split
@@ -121,6 +123,8 @@ class Source:
     class_names: tuple[str, ...] | None = None
     handed: Any = None
     placed: bool = False
+    tokenizer: str | None = None
+    first_labels_ignored: bool = False
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:

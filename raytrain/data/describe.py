@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raytrain.data.columns import convert
-from raytrain.data.files import STDLIB, stdlib_files
+from raytrain.data.files import STDLIB, file_size, stdlib_files
 from raytrain.data.idx import IMAGES, describe_idx, read_shape
 from raytrain.data.keys import TABLES, as_paths, idx_files, is_own, source_keys
 from raytrain.data.parquet_folder import parquet_files, sizes_of
 from raytrain.data.tables import choose, class_names, parquet_sizes, read_tables
 from raytrain.data.text import describe_bytes, describe_text
+from raytrain.data.tokenised import is_tokenised
+from raytrain.data.tokenizer import check_tokenizer
 from raytrain.errors import InputError
 from raytrain.plan import DataFacts
 
@@ -28,7 +30,7 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
         data: the section.
         context: `model.context`, for text.
     Returns:
-        None for the user's own source, which only a run can know.
+        None for the user's own source, and for texts that go through a tokenizer: only a run can know.
     Raises:
         InputError: whatever is wrong with the section or its files.
     """
@@ -37,6 +39,12 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
     if data.train is not None:
         return _describe_memory(data, keys, context)
     if is_own(data.source or ""):
+        return None
+    if is_tokenised(data):
+        check_tokenizer(keys["tokenizer"])
+        for name in ("path", "eval_path"):
+            for path in as_paths(keys[name]):
+                file_size(path, key=f"data.{name}")
         return None
     if data.source == "text":
         return describe_text(
@@ -94,7 +102,7 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
         Some of vocab_size, image_shape (C, H, W) and num_features.
     """
     keys = source_keys(data)
-    if data.train is not None or is_own(data.source or ""):
+    if data.train is not None or is_own(data.source or "") or is_tokenised(data):
         return {}
     if data.source == "stdlib" or keys.get("vocabulary") == "bytes":
         return {"vocab_size": 256}

@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from raytrain.errors import InputError
+from raytrain.errors import InputError, first_line
 
 # Tests and packages that are no part of every Python build; the rest is the same text for the same Python.
 STDLIB_LEFT_OUT = frozenset(
@@ -34,7 +34,7 @@ def locate(path: str, *, key: str) -> tuple[Any, str]:
         return fs.FileSystem.from_uri(path)
     except (OSError, ValueError, ImportError) as error:
         raise InputError(
-            key, seen=f"{path} ({_first_line(error)})", expected="a local path or a URI pyarrow can open"
+            key, seen=f"{path} ({first_line(error)})", expected="a local path or a URI pyarrow can open"
         ) from error
 
 
@@ -86,11 +86,7 @@ def read_bytes(path: str, *, key: str, limit: int | None = None) -> bytes:
 def unreadable(path: str, error: BaseException, *, key: str) -> InputError:
     """The error for a file that exists but cannot be read."""
     kind = "no permission to read" if isinstance(error, PermissionError) else "cannot read"
-    return InputError(key, seen=f"{kind} {path}: {_first_line(error)}", expected="a readable file")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return InputError(key, seen=f"{kind} {path}: {first_line(error)}", expected="a readable file")
 
 
 def stdlib_files(max_bytes: int = STDLIB_MAX_BYTES) -> tuple[list[Path], int]:

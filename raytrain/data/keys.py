@@ -50,6 +50,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _is_length(value: Any) -> bool:
+    return _is_count(value) and value >= 2
+
+
 PATHS = "a path or a list of paths"
 REQUIRED_PATHS = Key(_are_paths, PATHS, required=True, is_path=True)
 OPTIONAL_PATHS = Key(lambda value: value is None or _are_paths(value), PATHS, is_path=True)
@@ -60,10 +64,29 @@ LABEL = Key(lambda value: value is None or _is_name(value), "a column name or nu
 VOCABULARY = Key(lambda value: value in ("bytes", "chars"), "bytes or chars", default="bytes")
 
 ORDER = Key(lambda value: value in ("auto", "rows", "groups"), "auto, rows or groups", default="auto")
+NAME = Key(lambda value: value is None or _is_name(value), "the name of a field, or null")
+TOKENIZER = Key(lambda value: value is None or _is_path(value), "the folder of a tokenizer, auto or null", is_path=True)
+LABELS = Key(lambda value: value in ("auto", "next", "same"), "auto, next or same", default="auto")
 
 TABLE_KEYS = {"path": REQUIRED_PATHS, "eval_path": OPTIONAL_PATHS, "features": FEATURES, "label": LABEL}
+TEXT_ROW_KEYS = {
+    "text_field": NAME,
+    "prompt_field": NAME,
+    "completion_field": NAME,
+    "label_field": NAME,
+    "tokenizer": TOKENIZER,
+    "max_length": Key(lambda value: value == "auto" or _is_length(value), "tokens from 2 up, or auto", default="auto"),
+    "packing": Key(lambda value: value in ("padded", "packed"), "padded or packed", default="padded"),
+    "labels": LABELS,
+}
 SOURCES: dict[str, dict[str, Key]] = {
-    "text": {"path": REQUIRED_PATHS, "vocabulary": VOCABULARY, "eval_path": OPTIONAL_PATHS},
+    "text": {
+        "path": REQUIRED_PATHS,
+        "vocabulary": VOCABULARY,
+        "eval_path": OPTIONAL_PATHS,
+        "tokenizer": TOKENIZER,
+        "labels": LABELS,
+    },
     "stdlib": {"max_bytes": Key(_is_count, "a number of bytes from 1 up", default=STDLIB_MAX_BYTES)},
     "idx": {
         "images": REQUIRED_PATH,
@@ -73,7 +96,7 @@ SOURCES: dict[str, dict[str, Key]] = {
     },
     "parquet": {**TABLE_KEYS, "order": ORDER},
     "csv": TABLE_KEYS,
-    "jsonl": TABLE_KEYS,
+    "jsonl": {**TABLE_KEYS, **TEXT_ROW_KEYS},
 }
 """The built-in sources by name, and the keys each takes besides those of the section."""
 

@@ -65,6 +65,7 @@ class RaggedSplit:
         dense: the other columns, if any.
         mask: "always", or "padded" = only in batches where some row was padded.
         counts: labels other than -100 of each row where they are known already, else counted here.
+        fills: what a column is padded with, where it is not `fill_value`.
     """
 
     tokens_per_row: int | None = None
@@ -77,7 +78,9 @@ class RaggedSplit:
         mask: Literal["always", "padded"] = "always",
         counts: np.ndarray | None = None,
         counted: bool = False,
+        fills: Mapping[str, int] | None = None,
     ) -> None:
+        self.fills = dict(fills or {})
         self.ragged = dict(ragged)
         self.dense = dense
         self.mask: Literal["always", "padded"] = mask
@@ -118,7 +121,7 @@ class RaggedSplit:
             starts = column.offsets[handles]
             lengths = column.offsets[handles + 1] - starts
             batch[name], masks[name] = pad_rows(
-                column.values, starts, lengths, fill=fill_value(name, column.values)
+                column.values, starts, lengths, fill=self.fills.get(name, fill_value(name, column.values))
             )
             if len(lengths) and lengths.min() < lengths.max():
                 padded.append(name)
@@ -145,6 +148,7 @@ class RaggedSplit:
             mask=self.mask,
             counts=None if self.counts is None else self.counts[rows],
             counted=True,
+            fills=self.fills,
         )
 
     def to(self, device: torch.device | str) -> RaggedSplit:
@@ -153,7 +157,9 @@ class RaggedSplit:
         dense = None if self.dense is None else self.dense.to(device)
         if dense is self.dense and all(moved[name] is column for name, column in self.ragged.items()):
             return self
-        return RaggedSplit(moved, dense=dense, mask=self.mask, counts=self.counts, counted=True)
+        return RaggedSplit(
+            moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
+        )
 
     def partly(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
         """The first `rows` rows on `device`, the others left on the host."""

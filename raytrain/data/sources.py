@@ -13,6 +13,7 @@ from raytrain.data.idx import open_idx
 from raytrain.data.keys import as_paths, idx_files, is_own, path_keys, source_keys
 from raytrain.data.tables import read_tables
 from raytrain.data.text import open_text, text_source
+from raytrain.data.tokenised import Tokenised, is_tokenised, tokenise, tokenised_source
 from raytrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
     name = data.source or ""
     if is_own(name):
         return _open_own(data, seed)
+    if is_tokenised(data):
+        return tokenised_source(tokenise(data), context=context)
     if name == "text":
         return open_text(
             as_paths(keys["path"]),
@@ -55,6 +58,7 @@ def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
             context=context,
             fraction=data.eval_fraction,
             vocabulary=keys["vocabulary"],
+            same_labels=keys["labels"] == "same",
         )
     if name == "stdlib":
         return _open_stdlib(read_stdlib(keys["max_bytes"]), data, context)
@@ -148,16 +152,23 @@ def _open_written(written: Any, fraction: float) -> Source:
                        fraction=fraction if written.holds_out else 0.0)  # fmt: skip
 
 
-def hand_over(data: DataConfig) -> bytes | None:
-    """What the driver reads for all workers: text that may differ from machine to machine, else None."""
+def hand_over(data: DataConfig) -> bytes | Tokenised | None:
+    """What the driver reads for all workers: text that may differ from machine to machine, and texts that went through
+    a tokenizer, which is done once; else None.
+
+    Raises:
+        InputError: as `open_source`.
+    """
     if data.train is None and data.source == "stdlib":
         return read_stdlib(source_keys(data)["max_bytes"])
-    return None
+    return tokenise(data) if is_tokenised(data) else None
 
 
 def handed_over(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
     """The source of what `hand_over` gave, or of what opening the source on the driver left to be handed over
     (`Source.handed`); None where that was None, and the worker opens the data itself."""
+    if isinstance(sent, Tokenised):
+        return tokenised_source(sent, context=context)
     if sent is None or isinstance(sent, bytes):
         return None if sent is None else _open_stdlib(sent, data, context)
     return _open_written(sent, data.eval_fraction)

@@ -72,9 +72,8 @@ class TensorSplit:
         columns: tensor of each column; kept as they are, not copied.
         divisors: columns that are stored compactly and become `float32 / divisor` in the batch.
         counts: `label_counts` of the rows where they are known already (by `to`), else counted here.
+        tokens_per_row: see `Split`.
     """
-
-    tokens_per_row: int | None = None
 
     def __init__(
         self,
@@ -83,7 +82,9 @@ class TensorSplit:
         divisors: Mapping[str, float] | None = None,
         counts: np.ndarray | None = None,
         counted: bool = False,
+        tokens_per_row: int | None = None,
     ) -> None:
+        self.tokens_per_row = tokens_per_row
         self.columns = dict(columns)
         self.divisors = dict(divisors or {})
         self._rows = next(iter(self.columns.values())).shape[0]
@@ -134,19 +135,22 @@ class TensorSplit:
     def select(self, rows: np.ndarray) -> TensorSplit:
         chosen = {name: take(column, rows) for name, column in self.columns.items()}
         counts = None if self.counts is None else self.counts[rows]
-        return TensorSplit(chosen, divisors=self.divisors, counts=counts, counted=True)
+        more = {"counts": counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(chosen, divisors=self.divisors, **more)
 
     def to(self, device: torch.device | str) -> TensorSplit:
         """Every column on `device`, moved once; itself where it is there already."""
         moved = {name: whole(column).to(device) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
-        return TensorSplit(moved, divisors=self.divisors, counts=self.counts, counted=True)
+        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(moved, divisors=self.divisors, **more)
 
     def partly(self, device: torch.device | str, *, rows: int) -> TensorSplit:
         """The first `rows` rows on `device`, the others left on the host."""
         columns = {name: parted(whole(column), rows, device) for name, column in self.columns.items()}
-        return TensorSplit(columns, divisors=self.divisors, counts=self.counts, counted=True)
+        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(columns, divisors=self.divisors, **more)
 
 
 class TextSplit:
@@ -163,11 +167,15 @@ class TextSplit:
         tokens: (N,) uint8, uint16 or int32 array, or a tensor.
         context: T, tokens of a window.
         key: what an error names, for a text that is too short.
+        same_labels: labels are the input_ids, the first of a row -100, for a model that shifts inside.
     Raises:
         InputError: no window fits.
     """
 
-    def __init__(self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path") -> None:
+    def __init__(
+        self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path", same_labels: bool = False
+    ) -> None:
+        self.same_labels = same_labels
         self.tokens = tokens if isinstance(tokens, Tensor) else torch.from_numpy(compact_tokens(tokens))
         self.context = self.tokens_per_row = context
         self._length = self.tokens.shape[0]
@@ -199,13 +207,18 @@ class TextSplit:
         return np.arange((self._length - 1) // self.context) * self.context
 
     def gather(self, handles: np.ndarray) -> Batch:
+        if self.same_labels:
+            ids = take(self._windows, handles).to(torch.int64)
+            labels = ids.clone()
+            labels[:, 0] = IGNORED_LABEL
+            return {"input_ids": ids, "labels": labels}
         return {
             "input_ids": take(self._windows, handles).to(torch.int64),
             "labels": take(self._windows, handles + 1).to(torch.int64),
         }
 
     def weights(self, handles: np.ndarray) -> int:
-        return len(handles) * self.context
+        return len(handles) * (self.context - self.same_labels)
 
     def lengths(self, handles: np.ndarray) -> np.ndarray:
         """Every window is as long as the next."""
@@ -214,14 +227,17 @@ class TextSplit:
     def to(self, device: torch.device | str) -> TextSplit:
         """The tokens on `device`, moved once; itself where they are there already."""
         moved = self.tokens.to(device)
-        return self if moved is self.tokens else TextSplit(moved, context=self.context)
+        if moved is self.tokens:
+            return self
+        return TextSplit(moved, context=self.context, same_labels=self.same_labels)
 
     def partly(self, device: torch.device | str, *, rows: int) -> TextSplit:
         """The text of the first `rows` windows on `device`, the rest left on the host."""
         kept = max(rows, 1) * self.context
         if kept >= self._length:
             return self.to(device)
-        split, inside = TextSplit(self.tokens, context=self.context), kept - self.context + 1
+        split = TextSplit(self.tokens, context=self.context, same_labels=self.same_labels)
+        inside = kept - self.context + 1
         head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # a window across the border is the host's
         split._windows = PartTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
         return split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,8 +157,9 @@ def _sentence(origin: str, train: int, evaluation: int, *, unit: str) -> str:
 
 
 def open_text(
-    paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str
-) -> Source:
+    paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str,
+    same_labels: bool = False,
+) -> Source:  # fmt: skip
     """Text files joined in the order given, nothing between them."""
     check_context(context)
     texts = [read_bytes(path, key="data.path") for path in paths]
@@ -172,6 +174,7 @@ def open_text(
         eval_fraction=fraction,
         vocabulary=vocabulary,
         origin=_files(paths),
+        same_labels=same_labels,
     )
 
 
@@ -196,6 +199,7 @@ def text_source(
     eval_text: bytes | None = None,
     origin: str = "text in memory",
     key: str = "data.path",
+    same_labels: bool = False,
 ) -> Source:
     """A source of text in memory.
 
@@ -207,17 +211,15 @@ def text_source(
         eval_text: a text of its own for evaluation instead.
         origin: what the text is, for people.
         key: what errors name.
+        same_labels: labels are the input_ids (`TextSplit`).
     """
     from raytrain.data.splits import TextSplit
 
     length = check_context(context)
+    windows = partial(TextSplit, context=length, key=key, same_labels=same_labels)
     words: Any
     if vocabulary == "bytes":
-        words, tokens, others = (
-            ByteVocabulary(),
-            _bytes(text),
-            None if eval_text is None else _bytes(eval_text),
-        )
+        words, tokens, others = ByteVocabulary(), _bytes(text), None if eval_text is None else _bytes(eval_text)
     else:
         for part in (text, eval_text or b""):
             _check_utf8(part, origin)
@@ -237,13 +239,14 @@ def text_source(
         key=key,
     )
     return Source(
-        train=TextSplit(tokens, context=length, key=key),
-        eval=TextSplit(others, context=length, key=key) if len(others) else None,
+        train=windows(tokens),
+        eval=windows(others) if len(others) else None,
         vocab_size=words.size,
         facts=facts,
         decode=words.decode,
         encode=words.encode,
         describe=reason,
+        first_labels_ignored=same_labels,
     )
 
 

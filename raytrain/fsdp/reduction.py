@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raytrain.errors import OutOfMemory
 from raytrain.fsdp.gradients import ShardGradients
-from raytrain.gradients import Workers
+from raytrain.gradients import GradientBuffers, Workers
 from raytrain.oom import Shortage, StepDropped, attempt, heard, told
 from raytrain.reduction import Losses
 from raytrain.trainable import Trainable
@@ -28,7 +28,7 @@ class ShardedReduction:
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         named = [(name, one) for name, one in trainable.module.named_parameters() if one.requires_grad]
-        self.gradients = ShardGradients([parameter for _, parameter in named])
+        self.gradients: GradientBuffers = ShardGradients([parameter for _, parameter in named])
         self._names = [name for name, _ in named]
         self._workers, self._device = workers, device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)

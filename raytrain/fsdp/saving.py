@@ -32,7 +32,9 @@ class ShardSaver:
         run: the run folder.
     """
 
-    def __init__(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder, *, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, parts: Callable[[], Mapping[str, Any]], run: RunFolder, *, shard_bytes: int = SHARD_BYTES
+    ) -> None:
         self._parts, self._run, self._shard_bytes = parts, run, shard_bytes
         group = dist.new_group(backend="gloo")
         self._meeting = Workers()

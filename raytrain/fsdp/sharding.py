@@ -7,18 +7,21 @@ before its backward, and let go after each; those outside the blocks (embeddings
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from raytrain.blocks import Block, blocks_of, outside
 from raytrain.errors import InputError
 from raytrain.fsdp.gradients import local
+from raytrain.layer_precision import parts_named
 from raytrain.precision import PrecisionPolicy
 from raytrain.trainable import Trainable
 
@@ -44,14 +47,16 @@ class Sharded:
     outside_names: tuple[str, ...]
 
 
-def shard(trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, half_blocks: bool) -> Sharded:
+def shard(
+    trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, fp32_layers: Sequence[str] = ()
+) -> Sharded:
     """Shard the trainable's module in place over torch's default process group. Collective.
 
     Args:
         device: where the shards go; the module may be elsewhere, and is moved block by block.
         policy: its autocast format is what blocks are brought together in, and their gradients are summed in the master
-            format. What is outside the blocks stays in the master format.
-        half_blocks: False keeps the blocks in the master format too, for layers in them that compute in it.
+            format. What is outside the blocks stays in the master format, and norms and `fp32_layers` inside them.
+        fp32_layers: names of layers that compute in the master format.
 
     Raises:
         InputError: no blocks, or parameters that cannot be sharded, by name.
@@ -64,18 +69,32 @@ def shard(trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy
     largest = max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks)
     if not dist.is_initialized():  # one worker: a group of its own, without a socket
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    half = policy.autocast_dtype if half_blocks else None
-    in_blocks = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=policy.master_dtype, cast_forward_inputs=False)
+    half = MixedPrecisionPolicy(policy.autocast_dtype, policy.master_dtype, cast_forward_inputs=False)
+    master = MixedPrecisionPolicy(None, policy.master_dtype, cast_forward_inputs=False)
+    kept = {id(inner) for part in parts_named(module, fp32_layers) for inner in part.modules()}
     for _, block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=in_blocks)
-    beside = MixedPrecisionPolicy(reduce_dtype=policy.master_dtype, cast_forward_inputs=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=beside)
+        for layer in _in_master(block, kept) if policy.autocast_dtype is not None else ():
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=master)
+        fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
+    fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
     _configure(cast(FSDPModule, module))
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
     return Sharded(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
+
+
+def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
+    """The outermost layers inside a block that stay in the master format: those of `kept`, and those whose parameters
+    are vectors alone (norms), which autocast does not cast on a CPU."""
+    for child in part.children() if id(part) not in kept else ():
+        parameters = list(child.parameters())
+        called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if parameters and called and (id(child) in kept or all(one.ndim == 1 for one in parameters)):
+            yield child
+        else:
+            yield from _in_master(child, kept)
 
 
 def check(module: nn.Module, blocks: list[Block]) -> None:

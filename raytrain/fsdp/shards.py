@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -33,13 +33,13 @@ class Shards:
         self._master = torch.float32
         self._saver: ShardSaver | None = None
 
-    def place(self, policy: PrecisionPolicy, *, half_blocks: bool) -> None:
+    def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
         """As in `Layout`; the device holds shards and one block at a time, never the whole module."""
         module = self._trainable.module
         module.to(dtype=policy.master_dtype)
         module.train()
         self._workers.broadcast_([*module.parameters(), *module.buffers()])
-        self._sharded = shard(self._trainable, device=self._device, policy=policy, half_blocks=half_blocks)
+        self._sharded = shard(self._trainable, device=self._device, policy=policy, fp32_layers=fp32_layers)
         self._master = policy.master_dtype
 
     def for_step(self, feed: Callable[[], Feed]) -> ForStep:

@@ -11,14 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from raytrain.errors import CheckpointError
 from raytrain.fsdp.gradients import like, local
+from raytrain.split_tensors import Place, rows_of
 from raytrain.train_job import differences, refuse_other_model
-
-
-def rows_of(total: int, *, rank: int, world: int) -> tuple[int, int]:
-    """First row and end of a worker's piece of so many, as FSDP2 cuts them: equal pieces, the last ones shorter or
-    empty."""
-    size = -(-total // world)
-    return min(rank * size, total), min((rank + 1) * size, total)
 
 
 def cut(whole: Tensor, value: Tensor) -> Tensor:
@@ -28,7 +22,7 @@ def cut(whole: Tensor, value: Tensor) -> Tensor:
         return value
     own = local(whole)
     if value.shape == whole.shape:
-        start, end = rows_of(len(value), rank=whole.device_mesh.get_local_rank(), world=whole.device_mesh.size())
+        start, end = rows_of(len(value), Place(whole.device_mesh.get_local_rank(), whole.device_mesh.size()))
         value = value[start:end]
     assert value.shape == own.shape, f"{tuple(value.shape)} are neither {tuple(whole.shape)} nor {tuple(own.shape)}"
     return like(whole, value.to(device=own.device, dtype=own.dtype).contiguous())

@@ -2,10 +2,10 @@
 
 Method: K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks" (2024,
 https://kellerjordan.github.io/posts/muon/), with the scale of J. Liu and others, "Muon is scalable for LLM training"
-(2025, https://arxiv.org/abs/2502.16982), under which a learning rate and weight decay found for AdamW serve as they are.
-The same update as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which takes plain matrices one by one and has to
-read the device to skip a step; this one takes stacks of experts too, orthogonalises matrices of one shape together, and
-skips on the device.
+(2025, https://arxiv.org/abs/2502.16982), under which a learning rate and weight decay found for AdamW do as they are.
+The same update as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which takes plain matrices, one by one, and must
+read the device to skip a step; this one takes stacks of experts too, orthogonalises matrices of one shape together,
+and skips on the device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from raytrain.optimizers.eager import Eager
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz step: steepest at zero, and singular values end between 0.7 and 1.2 (Jordan)."""
 ITERATIONS = 5
@@ -26,7 +28,7 @@ BATCH_ELEMENTS = 2**24
 """So many elements are orthogonalised together at most: what it takes beside the state is bounded."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Eager, torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; decoupled weight decay.
 
     Args:
@@ -120,7 +122,8 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _local(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor; any other tensor is all here."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportCallIssue]
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def _matrices(local: Tensor, parameter: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from cluster.inventory import Device, Inventory
 from raytrain.config import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.planning.machines import Machines, is_named
+from raytrain.planning.sharding import hosts_of_shards
 from raytrain.planning.values import Choice, Deferred, Resolved
 from raytrain.planning.workers import CPU_OVERLOAD, cores_of, where_text
 
@@ -34,6 +35,8 @@ def choose_hosts(
     if asked is None:
         _refuse_strategy(scale, "a model without experts")
         return Resolved("none", "the model has no experts")
+    if scale.strategy == "fsdp":
+        return hosts_of_shards(asked)
     if asked == 0:
         return Resolved(0, "every worker holds all experts")
     if scale.strategy == "data_parallel":
@@ -60,7 +63,7 @@ def beside_hosts(
     workers: Resolved, asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory
 ) -> Resolved:
     """`scale.workers: auto` on GPUs leaves one to each host that was asked for."""
-    if scale.workers != "auto" or scale.strategy == "data_parallel":
+    if scale.workers != "auto" or scale.strategy in ("data_parallel", "fsdp"):
         return workers
     left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
     if not 0 < left < workers.value:
@@ -105,8 +108,11 @@ def hosts_by_node(
     return dict(Counter(names[number % len(names)] for number in range(number_of_hosts(hosts.value))))
 
 
-def choose_strategy(scale: ScaleConfig, hosts: Resolved) -> Resolved:
+def choose_strategy(scale: ScaleConfig, hosts: Resolved, *, workers: int) -> Resolved:
     """How the model is shared out over the workers."""
+    if scale.strategy == "fsdp":
+        alone = "scale.strategy: one worker holds all rows, so that nothing is saved"
+        return Resolved("fsdp", alone if workers == 1 else "scale.strategy: each worker holds its rows of every block")
     if scale.strategy != "auto":
         return Resolved(scale.strategy, "scale.strategy")
     if hosts.value in ("none", 0):

@@ -11,13 +11,19 @@ from typing import Any
 
 from raytrain.config import OptimConfig
 from raytrain.errors import InputError
+from raytrain.planning.sharding import together
 from raytrain.planning.values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
 
-PROCESS_BYTES = 432 << 20
-"""Resident set of a worker before it has a model: Python, torch with its compiler, Ray Train and ours. Measured with
-torch 2.13.0+cpu and Ray 2.60.0 on Linux, as VmRSS after the imports of `raytrain.worker` and `experts.models`."""
+PROCESS_BYTES = 464 << 20
+"""Resident set of a worker that has a model of 2,000 weights and no row yet: Python, torch with its compiler, Ray with
+its own threads, Ray Train and ours. Measured with torch 2.13.0+cpu and Ray 2.60.0 on Linux, as VmRSS of rank 0 once its
+session was built; 481 MiB were its peak over three steps. The imports and an optimizer alone are 430 MiB, in a trial of
+`tune` 435."""
+
+LEAST_PROCESS_BYTES = PROCESS_BYTES * 9 // 10
+"""What no worker is taken to do without: another build of torch for CPUs may need somewhat less."""
 
 HOST_PROCESS_BYTES = 330 << 20
 """The same of a host of experts, which does without Ray Train."""
@@ -78,7 +84,7 @@ def moments(optim: OptimConfig) -> int:
 
 def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
-    workers: int, hosts: Resolved, share_out: ShareOut | None,
+    workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False,
 ) -> dict[str, Choice]:  # fmt: skip
     """parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and checkpoint_bytes.
 
@@ -87,6 +93,7 @@ def estimate_bytes(
         on_gpu: a device holds no process.
         hosts: where experts are, as `choose_hosts` says.
         share_out: None where nobody knows the experts' sizes.
+        sharded: each worker holds its rows of everything.
     """
     place = hosts.value
     if model_facts is None:
@@ -102,13 +109,14 @@ def estimate_bytes(
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
     kept = 0 if facts is None else rows * facts.kept_bytes_per_row
     activations = (model_facts.activation_bytes_per_sample or 0) * micro
-    parts = _named(here, dtype)
+    parts = _named(here, dtype) if not sharded else _sharded(model_facts, here, dtype, workers=workers)
     if held and place == "colocated":
         parts["its experts"] = fullest.kept + fullest.cast
     elif held:
         activations = max(0, activations - kept)
     parts |= {"activations": activations, "data": resident, "process": 0 if on_gpu else PROCESS_BYTES}
-    unsaid = ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
+    unsaid = "; its blocks are unknown" if sharded and not model_facts.blocks else ""
+    unsaid += ("" if activations else "; activations unknown") + ("; without CUDA's own" if on_gpu else "")
     host_memory = Resolved(None, "no separate hosts")
     if held and place != "colocated":
         process = 0 if on_gpu else HOST_PROCESS_BYTES
@@ -116,8 +124,9 @@ def estimate_bytes(
         host_memory = Resolved(sum(taken.values()), f"{_told(taken)}, the fullest of {len(held)}")
     whole = trained_bytes(model_facts.parameters, optim, dtype=dtype, trainable=trainable)
     saved = f"weights and {moments(optim)} optimizer moments"
+    frozen = "" if trainable == model_facts.parameters else f"; {trainable:,} of them trained"
     return {
-        "parameters": Resolved(model_facts.parameters, model_facts.reason),
+        "parameters": Resolved(model_facts.parameters, model_facts.reason + frozen),
         "memory": Resolved(sum(parts.values()), _told(parts) + unsaid),
         "experts": _experts(facts, place, held, optim, dtype=dtype),
         "host_memory": host_memory,
@@ -125,36 +134,59 @@ def estimate_bytes(
     }
 
 
-def least_bytes(model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, away: int = 0) -> int:
-    """What a worker takes for certain before its first row: weights, gradients, optimizer state, and half of what a
-    process was measured to take, since another build of torch may need less.
+def _sharded(facts: ModelFacts, whole: Bytes, dtype: str, *, workers: int) -> dict[str, int]:
+    """Bytes of one of so many workers, each with its rows of everything."""
+    kept = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
+    shares = {f"{name} / {workers}": -(-size // workers) for name, size in kept.items()}
+    return {**shares, "a block together": together(facts, dtype=dtype) or 0}
+
+
+def least_parts(
+    model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool, elsewhere: bool = False,
+    shards: int = 1,
+) -> dict[str, int]:  # fmt: skip
+    """What a worker takes for certain to train one row, by name. Of a row half the estimated activations, which are
+    those of fp32 (a GPT measured 1.00 times the estimate in fp32, 0.64 times in bf16).
 
     Args:
-        away: parameters of experts that live elsewhere.
+        recomputed: blocks keep nothing (`loop.activation_checkpointing`).
+        elsewhere: the experts are, with what they keep of a row.
+        shards: into which the workers divide the model's state.
     """
-    process = 0 if on_gpu else PROCESS_BYTES // 2
+    parts = {} if on_gpu else {"the process": LEAST_PROCESS_BYTES}
     if model_facts is None:
-        return process
+        return parts
+    facts = model_facts.experts if elsewhere else None
+    away = 0 if facts is None else facts.total
     trainable = model_facts.trainable_bytes // 4 - away
-    return process + trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable).kept
+    taken = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
+    row = 0 if recomputed else model_facts.activation_bytes_per_sample or 0
+    kept = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * facts.kept_bytes_per_row
+    state = {name: value // shards for name, value in _named(taken, "fp32").items()}
+    return {**parts, **state, "one row": max(0, row - kept) // 2}
 
 
 def check_limit(
-    limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, hosts: Resolved
-) -> None:
-    """Whether `cluster.memory_limit` leaves a worker more than it takes for certain.
+    limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool,
+    hosts: Resolved | None = None, shards: int = 1, key: str = "cluster.memory_limit",
+) -> None:  # fmt: skip
+    """Whether what a worker may take is more than it takes for certain.
+
+    Args:
+        hosts: where the experts are; None: in the workers.
+        shards: see `least_parts`.
+        key: which says how much.
 
     Raises:
-        InputError: it does not.
+        InputError: it is not.
     """
-    facts = None if model_facts is None else model_facts.experts
-    away = facts.total if facts is not None and hosts.value not in ("none", 0) else 0
-    least = least_bytes(model_facts, optim, on_gpu=on_gpu, away=away)
+    away = hosts is not None and hosts.value not in ("none", 0)
+    parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, elsewhere=away, shards=shards)
+    least = sum(parts.values())
     if limit is not None and least > limit:
         raise InputError(
-            "cluster.memory_limit", seen=f"{size_text(limit)} for each process",
-            expected=f"more than {size_text(least)}, for the process, weights, gradients and optimizer state",
-            remedy="null leaves it to cluster.memory_fraction",
+            key, seen=f"{size_text(limit)} for each process", expected=f"more than {size_text(least)}: {_told(parts)}",
+            remedy="null leaves it to cluster.memory_fraction" if key == "cluster.memory_limit" else "",
         )  # fmt: skip
 
 

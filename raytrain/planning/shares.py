@@ -22,6 +22,8 @@ EVENLY = "shares follow the measurement, and stay equal where unequal ones would
 
 def splits(scale: ScaleConfig, *, workers: int, hosts: Resolved) -> int:
     """Micro-batches that `loop.micro_batch_size: auto` makes of a worker's equal share."""
+    if scale.strategy == "fsdp":
+        return 1
     return SPLITS if scale.shares == "auto" and workers > 1 and hosts.value in ("none", 0) else 1
 
 

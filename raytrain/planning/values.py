@@ -89,7 +89,8 @@ class ModelFacts:
     """What is known of a model without building it on a device.
 
     Bytes count the master weights as they are kept (fp32: 4 a parameter); `activation_bytes_per_sample` and
-    `flops_per_sample` (forward and backward of one row) are None where nobody knows.
+    `flops_per_sample` (forward and backward of one row) are None where nobody knows. `blocks` are the parameters of
+    each repeated block, None likewise.
     """
 
     parameters: int
@@ -98,6 +99,7 @@ class ModelFacts:
     flops_per_sample: float | None
     reason: str
     experts: ExpertFacts | None = None
+    blocks: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,7 +111,8 @@ class ModelFacts:
         if experts is not None:
             parameters = tuple(tuple(layer) for layer in experts["parameters"])
             experts = ExpertFacts(**{**experts, "parameters": parameters})
-        return cls(**{**row, "experts": experts})
+        blocks = row.get("blocks")
+        return cls(**{**row, "experts": experts, "blocks": None if blocks is None else tuple(blocks)})
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         RunError: the signature is another, and not even one row fits now.
     """
     found = session.job.found
-    if found is None:
+    if found is None or session.job.planned("strategy") == "fsdp":  # which measures nothing
         return
     if (known := shared_record(session, run, "found")) is not None:  # by an earlier attempt of this run
         planned = session.job.plan.micro_batch_size  # a restart after an out-of-memory takes less than what was known

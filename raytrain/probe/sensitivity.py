@@ -18,7 +18,8 @@ from raytrain.layer_precision import LayerPrecision
 from raytrain.planning.values import Resolved
 from raytrain.precision import PrecisionPolicy, policy_for
 from raytrain.probe.untouched import untouched
-from raytrain.search.layers import LayerChange, choose_layers, outside_band
+from raytrain.search.layers import LayerChange, choose_layers
+from raytrain.search.precision import outside_band
 from raytrain.step import MicroBatch, TrainingStep
 
 MOST_LAYERS = 128

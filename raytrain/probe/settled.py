@@ -6,6 +6,7 @@ A restarted or resumed attempt takes what was measured first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from raytrain.plan import Deferred, Resolved
 from raytrain.probe.precisions import compare_inflight, compare_precisions
 from raytrain.probe.record import Push, shared_record, write_decision
 from raytrain.probe.settled_layers import settle_layers
-from raytrain.probe.settled_memory import take_fitting_rows
+from raytrain.probe.settled_memory import NothingFits, take_fitting_rows
 from raytrain.run_folder import RunFolder
 from raytrain.search.precision import choose_inflight, choose_precision
 from raytrain.session import Session
@@ -45,7 +46,10 @@ def settle_precision(
         known = (shared_record(session, run, "precision") or {}).get("value")
     if known is None and isinstance(planned, Deferred):
         session.prepare("fp32")
-        take_fitting_rows(session, run, reporter=reporter, push=push)
+        try:
+            take_fitting_rows(session, run, reporter=reporter, push=push)
+        except NothingFits as error:
+            return _settle_unheld(session, run, planned.bounds, error, reporter=reporter, push=push)
         settle_layers(session, run, precisions=planned.bounds, reporter=reporter)
         push({"phase": "measuring precisions"})
         chosen, trials = measure_precision(session, list(planned.bounds))
@@ -58,6 +62,25 @@ def settle_precision(
         take_fitting_rows(session, run, reporter=reporter, push=push)
     settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
     return session.precision or ""
+
+
+def _settle_unheld(
+    session: Session, run: RunFolder, bounds: Sequence[str], why: NothingFits, *, reporter: Reporter, push: Push
+) -> str:
+    """The first precision of which a row fits where none does in fp32: nothing can be held against fp32 then."""
+    for name in bounds:
+        session.use_precision(name)
+        try:
+            take_fitting_rows(session, run, reporter=reporter, push=push)
+        except NothingFits:
+            continue
+        unheld = f"in fp32 {why}; {name} fits, and could not be held against it: watch its loss"
+        if isinstance(session.job.plan.fp32_layers, Deferred):
+            session.settle(fp32_layers=Resolved([], unheld))
+        if session.workers.rank == 0:
+            write_decision(run, "precision", Resolved(name, unheld), [], reporter)
+        return name
+    raise why
 
 
 def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:

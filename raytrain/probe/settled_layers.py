@@ -44,5 +44,6 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
     handles, _ = session.feed.window(session.state.cursor)
     micro = session.feed.one(handles[: session.feed.batches.micro_batch])
     trainable = session.trainable
-    names = layers_of(trainable.module, blocks=trainable.blocks, most=MOST_LAYERS)
+    blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
+    names = layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS)
     return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)

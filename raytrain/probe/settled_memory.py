@@ -20,10 +20,14 @@ from raytrain.planning.values import size_text
 from raytrain.probe.record import Push, shared_record, write_measured
 from raytrain.run_folder import RunFolder
 from raytrain.search.measurement import Candidate, Measurement
-from raytrain.search.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_size, settled_record
+from raytrain.search.micro_batch import Next, choose_micro_batch, micro_batch_sizes, next_reading, settled_record
 from raytrain.search.shares import SPLITS
 from raytrain.session import Session
 from raytrain.trainable import parameters_of
+
+
+class NothingFits(RunError):
+    """Not even the smallest micro-batch fits into memory in this precision."""
 
 
 def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
@@ -116,7 +120,7 @@ def measure_micro_batch(
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # what keeps more is measured
     try:
-        while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
+        while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
             candidate = Candidate(session.precision, asked.rows)
             found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
             # a loss that is not finite takes as much memory as any other; the run itself has rules for it
@@ -140,7 +144,7 @@ def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
         return RunError(f"a step of {rows} rows cannot be taken: {last.reason}")
     allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
     needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
-    return RunError(
+    return NothingFits(
         f"not even a micro-batch of {rows} rows fits{needed}: {last.reason}; raise cluster.memory_fraction or"
         f" cluster.memory_limit{allowed}, set loop.activation_checkpointing, or make the model smaller"
     )

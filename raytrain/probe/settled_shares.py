@@ -12,7 +12,7 @@ from raytrain.planning.memory import moments
 from raytrain.probe.pace import measure_paces
 from raytrain.probe.record import shared_record, write_decision
 from raytrain.run_folder import RunFolder
-from raytrain.search.shares import Pace, Shares, choose_shares
+from raytrain.search.shares import Pace, choose_shares
 from raytrain.session import Session
 
 
@@ -72,11 +72,3 @@ def _room(session: Session) -> int | None:
     )
     trained = sum(p.numel() * p.element_size() for p in session.trainable.module.parameters() if p.requires_grad)
     return None if budget is None else budget - moments(session.job.optim) * trained
-
-
-def rows_of_each(session: Session) -> list[int]:
-    """Rows of a whole window that each worker takes; empty where shares are equal."""
-    shares: Shares | None = session.feed.batches.shares
-    batches = session.feed.batches
-    spans = [] if shares is None else shares.spans(batches.global_batch, micro_batch=batches.micro_batch)
-    return [len(span) for span in spans]

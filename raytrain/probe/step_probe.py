@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,20 +22,22 @@ import torch
 
 from raytrain.data.batches import Cursor
 from raytrain.data.contract import Split
-from raytrain.data.longest import longest_row
 from raytrain.device import device_name
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
 from raytrain.memory import PeakMeter, exact_memory
 from raytrain.planning.values import size_text
 from raytrain.precision import LossScale, apply_matmul, policy_for
+from raytrain.probe.row_choice import RowChoice
 from raytrain.probe.together import tried
 from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
-from raytrain.search.measurement import Candidate, Measurement, Outcome
+from raytrain.search.measurement import Candidate, Measurement, Outcome, alike
 from raytrain.step import TrainingStep
 from raytrain.trainable import GlobalStep
 
 #: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
 ACCUMULATED = 2
+#: Rows that warm a CPU up before its memory is read: what a larger size takes for good is part of its own peak.
+FEW_ROWS = 2
 #: Steps over which the optimizer alone is timed, once in the life of a probe.
 OPTIMIZER_STEPS = 3
 #: A new loss scale of fp16 is halved so often, at most, before a gradient counts as not finite.
@@ -67,22 +69,44 @@ class StepProbe:
     """
 
     def __init__(self, step: TrainingStep, feed: Feed, *, cursor: Cursor, eval_split: Split | None) -> None:
-        self.step, self.feed, self.cursor, self.eval_split = step, feed, cursor, eval_split
+        self.step, self.feed, self.eval_split = step, feed, eval_split
         self.device, self.workers = step.device, step.workers
-        self._longest = {id(split): longest_row(split) for split in (feed.batches.split, eval_split) if split}
+        self._choice = RowChoice(feed, cursor=cursor, workers=step.workers, eval_split=eval_split)
         self._optimizer_s: float | None = None
 
-    def measure(self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool) -> Measurement:
+    def measure(
+        self, candidate: Candidate, *, budget: int | None, passes: int, least: int | None, with_memory: bool
+    ) -> Measurement:
         """See `Session.measure`."""
         found = _Found()
         with self._computing_as(candidate):
             if with_memory:
                 with untouched(self.step.trainable, self.device, worst=True), skipped_steps(self.step.optimizers):
-                    self._read_memory(candidate.micro_batch_size, found, budget=budget_bytes)
+                    self._read_memory(candidate.micro_batch_size, found, budget=budget)
             if passes and found.outcome == "ok":
                 with untouched(self.step.trainable, self.device):
-                    self._time(candidate.micro_batch_size, found, passes=passes, budget=budget_bytes)
-        return self._agreed(candidate, found, budget=budget_bytes)
+                    enough = passes if least is None else least
+                    self._time(candidate.micro_batch_size, found, passes=passes, enough=enough, budget=budget)
+        return self._agreed(candidate, found, budget=budget)
+
+    def measure_in_turn(
+        self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
+    ) -> tuple[Measurement, ...]:
+        """Several, a pass and an update of each in every round, after one round that is dropped; where one fails, all
+        end. Of each what `measure` gives, pass i of all of them from round i. Collective; changes nothing."""
+        found = [_Found() for _ in candidates]
+        rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
+        own = self._optimizer_seconds()
+        with untouched(self.step.trainable, self.device), skipped_steps(self.step.optimizers):
+            for number in range((1 + rounds) * len(candidates)):
+                at = number % len(candidates)
+                turn = self._begin if number < len(candidates) else self._pass
+                with self._computing_as(candidates[at]):
+                    if not turn(rows[at], found[at], budget):
+                        break
+        for one in found:
+            one.update_s = [seconds + own for seconds in one.update_s]
+        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, found, strict=True))
 
     @contextlib.contextmanager
     def _computing_as(self, candidate: Candidate) -> Iterator[None]:
@@ -107,9 +131,10 @@ class StepProbe:
 
     def _read_memory(self, micro: int, found: _Found, *, budget: int | None) -> None:
         with exact_memory(self.device):
-            # once before the meter is made: what this size allocates for good, such as kernels, is no part of a row
-            rows = self._rows(micro, passes=ACCUMULATED, longest=True)
-            if not self._try(partial(self._warm_up, rows[0]), found, budget):
+            # once before the meter is made: what the model and its kernels take for good is no part of a row
+            rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
+            few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
+            if not self._try(partial(self._warm_up, few), found, budget):
                 return
             if not self._try_update(found, budget):
                 return
@@ -130,7 +155,7 @@ class StepProbe:
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module
         assert split is not None, "asked for where there is one only"
-        rows = self._longest_first(split, split.eval_order()[: EVAL_MICRO_BATCHES * micro])
+        rows = self._choice.longest_first(split, split.eval_order()[: EVAL_MICRO_BATCHES * micro])
         batch = self.feed.one(rows, split=split)
         modes = [(part, part.training) for part in module.modules()]
         module.eval()
@@ -141,18 +166,31 @@ class StepProbe:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def _time(self, micro: int, found: _Found, *, passes: int, budget: int | None) -> None:
-        rows = self._rows(micro, passes=1, longest=False)
+    def _time(self, micro: int, found: _Found, *, passes: int, enough: int, budget: int | None) -> None:
+        rows = self._choice.rows(micro, passes=1, longest=False)
         with skipped_steps(self.step.optimizers):
-            if not (self._first(rows, found, budget) and self._try_update(found, budget)):
+            if not self._begin(rows, found, budget):
                 return
-            for _ in range(passes):
-                if not self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget):
-                    return
-                if not self._try_update(found, budget, timed=True):
+            for number in range(passes):
+                if number >= max(2, enough) and self._all_alike(found.pass_s):
+                    break
+                if not self._pass(rows, found, budget):
                     return
         own = self._optimizer_seconds()
         found.update_s = [seconds + own for seconds in found.update_s]
+
+    def _begin(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """A pass and an update that are not timed."""
+        return self._first(rows, found, budget) and self._try_update(found, budget)
+
+    def _pass(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """A pass and an update that are."""
+        fits = self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget)
+        return fits and self._try_update(found, budget, timed=True)
+
+    def _all_alike(self, seconds: list[float]) -> bool:
+        """Whether the last two passes took the same time on every worker."""
+        return not self.workers.sum_flags([int(not alike(seconds))])[0]
 
     def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
         self._synchronize()
@@ -208,27 +246,14 @@ class StepProbe:
         step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
         found.norm = float(norm) / self.workers.world  # each worker's gradient is of a mean over its own rows
 
-    # -- rows -------------------------------------------------------------------------------------
-
-    def _rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
-        """This worker's micro-batches: rows of the epoch from the cursor on, again from the front where it ends."""
-        split, world = self.feed.batches.split, self.workers.world
-        taken = self.feed.batches.rows_from(self.cursor, micro * passes * world)
-        parts = np.split(taken, passes * world)[self.workers.rank * passes : (self.workers.rank + 1) * passes]
-        return [self._longest_first(split, part) for part in parts] if longest else parts
-
-    def _longest_first(self, split: Split, rows: np.ndarray) -> np.ndarray:
-        """With the longest row of all among them, to which the others are padded."""
-        longest = self._longest[id(split)]
-        return rows if longest is None else np.concatenate([[longest.handle], rows[1:]])
-
     # -- agreement --------------------------------------------------------------------------------
 
     def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
         """Whether it went well for everybody; else `found` says what went wrong."""
         outcome, reason = tried(
-            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere, budget=budget
-        )
+            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere,
+            meets=self.step.meets, budget=budget,
+        )  # fmt: skip
         if outcome != "ok":
             found.outcome, found.reason = outcome, reason
             found.pass_s, found.update_s = [], []  # whoever came through has one more: nobody could put them together
@@ -247,11 +272,11 @@ class StepProbe:
 
     def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
         """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
-        sizes = [float(found.peak or 0), float(found.floor or 0), found.loss]
+        sizes = [float(found.peak or 0), float(found.floor or 0), time.time(), found.loss]
         rows = self.workers.gather_floats([*sizes, *found.pass_s, *found.update_s])
         slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
         peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
-        loss = sum(row[2] for row in rows) / len(rows)
+        loss = sum(row[3] for row in rows) / len(rows)
         outcome, reason = found.outcome, found.reason
         if outcome == "ok" and budget is not None and peak > budget:
             outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
@@ -262,6 +287,7 @@ class StepProbe:
             candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
             peak_bytes=None if found.peak is None else peak, floor_bytes=None if found.floor is None else floor,
             loss=loss, grad_norm=found.norm, reason=reason, device=device_name(self.device),
+            taken_at=max(row[2] for row in rows),
         )  # fmt: skip
 
     def _synchronize(self) -> None:

@@ -24,6 +24,7 @@ def tried(
     workers: Workers,
     device: torch.device,
     elsewhere: StateElsewhere | None,
+    meets: bool = False,
     budget: int | None = None,
 ) -> tuple[Outcome, str]:
     """Do it, and agree with the others on whether it went well: the outcome, the same on every worker, and why. Where
@@ -33,6 +34,8 @@ def tried(
     everybody begins as many of those.
 
     Args:
+        meets: workers meet inside their passes in a way that nobody can leave (`fsdp`): a failure is raised, and ends
+            the attempt.
         budget: bytes that this process may have, see `is_out_of_memory`.
     """
     outcome: Outcome = "ok"
@@ -40,6 +43,8 @@ def tried(
     try:
         work()
     except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
+        if meets and elsewhere is None and workers.world > 1:
+            raise
         outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
         reason = first_line(error)
         let_go(error, device)

@@ -34,7 +34,7 @@ def figure(spec: Mapping[str, Any]) -> Figure:
     drawn.suptitle(
         spec["title"], x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False
     )
-    for axes, panel in zip(drawn.subplots(1, len(spec["panels"])), spec["panels"], strict=True):
+    for axes, panel in zip(drawn.subplots(1, len(spec["panels"]), squeeze=False)[0], spec["panels"], strict=True):
         axes.set_title(panel["title"], loc="left", fontsize=13, color=_INK, pad=10)
         axes.set_xlabel(panel["x_label"], fontsize=11.5, color=_SOFT)
         axes.set_ylabel(panel["y_label"], fontsize=11.5, color=_SOFT)
@@ -82,6 +82,8 @@ def _draw(axes: Any, line: Mapping[str, Any], *, kind: str, spare: str) -> None:
 def _mark(axes: Any, panel: Mapping[str, Any]) -> None:
     """What some panels have besides lines: doublings along x, points with words, a limit."""
     axes.margins(y=0.15 if panel.get("marks") else 0.05)
+    if "shown" in panel:  # of a curve over powers of ten, whose end would leave nothing of the rest to see
+        axes.set(xscale="log", ylim=panel["shown"])
     if panel.get("doubling"):
         values = sorted({x for line in panel["series"] for x in line["x"] if x is not None})
         axes.set_xscale("log", base=2)

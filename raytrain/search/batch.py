@@ -4,30 +4,44 @@ For each precision two small sizes give a line of time and one of memory. The ti
 throughput hardly rises (the knee), which is measured next; bounds drawn through what is measured then say whether any
 other size could change the answer, and which. The answer is the smallest size within `NEAR` of the best that memory
 allows. A lower precision must beat the reference at its own best size by `WORTHWHILE_GAIN`, and pass the numeric gate.
+Each size is timed in one go, so that a slow stretch of the machine may have hit it alone: at the end the winner, its
+runner-up and the best of each other precision are measured once more in turn, and those ratios decide.
 
 A caller measures whatever `next_proposals` names until it names nothing, then asks `decide`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from raytrain.planning.values import Resolved
+from raytrain.search.contest import ROUNDS, Contest
 from raytrain.search.decision import BatchDecision, nothing_fits, table_of
-from raytrain.search.knee import SURE, chosen_size, doubt_of, next_size, size_reason, unsure_size
+from raytrain.search.knee import chosen_size, next_size, runner_up, size_reason
 from raytrain.search.measurement import Candidate, Measurement
-from raytrain.search.precision import WORTHWHILE_GAIN, GateReport, gate_refusal
-from raytrain.search.space import MEMORY_PASSES, MOST_SIZES, MOST_STEPS, PASSES, BatchSpace, Proposal, nearest_at_most
+from raytrain.search.memory_line import MemoryLine
+from raytrain.search.precision import GateReport
+from raytrain.search.space import (
+    LEAST_PASSES,
+    MEMORY_PASSES,
+    MOST_SIZES,
+    MOST_STEPS,
+    PASSES,
+    BatchSpace,
+    Proposal,
+    nearest_at_most,
+)
 from raytrain.search.speed_curve import SpeedCurve
+from raytrain.search.standing import Standing
 
 __all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
 
-#: A precision whose bounds promise less than this part of what it has to reach is dropped.
-HOPELESS = 0.95
 #: A line of memory is read again beyond so many times the sizes that it was drawn through.
 FAR = 2
 #: Rows of a step of the gate, at most: rounding does not need many, and its steps are most of what a search costs.
-GATE_ROWS = 8
+GATE_ROWS = 4
+#: Steps of one timed measurement at least, and of one part in a contest: the dropped warm-up, then what is timed.
+TIMED, ENTRY = 1 + LEAST_PASSES, 1 + ROUNDS
 
 
 def next_proposals(
@@ -35,6 +49,7 @@ def next_proposals(
     measurements: Iterable[Measurement],
     running: Sequence[Proposal] = (),
     gates: Iterable[GateReport] = (),
+    contests: Sequence[Contest] = (),
 ) -> list[Proposal]:
     """What to measure now, at most as many as devices are idle; nothing while results must be awaited, or at the end.
 
@@ -42,29 +57,34 @@ def next_proposals(
         measurements: all results so far. A measurement that crashed is one with the outcome "error".
         running: what was proposed and has not ended.
         gates: results of the proposals with `gate_steps`.
+        contests: results of the proposals with `against`, the latest last.
     """
-    search = _Search(space, measurements, gates)
+    search = _Search(space, measurements, gates, contests)
     idle = space.devices - len(running)
-    return [wanted for wanted in search.wanted() if wanted not in running][: max(0, idle)]
+    asked = {_kind(one) for one in running}
+    return [wanted for wanted in search.wanted() if _kind(wanted) not in asked][: max(0, idle)]
 
 
-def decide(space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport] = ()) -> BatchDecision:
+def _kind(one: Proposal) -> tuple[Candidate, bool, bool, bool]:
+    """What it measures, however often: results that came meanwhile may ask for less of the same."""
+    return one.candidate, one.passes > 0, one.gate_steps > 0, bool(one.against)
+
+
+def decide(
+    space: BatchSpace,
+    measurements: Iterable[Measurement],
+    gates: Iterable[GateReport] = (),
+    contests: Sequence[Contest] = (),
+) -> BatchDecision:
     """The best that the measurements show; also of a search that was broken off.
 
     Raises:
         RunError: nothing that was measured can run; says how many bytes are wanted and which key allows more.
     """
-    return _Search(space, measurements, gates).decision()
+    return _Search(space, measurements, gates, contests).decision()
 
 
-class _Search:
-    def __init__(self, space: BatchSpace, measurements: Iterable[Measurement], gates: Iterable[GateReport]) -> None:
-        known = list(measurements)
-        self.space = space
-        self.curves = {name: SpeedCurve(space, name, known) for name in space.precisions}
-        self.lead = self.curves[space.lead]
-        self.gates: Mapping[str, GateReport] = {gate.precision: gate for gate in gates}
-
+class _Search(Standing):
     # -- what to measure --------------------------------------------------------------------------
 
     def wanted(self) -> list[Proposal]:
@@ -75,34 +95,34 @@ class _Search:
         by_promise = sorted(curves, key=lambda curve: -curve.reach)
         settled = [curve for curve in by_promise if not self._begin(curve) and not self._again(curve)]
         found = begun + [one for curve in settled for one in self._go_on(curve)]
-        return found or self._between() or self._gate() or self._confirm()
+        return found or self._gate() or self._last()
 
     def _begin(self, curve: SpeedCurve) -> list[Proposal]:
         """The first sizes of a precision that have not been measured."""
         if curve.nonfinite or (len(curve.broken) > 1 and not curve.seconds):
             return []
         missing = [size for size in self._first(curve) if size not in curve.seconds]
-        return [self._timed(curve, size, with_memory=self._unread(curve, size)) for size in missing]
+        unasked = curve.roomy or self.lead.roomy
+        return [self._timed(curve, size, with_memory=self._unread(curve, size) and not unasked) for size in missing]
 
     def _again(self, curve: SpeedCurve) -> list[Proposal]:
         """Once more what was timed beside other work on the machine, in a process of its own at another moment."""
         left = MOST_STEPS - curve.steps - self._reserved()
-        if curve.nonfinite or left < 2:
+        if curve.nonfinite or left < TIMED:
             return []
         return [self._timed(curve, size, most=left - 1) for size in curve.unsteady if size in curve.measured]
 
     def _go_on(self, curve: SpeedCurve) -> list[Proposal]:
         """What one precision needs after its first sizes."""
         left = MOST_STEPS - curve.steps - self._reserved()
-        if curve.nonfinite or not curve.measured or left < 2 or self._outdone(curve):
+        if curve.nonfinite or not curve.measured or left < TIMED or self.outdone(curve):
             return []
         size = next_size(curve) if curve.sizes_tried < MOST_SIZES else None
-        if size is not None:
-            read = left >= 2 + MEMORY_PASSES and self._frontier(curve, size)
-            most = left - 1 - (MEMORY_PASSES if read else 0)
-            return [self._timed(curve, size, most=most, with_memory=read)]
-        unsure = unsure_size(curve)
-        return [] if unsure is None or left < 3 else [self._timed(curve, unsure, most=left - 1)]
+        if size is None:
+            return []
+        read = left >= TIMED + MEMORY_PASSES and self._frontier(curve, size)
+        most = left - 1 - (MEMORY_PASSES if read else 0)
+        return [self._timed(curve, size, most=most, with_memory=read)]
 
     def _first(self, curve: SpeedCurve) -> list[int]:
         """The two sizes to begin with; others near them where those do not work or fit."""
@@ -122,8 +142,9 @@ class _Search:
         return self.space.budget_bytes is not None and size not in curve.peaks
 
     def _reserved(self) -> int:
-        """Steps kept for the confirmation of a peak."""
-        return MEMORY_PASSES if self.space.budget_bytes is not None else 0
+        """Steps kept for the end: the confirmation of a peak, and a part in a contest of precisions."""
+        confirmed = MEMORY_PASSES if self.space.budget_bytes is not None else 0
+        return confirmed + (ENTRY if len(self.curves) > 1 and self.contest is None else 0)
 
     def _frontier(self, curve: SpeedCurve, size: int) -> bool:
         """Whether larger sizes are out only by a line of memory that is drawn on from far smaller ones: an allocator
@@ -136,133 +157,80 @@ class _Search:
         passes = max(1, min(PASSES, most))
         return Proposal(Candidate(curve.precision, size), passes=passes, with_memory=with_memory)
 
-    def _outdone(self, curve: SpeedCurve) -> bool:
-        """Whether a precision cannot win any more, whatever its unmeasured sizes give by their bounds: another one,
-        that no gate has refused, is ahead. To be ahead of the reference takes a gain that is worth its rounding."""
-        for rival in self.curves.values():
-            if rival is curve or rival.nonfinite or self._refused(rival):
-                continue
-            needed = rival.best
-            if self.lead in (curve, rival):
-                needed *= 1 + WORTHWHILE_GAIN if rival is self.lead else 1 / (1 + WORTHWHILE_GAIN)
-            if curve.reach < HOPELESS * needed:
-                return True
-        return False
-
-    def _refused(self, curve: SpeedCurve) -> str:
-        """What the gate said against a precision, if it did."""
-        gate = self.gates.get(curve.precision)
-        return "" if gate is None else gate_refusal(gate)
-
-    def _between(self) -> list[Proposal]:
-        """More passes of the reference and of whoever may or may not beat it, where noise decides between them."""
-        lead = chosen_size(self.lead)
-        if lead is None:
-            return []
-        for curve in self.curves.values():
-            size = chosen_size(curve)
-            if curve is self.lead or size is None or self._outdone(curve):
-                continue
-            doubt = doubt_of(self.lead, lead, curve, size)
-            if doubt > SURE and abs(self._gain(curve) / (1 + WORTHWHILE_GAIN) - 1) < 2 * doubt:
-                pair = sorted(((self.lead, lead), (curve, size)), key=lambda one: -one[0].error(one[1]))
-                for unsure, at in pair:
-                    left = MOST_STEPS - unsure.steps - self._reserved()
-                    if left >= 3:
-                        return [self._timed(unsure, at, most=left - 1)]
-        return []
-
     def _gate(self) -> list[Proposal]:
         if not self.space.gate_steps or chosen_size(self.lead) is None:
             return []
-        for curve in self._winners():
+        for curve in self.winners():
             if curve.precision not in self.gates:
                 both = [size for size in curve.fitting() if size in self.lead.fitting()]
                 size = nearest_at_most(both, GATE_ROWS) or self.lead.measured[0]
                 return [Proposal(Candidate(curve.precision, size), passes=0, gate_steps=self.space.gate_steps)]
-            if not self._refused(curve):
+            if not self.refused(curve):
                 return []
         return []
 
-    def _confirm(self) -> list[Proposal]:
-        """The peak of the size that is going to be chosen."""
-        curve = self._winner()
+    def _last(self) -> list[Proposal]:
+        """The contest of whoever is going to be chosen, and its peak."""
+        curve = self.winner()
         size = None if curve is None else chosen_size(curve)
-        if curve is None or size is None or not self._unread(curve, size):
+        if curve is None or size is None:
             return []
-        return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)]
+        unread, against = self._unread(curve, size), self._rivals(curve, size)
+        if against and curve.entry(size) is None:
+            return [Proposal(Candidate(curve.precision, size), ROUNDS, with_memory=unread, against=against)]
+        return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)] if unread else []
 
-    # -- what follows -----------------------------------------------------------------------------
+    def _rivals(self, curve: SpeedCurve, size: int) -> tuple[Candidate, ...]:
+        """Who the chosen one is measured against, as far as steps are left: its runner-up, and the best of each other
+        precision that could be taken."""
 
-    def _gain(self, curve: SpeedCurve) -> float:
-        """Throughput of a precision at its own best size against the reference's at its own."""
-        size, lead = chosen_size(curve), chosen_size(self.lead)
-        assert size is not None and lead is not None, "a gain is asked for where both were measured"
-        return curve.score(size) / self.lead.score(lead)
+        def left(other: SpeedCurve, *sizes: int) -> int:
+            """Steps that remain when each of these sizes has been confirmed, should it win."""
+            return MOST_STEPS - other.steps - MEMORY_PASSES * sum(self._unread(other, one) for one in sizes)
 
-    def _winners(self) -> list[SpeedCurve]:
-        """Precisions that beat the reference on time, the fastest first."""
-        others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
-        if chosen_size(self.lead) is None:
-            return sorted(others, key=lambda curve: curve.best, reverse=True)
-        faster = [curve for curve in others if self._gain(curve) > 1 + WORTHWHILE_GAIN]
-        return sorted(faster, key=self._gain, reverse=True)
-
-    def _winner(self) -> SpeedCurve | None:
-        """The first that also passes its gate, else the reference; None where nothing runs."""
-        alone = chosen_size(self.lead) is None
-        for curve in self._winners():
-            passed = curve.precision in self.gates and not self._refused(curve)
-            if alone or not self.space.gate_steps or passed:
-                return curve
-        return None if alone else self.lead
-
-    def _why_not(self, curve: SpeedCurve) -> str:
-        """Why a precision other than the chosen one was not taken."""
-        size = chosen_size(curve)
-        if curve.nonfinite:
-            return f"refused: {curve.nonfinite}"
-        if size is None:
-            failed = next(iter(curve.broken.values()), "")
-            return f"refused: {failed}" if failed else "no size of it was measured, or none fits"
-        if curve is self.lead or chosen_size(self.lead) is None:
-            return ""
-        told = f"{self._gain(curve):.2f} times as fast as {self.space.lead}"
-        if self._refused(curve):
-            return f"measured {told}, but refused: {self._refused(curve)}"
-        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self._outdone(curve) else ""
-        return f"measured {told}{few}"
+        if left(curve, size) < ENTRY:
+            return ()
+        second = runner_up(curve, size)
+        joins = second is not None and left(curve, size, second) >= 2 * ENTRY
+        others = [
+            Candidate(other.precision, best)
+            for other in self.curves.values()
+            for best in [chosen_size(other)]
+            if other is not curve and best is not None and not self.refused(other) and left(other, best) >= ENTRY
+        ]
+        return (*([Candidate(curve.precision, second)] if joins and second is not None else []), *others)
 
     def decision(self) -> BatchDecision:
         """See `decide`."""
-        curve = self._winner()
+        curve = self.winner()
         size = None if curve is None else chosen_size(curve)
         if curve is None or size is None:
             raise nothing_fits(self.space, list(self.curves.values()))
-        line = curve.line_without(size) or curve.line
+        line = next((one for one in self._lines(curve, size) if one is not None), None)
         chosen = {name: chosen_size(one) for name, one in self.curves.items()}
-        refusals = {name: self._why_not(one) for name, one in self.curves.items() if one is not curve}
         return BatchDecision(
             candidate=Candidate(curve.precision, size),
-            precision=Resolved(curve.precision, self._precision_reason(curve, refusals)),
-            micro_batch_size=Resolved(size, size_reason(curve, size)),
+            precision=Resolved(curve.precision, self.precision_reason(curve)),
+            micro_batch_size=Resolved(size, "; ".join(self._size_told(curve, size))),
             rows_per_s=curve.score(size),
             predicted_peak=None if line is None else line.predict(size),
             measured_peak=curve.peaks.get(size),
             table=table_of(self.curves.values()),
-            refusals={name: why for name, why in refusals.items() if why},
+            refusals=self.refusals(curve),
             knees={name: at for name, at in chosen.items() if at is not None},
             steps={name: one.steps for name, one in self.curves.items()},
+            contest=None if self.contest is None else self.contest.record(),
             complete=not self.wanted(),
         )
 
-    def _precision_reason(self, curve: SpeedCurve, refusals: Mapping[str, str]) -> str:
-        told = [f"{name} {why}" for name, why in refusals.items() if why]
-        if curve is not self.lead and chosen_size(self.lead) is not None:
-            checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
-            gain = f"{self._gain(curve):.2f} times as fast as {self.space.lead}, each at its own best size"
-            if self._outdone(self.lead):  # and so not measured to its end
-                ratio = self.space.lead, curve.best / self.lead.reach
-                gain = f"at least {ratio[1]:.2f} times as fast as {ratio[0]} can be at any size"
-            told.insert(0, f"measured {gain}{checked}")
-        return "; ".join(told) or f"nothing but {curve.precision} to compare"
+    def _size_told(self, curve: SpeedCurve, size: int) -> list[str]:
+        peak, budget = curve.peaks.get(size), self.space.budget_bytes
+        share = [f"its peak is {peak / budget:.1%} of what a process may take"] if peak and budget else []
+        return [size_reason(curve, size), *self.sizes_in_turn(curve, size), *share]
+
+    def _lines(self, curve: SpeedCurve, size: int) -> Iterator[MemoryLine | None]:
+        """What predicts the peak of a size, the best first; the reference's where its own was read nowhere else."""
+        yield curve.line_without(size)
+        yield curve.estimate_without(size)
+        yield self.lead.line
+        yield self.lead.estimate_without(0)

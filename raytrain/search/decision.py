@@ -44,8 +44,9 @@ class BatchDecision:
         table: every candidate on which anything was spent.
         refusals: precision -> why it was not taken.
         knees: precision -> its own best size.
-        steps: precision -> passes spent, warm-ups and memory readings included.
+        steps: precision -> passes spent, warm-ups, memory readings and contests included.
         complete: the search had nothing left to measure.
+        contest: the contenders that were measured in turn, and the seconds of their passes; None where none were.
     """
 
     candidate: Candidate
@@ -59,6 +60,7 @@ class BatchDecision:
     knees: dict[str, int]
     steps: dict[str, int]
     complete: bool
+    contest: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -85,7 +87,7 @@ def _row(curve: SpeedCurve, size: int) -> TableRow:
     return TableRow(
         precision=curve.precision,
         micro_batch_size=size,
-        passes=len(curve.seconds.get(size, ())),
+        passes=curve.repeats(size),
         rows_per_s=speed,
         low=None if speed is None else speed * (1 - error),
         high=None if speed is None else speed * (1 + error),

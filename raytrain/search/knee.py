@@ -1,4 +1,4 @@
-"""The knee of one precision: its smallest size that is near the best, which size to measure next, and how sure that is.
+"""The knee of one precision: its smallest size that is near the best, which size to measure next.
 
 Pure, without torch.
 """
@@ -11,9 +11,9 @@ from raytrain.search.speed_curve import SpeedCurve
 #: A smaller size is taken where it gives up no more than this of the best throughput.
 NEAR = 0.03
 #: A size that cannot beat the best measured by more than this is not worth measuring.
-WORTH_A_LOOK = 0.05
-#: Where medians are surer than this, more passes are not asked for.
-SURE = 0.01
+WORTH_A_LOOK = 0.04
+#: A size that is so many times the chosen one is dear to measure again, and no better than the bounds tell.
+AS_LARGE = 2
 #: Standard errors by which a smaller size must be nearer to the best.
 CAUTION = 1.0
 
@@ -49,7 +49,7 @@ def next_size(curve: SpeedCurve) -> int | None:
     larger = [size for size in faster if size > known[-1]]
     if larger:
         top = max(bounds[size] for size in larger)
-        knee = min(size for size in larger if bounds[size] >= (1 - NEAR) * top)
+        knee = min(size for size in bounds if size > known[-1] and bounds[size] >= (1 - NEAR) * top)
         limit = max(curve.growth * known[-1], larger[0])
         return nearest_at_most([size for size in bounds if known[-1] < size <= knee], limit)
     if faster:
@@ -65,18 +65,10 @@ def doubt_of(first: SpeedCurve, size: int, second: SpeedCurve, other: int) -> fl
     return (first.error(size) ** 2 + second.error(other) ** 2) ** 0.5
 
 
-def unsure_size(curve: SpeedCurve) -> int | None:
-    """The size that wants more passes, since noise decides whether a smaller one is near enough to the best."""
-    chosen = chosen_size(curve)
-    if chosen is None or len(curve.measured) < 2:
-        return None
-    top = max(curve.measured, key=curve.score)
-    smaller = [size for size in curve.measured if size < chosen]
-    for size in {chosen, *smaller[-1:]} - {top}:
-        doubt = doubt_of(curve, size, curve, top)
-        if doubt > SURE and abs(curve.score(size) / curve.score(top) - (1 - NEAR)) < 2 * doubt:
-            return max((size, top), key=curve.error)
-    return None
+def runner_up(curve: SpeedCurve, size: int) -> int | None:
+    """The measured size that the choice is nearest to losing against; None where there is no other of its order."""
+    others = [other for other in curve.measured if other != size and other <= AS_LARGE * size]
+    return max(others, key=curve.score, default=None)
 
 
 def size_reason(curve: SpeedCurve, size: int) -> str:

@@ -71,24 +71,3 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
     told += f" and {high - NAMED_AT_MOST} more" if high > NAMED_AT_MOST else ""
     reason = f"with {told} in fp32 the loss is in the band, {share:.0%} of {len(names)} layers in {precision}"
     return Resolved(names[:high], f"{reason}; with none {first}")
-
-
-def outside_band(
-    loss: float, norm: float, difference: float, *, reference_loss: float, reference_norm: float
-) -> str:  # fmt: skip
-    """Why a pass is outside the numeric gate's band, "" where it is inside.
-
-    One pass shows less of a loss than the steps that follow, so that the gradient itself is held to the band as well.
-
-    Args:
-        difference: norm of the gradient's difference from the reference's, relative to the reference's norm.
-    """
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        return "the loss or gradient is not finite"
-    if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
-        return f"the loss is {loss:.6g} where fp32 has {reference_loss:.6g}"
-    if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
-        return f"the gradient norm is {norm / reference_norm:.3g} times fp32's"
-    if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
-        return f"the gradient differs from fp32's by {difference:.0%}"
-    return ""

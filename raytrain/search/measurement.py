@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
 #: Passes of one size that differ by more than this part of their median were taken while the machine did other work.
 STEADY = 0.5
+#: Two passes that differ by less than this part of the shorter one need no third.
+ALIKE = 0.05
 
 Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
 
@@ -42,6 +44,7 @@ class Measurement:
         loss, grad_norm: of the first pass.
         reason: in words, where it is not "ok".
         device: name of the device, such as "cpu" or "NVIDIA H100".
+        taken_at: unix time of its end; 0 where nobody looked.
     """
 
     candidate: Candidate
@@ -54,6 +57,7 @@ class Measurement:
     grad_norm: float = math.nan
     reason: str = ""
     device: str = "cpu"
+    taken_at: float = 0.0
 
     def step_s(self, rows: int) -> float:
         """Seconds of a step of so many rows on one worker, from the medians: whole passes, then one update."""
@@ -74,3 +78,9 @@ class Measurement:
         """What `to_json` wrote; lists become tuples."""
         fields = {**row, "candidate": Candidate(**row["candidate"])}
         return cls(**{**fields, "pass_s": tuple(row["pass_s"]), "update_s": tuple(row["update_s"])})
+
+
+def alike(seconds: Sequence[float]) -> bool:
+    """Whether the last two passes took the same time, or nearly."""
+    one, other = seconds[-2:]
+    return abs(one - other) <= ALIKE * min(one, other)

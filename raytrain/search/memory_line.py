@@ -47,6 +47,20 @@ def points(measurements: Iterable[Measurement]) -> list[tuple[int, int]]:
     return [(rows, peak - floor + base) for rows, peak, floor in found]
 
 
+def line_of(measured: Iterable[Measurement]) -> MemoryLine:
+    """The line through all whose peak is known; where that is one size alone, through its floor: what it needs once is
+    then charged to its rows, so that it predicts rather too much.
+
+    Raises:
+        ValueError: no peak is known.
+    """
+    known = [one for one in measured if one.peak_bytes]
+    found = points(known)
+    if len({rows for rows, _ in found}) == 1:
+        found.append((0, min(one.floor_bytes or 0 for one in known)))
+    return fit(found)
+
+
 def fit(points: Sequence[tuple[int, int]]) -> MemoryLine:
     """The line of least squares through measured (rows, peak bytes); it never falls.
 

@@ -111,7 +111,9 @@ def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -
         if trial is base:
             continue
         ratio = base.seconds / trial.seconds if trial.error is None else 0.0
-        refusal = _gate(trial, base)
+        refusal = trial.error or outside_band(
+            trial.loss, trial.grad_norm, reference_loss=base.loss, reference_norm=base.grad_norm
+        )
         if refusal:
             notes.append(f"{trial.precision} refused: {refusal}")
         elif ratio < 1 + WORTHWHILE_GAIN:
@@ -142,13 +144,22 @@ def choose_inflight(seconds: dict[int, float]) -> Resolved:
     return Resolved(chosen, f"2 micro-batches in flight measured {ratio:.2f} times as fast as 1")
 
 
-def _gate(trial: PrecisionTrial, base: PrecisionTrial) -> str:
-    if trial.error is not None:
-        return trial.error
-    if not (trial.loss == trial.loss and trial.grad_norm == trial.grad_norm):
-        return "its loss or gradient is not finite"
-    if abs(trial.loss - base.loss) > LOSS_TOLERANCE * abs(base.loss):
-        return f"its loss {trial.loss:.6g} is not the reference's {base.loss:.6g}"
-    if base.grad_norm > 0 and not NORM_BAND[0] <= trial.grad_norm / base.grad_norm <= NORM_BAND[1]:
-        return f"its gradient norm is {trial.grad_norm / base.grad_norm:.3g} times the reference's"
+def outside_band(
+    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float
+) -> str:  # fmt: skip
+    """Why a pass is outside the numeric gate's band, "" where it is inside.
+
+    Args:
+        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, where it
+            is known: one pass shows less of a loss than the steps that follow, so that the gradient itself is held to
+            the band as well.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "the loss or gradient is not finite"
+    if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
+        return f"the loss is {loss:.6g} where fp32 has {reference_loss:.6g}"
+    if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
+        return f"the gradient norm is {norm / reference_norm:.3g} times fp32's"
+    if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
+        return f"the gradient differs from fp32's by {difference:.0%}"
     return ""

@@ -10,8 +10,10 @@ from raytrain.errors import InputError
 from raytrain.search.measurement import Candidate
 from raytrain.search.noise_scale import efficiency
 
-#: Passes of one timed measurement, the dropped warm-up not counted; and of a reading of memory, which is not timed.
-PASSES, MEMORY_PASSES = 3, 2
+#: Passes of one timed measurement, the dropped warm-up not counted: two, and a third where those are not alike.
+LEAST_PASSES, PASSES = 2, 3
+#: Steps of a reading of memory, which is not timed.
+MEMORY_PASSES = 2
 #: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included;
 #: only a confirmation that fails is followed by another one beyond that.
 MOST_SIZES, MOST_STEPS = 6, 25
@@ -81,9 +83,12 @@ class Proposal:
     """One measurement that the search asks for.
 
     Attributes:
-        candidate: what to measure; as `Session.measure(candidate, budget_bytes=, passes=, with_memory=)`.
-        passes: timed passes, after a warm-up that is dropped; 0: memory alone.
+        candidate: what to measure; as `Session.measure(candidate, budget_bytes=, passes=, least=LEAST_PASSES,
+            with_memory=)`.
+        passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
         with_memory: the peak is wanted too.
+        against: other candidates, to be measured with this one in turn, `passes` rounds
+            (`raytrain.probe.contest.run_contest`); its peak, if it is wanted, first.
         gate_steps: not 0: no measurement but the numeric gate, `raytrain.probe.gate.run_gate`, of this candidate
             against the reference, so many steps.
     """
@@ -92,6 +97,7 @@ class Proposal:
     passes: int = PASSES
     with_memory: bool = False
     gate_steps: int = 0
+    against: tuple[Candidate, ...] = ()
 
 
 def sizes_dividing(global_batch: int, workers: int) -> tuple[int, ...]:

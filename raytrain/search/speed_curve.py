@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from raytrain.search.measurement import Measurement
-from raytrain.search.memory_line import MemoryLine, fit, points
+from raytrain.search.contest import Contest
+from raytrain.search.measurement import Candidate, Measurement
+from raytrain.search.memory_line import MemoryLine, fit, line_of, points
 from raytrain.search.space import MEMORY_PASSES, BatchSpace
 
 #: Bound of one pass's relative standard deviation where too few passes tell.
@@ -34,11 +35,14 @@ class SpeedCurve:
         nonfinite: why the precision is of no use here, or "".
         unsteady: sizes timed once, beside other work on the machine: to be timed once more. Once they are steady, what
             was not is left out.
-        steps: passes spent, warm-ups and memory readings included; without what was left out as unsteady.
+        steps: passes spent, warm-ups, memory readings and contests included; without what was left out as unsteady.
     """
 
-    def __init__(self, space: BatchSpace, precision: str, measurements: Iterable[Measurement]) -> None:
+    def __init__(
+        self, space: BatchSpace, precision: str, measurements: Iterable[Measurement], contests: Sequence[Contest] = ()
+    ) -> None:
         self.space, self.precision = space, precision
+        self.contest = contests[-1] if contests else None
         self.seconds: dict[int, tuple[float, ...]] = {}
         self.peaks: dict[int, int] = {}
         self.floors: list[int] = []
@@ -47,6 +51,7 @@ class SpeedCurve:
         self.nonfinite = ""
         self.steps = 0
         self._timed: dict[int, list[Measurement]] = {}
+        self._ended: dict[int, float] = {}
         self._updates: list[float] = []
         self._read: list[Measurement] = []
         for one in measurements:
@@ -56,6 +61,9 @@ class SpeedCurve:
             counted = [one for one in timed if one.is_steady] or timed
             self.steps -= sum(len(one.pass_s) + 1 for one in timed if one not in counted)
             self.seconds[size] = tuple(second for one in counted for second in one.pass_s)
+            self._ended[size] = max(one.taken_at for one in counted)
+        for contest in contests:
+            self._join(contest)
         self.unsteady = [size for size, timed in self._timed.items() if len(timed) == 1 and not timed[0].is_steady]
 
     def _take(self, one: Measurement) -> None:
@@ -79,6 +87,17 @@ class SpeedCurve:
             self._timed.setdefault(size, []).append(one)
             self._updates += one.update_s
 
+    def _join(self, contest: Contest) -> None:
+        for one in contest.measurements:
+            if one.candidate.precision == self.precision:
+                self.steps += len(one.pass_s) + 1
+                self.seconds.setdefault(one.candidate.micro_batch_size, one.pass_s)  # its own were not kept
+                self._updates += one.update_s
+
+    def entry(self, size: int) -> Measurement | None:
+        """What the last contest measured of a size; None where it took no part."""
+        return None if self.contest is None else self.contest.of(Candidate(self.precision, size))
+
     # -- memory -----------------------------------------------------------------------------------
 
     @cached_property
@@ -90,6 +109,18 @@ class SpeedCurve:
         """The line that does not know this size's own peak: what was predicted for it."""
         known = points(one for one in self._read if one.candidate.micro_batch_size != size)
         return fit(known) if len({rows for rows, _ in known}) > 1 else None
+
+    def estimate_without(self, size: int) -> MemoryLine | None:
+        """The same, or the line through the floor where one peak alone was read besides."""
+        read = [one for one in self._read if one.candidate.micro_batch_size != size]
+        return line_of(read) if read else None
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the largest size would fit even if each row took twice as much as the peaks so far show."""
+        line, budget = self.estimate_without(0), self.space.budget_bytes
+        largest = self.space.sizes[-1]
+        return line is not None and budget is not None and line.predict(2 * largest) <= budget
 
     def fitting(self) -> tuple[int, ...]:
         """Sizes that have not failed and that memory allows as far as is known."""
@@ -121,8 +152,29 @@ class SpeedCurve:
         return len({*self.seconds, *self.peaks, *self.broken, *([self.too_large] if self.too_large else [])})
 
     def pass_s(self, size: int) -> float:
-        """Median seconds of a pass at a measured size."""
-        return statistics.median(self.seconds[size])
+        """Seconds of a pass at a measured size: what it showed in the contest; else the median, which is taken for what
+        it would have been then where it was timed before."""
+        if self.contest is not None and self.entry(size) is not None:
+            return self.contest.pass_s(Candidate(self.precision, size))
+        later = self.contest is not None and self._ended.get(size, 0.0) > self.contest.measurements[0].taken_at
+        return (1.0 if later else self._drift) * statistics.median(self.seconds[size])
+
+    @cached_property
+    def _drift(self) -> float:
+        """How many times as long passes took in the contest as when these sizes were timed."""
+        known = [(self.entry(size), passes) for size, passes in self.seconds.items()]
+        ratios = [
+            self.pass_s(entry.candidate.micro_batch_size) / statistics.median(passes)
+            for entry, passes in known
+            if entry is not None and entry.pass_s is not passes
+        ]
+        return statistics.geometric_mean(ratios) if ratios else 1.0
+
+    def repeats(self, size: int) -> int:
+        """Timed passes of a size, those of the contest included."""
+        entry = self.entry(size)
+        passes = self.seconds.get(size, ())
+        return len(passes) + (0 if entry is None or entry.pass_s is passes else len(entry.pass_s))
 
     def score(self, size: int) -> float:
         """Throughput (or goodput) at a measured size."""
@@ -148,16 +200,17 @@ class SpeedCurve:
 
     def error(self, size: int) -> float:
         """Relative standard error of the median pass at a measured size: from the noise of all sizes, or its own."""
-        passes = self.seconds[size]
-        own = (max(passes) - min(passes)) / (2 * self.pass_s(size))
+        entry = self.entry(size)
+        passes = self.seconds[size] if entry is None else entry.pass_s
+        own = (max(passes) - min(passes)) / (2 * statistics.median(passes))
         return 1.25 * max(self._noise, own if len(passes) < 4 else 0.0) / len(passes) ** 0.5
 
     @cached_property
     def _noise(self) -> float:
         """Relative standard deviation of one pass. Of few passes the median is one of them: n - 1 deviations tell."""
         gaps: list[float] = []
-        for size, passes in self.seconds.items():
-            middle = self.pass_s(size)
+        for passes in self.seconds.values():
+            middle = statistics.median(passes)
             gaps += sorted(abs(one / middle - 1) for one in passes)[len(passes) % 2 :]
         return max(LEAST_NOISE, 1.4826 * statistics.median(gaps)) if gaps else LEAST_NOISE
 

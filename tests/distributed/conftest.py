@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,12 @@ from typing import Any
 import pytest
 
 GUEST = Path(__file__).parent / "guest"
+
+INSTRUMENTS = str(Path(__file__).resolve().parents[1] / "numerics")
+"""Where `lab` and `folders` are."""
+
+if INSTRUMENTS not in sys.path:
+    sys.path.append(INSTRUMENTS)
 
 
 def merged_job(name: str = "guest", **sections: dict[str, Any]) -> dict[str, Any]:

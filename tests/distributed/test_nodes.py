@@ -65,18 +65,17 @@ def test_nodes_of_unequal_speed_get_unequal_shares_and_take_the_same_steps(tmp_p
     assert "measured at the start" in planned["how"]
     record = json.loads((run / "memory_probe.json").read_text())["shares"]
     shares = Shares.from_json(record["value"])
-    rows = [len(span) for span in shares.spans(48, micro_batch=2)]
-    assert sum(rows) == 48 and min(rows[0], rows[1]) > rows[2] >= 0, record["reason"]
+    assert [len(span) for span in shares.spans(12, micro_batch=2)] == [6, 4, 2], record["reason"]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [row["value"] for row in events if row.get("what") == "shares"] == [record["value"]]
     assert len(answer["auto"]["losses"]) == 8
     np.testing.assert_allclose(answer["auto"]["losses"], answer["equal"]["losses"], rtol=1e-4)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(320)
 def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(tmp_path: Path) -> None:
-    """An H100 that is fastest with 32 rows, and a T4 with room for 4; the run has a worker on each."""
-    answer = answer_of("two_kinds.py", tmp_path, timeout=220)
+    """An H100 that is fastest with 16 rows, and a T4 with room for 4; the run has a worker on each."""
+    answer = answer_of("two_kinds.py", tmp_path, timeout=300)
     assert answer["status"] == "done"
     rows = [json.loads(line) for line in (Path(answer["sweep"]) / "trials.jsonl").read_text().splitlines()]
     assert sorted({row["trial"] for row in rows}) == list(range(1, len(rows) + 1))

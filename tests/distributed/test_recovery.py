@@ -42,14 +42,14 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
     assert run.plan["mode"]["value"] == "cpu" and "fell back: multi_gpu was asked for" in run.plan["mode"]["reason"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 @pytest.mark.covers("TUNE-08")
 def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
     fit: Fit, guest_job: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """In a pass without a restart; behind a step with one, which no limit counts."""
+    """In a pass without a restart; behind a step with one, which no limit counts; among shards always with one."""
 
-    def run_of(name: str, workers: int) -> Any:
+    def run_of(name: str, workers: int, strategy: str = "data_parallel") -> Any:
         (tmp_path / name).mkdir()
         return fit(
             guest_job(
@@ -58,16 +58,18 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
                 precision={"dtype": "fp64"},
                 loop={"max_steps": 16},
                 save={"every": 5},
-                scale={"workers": workers},
+                scale={"workers": workers, "strategy": strategy},
                 retry={"restarts_without_progress": 0},
             )
         )
 
-    clean, run = run_of("clean", 1), run_of("short", 2)
-    assert run.result["status"] == "done" and clean.events("out_of_memory") == []
-    assert [step for step, _ in run.losses()] == list(range(1, 17))
-    gaps = [abs(ours - theirs) for (_, ours), (_, theirs) in zip(run.losses(), clean.losses(), strict=True)]
-    assert max(gaps) < 1e-6, "the guest computes its loss in float32"
+    clean, run, shards = run_of("clean", 1), run_of("short", 2), run_of("shards", 2, "fsdp")
+    assert clean.events("out_of_memory") == []
+    for short in (run, shards):
+        assert short.result["status"] == "done"
+        assert [step for step, _ in short.losses()] == list(range(1, 17))
+        gaps = [abs(ours - theirs) for (_, ours), (_, theirs) in zip(short.losses(), clean.losses(), strict=True)]
+        assert max(gaps) < 1e-6, "the guest computes its loss in float32"
     (event,) = run.events("out_of_memory")
     assert (event["step"], event["who"], event["attempt"]) == (7, ["rank 1"], 1)
     assert (event["micro_batch_size_before"], event["micro_batch_size"]) == (6, 3)
@@ -78,6 +80,16 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
     assert "with micro-batches of 2" in run.events("attempt")[1]["reason"]
     assert "Memory ran out, and was made do with" in (run.path / "report" / "report.html").read_text()
     assert run.plan["effective_batch"]["value"] == clean.plan["effective_batch"]["value"] == 12
+    attempts, faults = shards.events("attempt"), shards.events("fault")
+    assert [row["from_step"] for row in attempts] == [0, 5, 10] and shards.events("out_of_memory") == []
+    assert [(f["out_of_memory"], f["micro_batch"], f["step"], f["rank"]) for f in faults] == [
+        (True, 6, 7, 1), (True, 3, 12, 1),
+    ]  # fmt: skip
+    assert "with micro-batches of 3" in attempts[1]["reason"] and "with micro-batches of 2" in attempts[2]["reason"]
+    assert attempts[0]["sharded"]["blocks"] == 2
+    assert load_file(shards.path / "weights" / "model.safetensors").keys() == load_file(
+        clean.path / "weights" / "model.safetensors"
+    ).keys()
 
 
 @pytest.mark.timeout(240)

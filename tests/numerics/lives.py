@@ -127,9 +127,9 @@ def life_session(precision: str, *, steps: int = 24, optimizer: str = "adamw") -
 def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt of a run.
 
-    Orders: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing), resume ("newest", a
-    step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an infinite loss in
-    this step, on overflow_rank).
+    Orders: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing),
+    resume ("newest", a step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an
+    infinite loss in this step, on overflow_rank).
     """
     session = life_session(orders["precision"], optimizer=orders.get("optimizer", "adamw"))
     run = RunFolder(orders["run"])

@@ -10,6 +10,7 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
 from cluster.telemetry import process_memory, reset_peak
+from raytrain import memory
 from raytrain.config import TuneFound
 from raytrain.memory import address_space_limit
 from raytrain.plan import Deferred, Resolved
@@ -24,15 +25,18 @@ from raytrain.train_job import with_micro_batch
 
 WIDE_GPT = {**GPT, "layers": 1, "width": 32, "context": 128, "vocab_size": 512}
 ROWS = 64
+MARGIN = 0.9
+"""`cluster.memory_fraction`, unless it is given."""
 
 
 def wide(*, limit: int | None = None, steps: int = 60) -> Session:
     """A GPT whose 64 rows take about 60 MB, with a micro-batch that memory decides."""
     data = {"train": token_rows(300, length=128, vocabulary=512), "eval_fraction": 0.1}
     loop = {"global_batch_size": ROWS, "max_steps": steps, "eval_every": steps}
-    session = make_session(WIDE_GPT, data, loop=loop, cluster={"memory_limit": limit})
+    session = make_session(WIDE_GPT, data, loop=loop)
     deferred = Deferred("the largest that fits", (1, ROWS), "a test")
-    session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
+    cluster = session.job.cluster.model_copy(update={"memory_limit": limit})  # less than a plan lets a worker have
+    session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred), cluster=cluster)
     return session
 
 
@@ -50,21 +54,23 @@ def silent(status: dict[str, Any]) -> None:
 
 
 def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
-    """The search under `cluster.memory_limit`, all sizes one by one, and what 50 further steps take."""
+    """The search on a machine with so much memory for it, all sizes one by one, and what 50 further steps take."""
     run = RunFolder(run_path)
     first = by_brute_force(wide(), None)
     middle = (first[16][1] or 0) + (first[32][1] or 0)
-    limit = middle // 2
-    session = wide(limit=limit, steps=50)
+    room = int(middle / 2 / MARGIN)
+    memory.memory_bytes = lambda: (room, room - process_memory().rss)  # in this process, which is the test's own
+    session = wide(steps=50)
     reporter = Rows()
     settle_micro_batch(session, run, reporter=reporter, push=silent)
-    again = wide(limit=limit)
+    again = wide()
     settle_micro_batch(again, run, reporter=(later := Rows()), push=silent)
     reset_peak()
     train(session)
     return {
         "peaks": {size: peak for size, (_, peak) in first.items()},
-        "limit": limit,
+        "room": room,
+        "limit": int(MARGIN * room),
         "chosen": session.job.planned("micro_batch_size"),
         "used": session.feed.batches.micro_batch,
         "accumulation": session.job.planned("accumulation"),
@@ -72,6 +78,8 @@ def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
         "again": (again.job.planned("micro_batch_size"), later.events),
         "record": read_measured(run)["micro_batch"],
         "run_peak": process_memory().peak,
+        "row_bytes": (first[64][1] - first[32][1]) / 32 if first[64][1] and first[32][1] else 0.0,
+        "row_estimate": session.job.plan.model_facts.activation_bytes_per_sample,  # type: ignore[union-attr]
     }
 
 

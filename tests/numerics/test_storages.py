@@ -122,5 +122,8 @@ def test_a_budget_of_tokens_changes_no_step(budget: int, opened: Any) -> None:
     """The rows of a step and its divisor stay, so the losses are those of any other cut within rounding."""
     cut = opened("tokens", "resident", data={"tokens_per_batch": budget})
     plain = opened("tokens", "resident")
-    ours, theirs = series(train(cut)[0]), series(train(plain)[0])
+    rows, reference = train(cut)[0], train(plain)[0]
+    (told,) = [event for event in rows.events if event["kind"] == "token_budget"]
+    assert told["budget"] == told["fixed"] == 0.0 and "of what is computed is padding" in told["reason"], "equal rows"
+    ours, theirs = series(rows), series(reference)
     assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=2e-5, atol=0)

@@ -100,10 +100,12 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
     settled_shares.measure_shares = _not_again
     settled_shares.settle_shares(again, run, reporter=reporter)
-    shares = session.feed.batches.shares
+    batches = session.feed.batches
+    shares = batches.shares
+    spans = [] if shares is None else shares.spans(batches.global_batch, micro_batch=batches.micro_batch)
     return {
         "untouched": before == after,
-        "rows": settled_shares.rows_of_each(session),
+        "rows": [len(span) for span in spans],
         "same": shares == again.feed.batches.shares and isinstance(shares, Shares),
         "events": reporter.events,
         "record": run.read_json(run.memory_probe)["shares"] if rank == 0 else None,

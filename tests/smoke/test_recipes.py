@@ -15,7 +15,7 @@ from jobs.spec import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "jobs" / "recipes"
-NAMES = ["cnn_idx", "custom", "default", "gpt_text", "mlp_idx", "tabular"]
+NAMES = ["cnn_idx", "custom", "default", "gpt_text", "mlp_idx", "shakespeare", "tabular"]
 RAY_LIMIT_S = 240
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from jobs.tuning.batch_command import find_search
 from jobs.tuning.cache import Cache
 from jobs.tuning.points import find_points
 from raytrain.attempts import this_process
+from raytrain.checkpoint import export_weights
 from raytrain.data.sources import open_source
 from raytrain.decode import dump_yaml, encode, parse_override
 from raytrain.errors import InputError
@@ -121,6 +123,15 @@ def items_job(folder: Path) -> dict[str, Any]:
     """A small classifier on a dataset that is read as it trains."""
     model = {"builder": "raytrain.models.mlp:mlp", "num_classes": 4}
     return {"model": model, "data": {"train": Listed(), "storage": "stream"}}
+
+
+@cache
+def weights_file() -> str:
+    """Weights of the small classifier, drawn with another seed."""
+    loaded = load_spec(mapping={**rows_job(Path()), "seed": 7}, overrides=FIXED)
+    path = Path(tempfile.mkdtemp(prefix="weights-")) / "model.safetensors"
+    export_weights(session_of(loaded).trainable.module.state_dict(), str(path))
+    return str(path)
 
 
 def nan_job(folder: Path) -> dict[str, Any]:
@@ -433,7 +444,10 @@ def told(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     return vars(train_job(loaded.spec, plan_job(loaded, inventory=BOX), RunFolder(str(place.folder)), attempt=1))
 
 
-FOUND = "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu}"
+FOUND = (
+    "{signature: ab, facts: {a: 1}, precision: fp32, micro_batch_size: 4, step_s: 0.1, peak_bytes: 5, device: cpu,"
+    " also: [b]}"
+)
 RATES = ("tune.space.optim.lr=[0.1, 0.2, 0.3]",)
 
 FLAGS = {
@@ -448,6 +462,7 @@ FLAGS = {
     "name": Flag(commanded, "name", "one", "two"),
     "seed": Flag(trained, "losses", "1", "2"),
     "model.builder": Flag(trained, "parameters", "raytrain.models.mlp:mlp", "experts.models:moe_mlp"),
+    "model.init_from": Flag(trained, "losses", "null", weights_file),
     "model.module": Flag(trained, "parameters", lambda: Net(8), lambda: Net(16)),
     "data.source": Flag(planned, "steps_per_epoch", "text", "csv", job=file_job),
     "data.storage": Flag(trained, "storage", "resident", "stream"),
@@ -531,7 +546,7 @@ FLAGS = {
 """Every key that this version obeys."""
 
 REFUSED = {
-    "model.init_from": "runs/latest", "loop.compile": "default",
+    "loop.compile": "default",
 }  # fmt: skip
 """Keys whose every value but the default is refused by name: a later version obeys them."""
 

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from cluster.inventory import Inventory, Node
 from jobs.nodes_file import inventory_from_file
-from jobs.plan import config_rows, plan_job, plan_verb, print_plan, resolve_paths, visible_devices
+from jobs.paths import resolve_paths
+from jobs.plan import config_rows, plan_job, plan_verb, print_plan, visible_devices
 from jobs.spec import load_spec
 from raytrain.config import DataConfig
 from raytrain.errors import InputError

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from jobs.tuning.batch_known import Known
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.cache import Cache, still_true
 from raytrain.errors import InputError
-from raytrain.search.batch import BatchSpace
+from raytrain.search.batch import BatchSpace, decide
 from raytrain.search.measurement import Candidate, Measurement
 
 JOB: dict[str, Any] = {
@@ -66,12 +67,15 @@ def test_the_cache_gives_back_what_was_measured_for_the_same_signature_alone(tmp
     folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
     empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
     assert empty.rows == [] and not empty.answers(space)
+    in_turn = {**row(3), "measurement": None, "contest": [row(size)["measurement"] for size in (2, 1)]}
     empty.keep([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
+    assert not Cache(folder, {"model": "a"}, budget=1000, fresh=False).answers(space), "the two were not yet in turn"
+    empty.keep([in_turn])
     again = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    assert [one["trial"] for one in again.rows] == [1, 2], "errors may not come again"
-    assert again.answers(space) and len(again.known.measurements) == 2
+    assert [one["trial"] for one in again.rows] == [1, 2, 3], "errors may not come again"
+    assert again.answers(space) and len(again.known.measurements) == 2 and len(again.known.contests) == 1
     again.keep([row(1, peak=100)])
-    assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 2
+    assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 3
     assert Cache(folder, {"model": "b"}, budget=1000, fresh=False).rows == []
     assert Cache(folder, {"model": "a"}, budget=1000, fresh=True).rows == []
 
@@ -142,3 +146,19 @@ def test_train_takes_what_a_sweep_that_is_done_has_found(tmp_path: Path) -> None
 def test_nothing_imports_ray_before_its_environment_is_set() -> None:
     code = "import sys, jobs.tune, jobs.tuning.command, jobs.tuning.batch_command; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.covers("TUNE-09")
+def test_the_advice_tells_the_peak_at_half_once_and_twice_the_micro_batch_and_the_room() -> None:
+    from jobs.tuning.batch_results import advice_lines
+
+    def peak(size: int) -> Measurement:
+        return Measurement(Candidate("fp32", size), "ok", (size * 0.01,) * 3, (0.01,) * 3, (100 + 10 * size) << 20, 1)
+
+    space = BatchSpace(("fp32",), (1, 2, 4, 8, 16), 16, 300 << 20, gate_steps=0)
+    known = Known()
+    known.measurements += [peak(2), peak(8)]
+    search: Any = SimpleNamespace(space=space, workers=1)
+    lines = advice_lines(decide(space, known.measurements), Candidate("fp32", 8), known, search, 16)
+    told = "predicted peak: 140 MiB at 0.5x, 180 MiB at 1x, 260 MiB at 2x of this micro-batch"
+    assert f"{told}; a process may take 300 MiB" in lines

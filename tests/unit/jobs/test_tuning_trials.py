@@ -27,8 +27,10 @@ SPACE = BatchSpace(("fp32",), (1, 2, 4), 4, None, gate_steps=0)
 
 def measured(config: dict[str, Any]) -> dict[str, Any]:
     """What a trial reports: every pass takes a second."""
-    one = Measurement(Candidate(**config["candidate"]), "ok", (1.0, 1.0, 1.0), (0.01,) * 3)
-    return {"measurement": one.to_json(), "signature": {"hash": "a", "facts": {}}}
+    points = [Candidate(**one) for one in (config["candidate"], *config["against"])]
+    first, *others = [Measurement(one, "ok", (1.0, 1.0, 1.0), (0.01,) * 3).to_json() for one in points]
+    told = {"contest": [first, *others]} if others else {"measurement": first}
+    return {**told, "signature": {"hash": "a", "facts": {}}}
 
 
 def batch_trials(sweep: SweepFolder, *, kind: str = "", space: BatchSpace = SPACE, **how: Any) -> BatchTrials:
@@ -120,8 +122,9 @@ def test_each_kind_of_device_has_a_line_of_search_of_its_own(tmp_path: Path) -> 
     assert trials.propose() == DONE
     for kind, line in lines.items():
         assert {row["micro_batch_size"] for row in of_kind(sweep.ended(), kind)} == {1, 4}
-        assert len(line.known.measurements) == 2
-    assert sorted(row["trial"] for row in sweep.ended()) == [1, 2, 3, 4]
+        assert len(line.known.measurements) == 2 and len(line.known.contests) == 1
+    numbers_given = sorted(row["trial"] for row in sweep.ended())
+    assert numbers_given == list(range(1, len(numbers_given) + 1)), "one series of numbers"
 
 
 def node(host: str, accelerator: str, *, gib: int, gpus: int) -> Node:

@@ -74,13 +74,16 @@ def test_each_attempt_has_one_decisive_fault_the_cause_before_its_echo(run: RunF
     dead = of(RuntimeError("x"), attempt=2, rank=0, time=5.0)
     write_fault(run, Fault(**{**dead.to_json(), "error": "WorkerDied", "traceback": ""}))
     write_fault(run, of(CollectiveFailed("alone"), attempt=3, rank=0, time=6.0))
+    write_fault(run, of(RuntimeError("its peer in a pass"), attempt=4, rank=0, time=7.0))
+    write_fault(run, of(OutOfMemory("short"), attempt=4, rank=1, time=8.0))
     found = read_faults(run, since=1)
     assert [(f.attempt, f.error, f.message) for f in found] == [
         (1, "ValueError", "the cause"),
         (2, "WorkerDied", "x"),
         (3, "CollectiveFailed", "alone"),
+        (4, "OutOfMemory", "short"),
     ]
-    assert [f.attempt for f in read_faults(run, since=2)] == [2, 3]  # what an earlier command met is history
+    assert [f.attempt for f in read_faults(run, since=2)] == [2, 3, 4]  # what an earlier command met is history
 
 
 def test_no_fault_no_record(run: RunFolder) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from lab import GPT, MLP, MOE, class_rows, make_session, token_rows, train
 from torch import nn
 
+import raytrain.optimizers.eager
 from jobs.spec import load_spec
 from raytrain.config import OptimConfig
 from raytrain.errors import InputError
@@ -109,7 +113,7 @@ def test_a_stack_of_vectors_does_not_decay_like_a_matrix() -> None:
 def test_the_optimizers_have_the_keys_of_their_section_and_skip_on_the_device(name: str, kind: type) -> None:
     config = OptimConfig(name=name, betas=(0.8, 0.95), eps=1e-6, momentum=0.7, weight_decay=0.2)
     (optimizer,) = build_optimizers(Tied(), config, lr=0.04)
-    assert type(optimizer) is kind and takes_skip_on_device(optimizer)
+    assert isinstance(optimizer, kind) and takes_skip_on_device(optimizer)
     group = optimizer.param_groups[0]
     assert group["fused"] is True and group["lr"] == 0.04 and group["weight_decay"] == 0.2
     wanted = {"betas": (0.8, 0.95), "eps": 1e-6} if name == "adamw" else {"momentum": 0.7}
@@ -125,7 +129,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_whatever_is_left(model:
     muon, adamw = session.optimizers
     names = {id(parameter): name for name, parameter in session.trainable.module.named_parameters()}
     own = [{names[id(p)] for group in o.param_groups for p in group["params"]} for o in (muon, adamw)]
-    assert type(muon) is Muon and type(adamw) is torch.optim.AdamW and session.step.skips_on_device
+    assert type(muon) is Muon and isinstance(adamw, torch.optim.AdamW) and session.step.skips_on_device
     assert own[0] | own[1] == set(names.values()) and not own[0] & own[1]
     kinds = {name.rpartition("blocks.")[2].partition(".")[2] for name in own[0]}
     dense = {"feed_forward.up.weight", "feed_forward.out.weight"}
@@ -157,3 +161,43 @@ def test_tables_matrices_used_elsewhere_frozen_ones_and_kernels_are_not_muons() 
     with pytest.raises(InputError, match="without a trainable matrix inside repeated blocks") as caught:
         build_optimizers(module, OptimConfig(name="muon"), lr=0.1, blocks=list(blocks))
     assert caught.value.key == "optim.name"
+
+
+STEPS_WITHOUT = """
+import sys, torch
+from lab import MOE, make_session, token_rows, train
+for name in ("adamw", "sgd", "muon"):
+    experts = {"num_experts": 4, "hosts": 0}
+    session = make_session(MOE, {"train": token_rows(32)}, optim={"name": name}, experts=experts, loop={"max_steps": 2})
+    train(session)
+    for optimizer in session.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+
+
+def test_no_session_imports_torchs_compiler_which_takes_longer_than_torch() -> None:
+    where = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", STEPS_WITHOUT]
+    said = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_ours_step_as_torchs_do_bit_for_bit_hooks_and_state_included(kind: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    first = [torch.randn(shape, generator=draw) for shape in ((5, 4), (4,))]
+    ends, hooks = [], []
+    for home in (torch.optim, raytrain.optimizers.eager):
+        parameters = [nn.Parameter(value.clone()) for value in first]
+        optimizer = getattr(home, kind)(parameters, lr=0.1, weight_decay=0.2, fused=True)
+        optimizer.register_step_pre_hook(lambda *_: hooks.append(1))
+        for index in range(4):
+            for parameter in parameters:
+                parameter.grad = (index + 1) * parameter.detach().sin()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.zero_grad()
+        assert all(parameter.requires_grad and parameter.grad is None for parameter in parameters)
+        ends.append([parameter.detach() for parameter in parameters])
+    assert all(torch.equal(one, two) for one, two in zip(*ends, strict=True)) and len(hooks) == 8

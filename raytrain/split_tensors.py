@@ -1,0 +1,63 @@
+"""Tensors that several workers have saved, each its rows: which rows are whose, and reading all or some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from raytrain.errors import CheckpointError
+
+
+class Place(NamedTuple):
+    """One of so many workers."""
+
+    rank: int
+    world: int
+
+
+def rows_of(total: int, place: Place) -> tuple[int, int]:
+    """First row and end of a worker's piece of so many, as FSDP2 cuts them: equal pieces, the last ones shorter or
+    empty."""
+    size = -(-total // place.world)
+    return min(place.rank * size, total), min((place.rank + 1) * size, total)
+
+
+def read_split(paths: Sequence[str], names: Iterable[str], place: Place | None) -> dict[str, Tensor]:
+    """Tensors whose rows stand one after another in local safetensors files; only the rows of `place`, where one is
+    given. Copies.
+
+    Errors: CheckpointError for a file that is none, or a tensor that stands nowhere.
+    """
+    wanted = set(names)
+    held: dict[str, list[tuple[str, int]]] = {name: [] for name in wanted}  # (file, rows there)
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in wanted.intersection(file.keys()):
+                    held[name].append((path, int(file.get_slice(name).get_shape()[0])))
+        missing = sorted(name for name, found in held.items() if not found)
+        if missing:
+            raise CheckpointError(f"the tensor {missing[0]} is missing")
+        spans = {name: rows_of(_total(found), place) if place else (0, _total(found)) for name, found in held.items()}
+        pieces: dict[str, list[Tensor]] = {name: [] for name in wanted}
+        seen = dict.fromkeys(wanted, 0)
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in wanted.intersection(file.keys()):
+                    rows, (first, end) = file.get_slice(name), spans[name]
+                    count, begin = int(rows.get_shape()[0]), seen[name]
+                    seen[name] = begin + count
+                    low, high = min(max(first - begin, 0), count), min(end - begin, count)
+                    if low < high or not pieces[name]:  # some piece, so that an empty share has its shape
+                        pieces[name].append(rows[low : max(low, high)].clone())
+        return {name: torch.cat(found) for name, found in pieces.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"no readable safetensors file among {', '.join(paths)} ({error})") from error
+
+
+def _total(held: Sequence[tuple[str, int]]) -> int:
+    return sum(rows for _, rows in held)

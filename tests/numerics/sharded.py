@@ -1,0 +1,158 @@
+"""Runs with sharded parameters, for processes of a gang; they return numbers, never tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from lab import GPT, Rows, digest, make_session, token_rows, train
+from torch import Tensor, nn
+
+from raytrain.checkpoint import newest_good
+from raytrain.loop_state import Clock
+from raytrain.models.gpt import Block, FeedForward, language_loss
+from raytrain.run_folder import RunFolder
+from raytrain.saver import CheckpointSaver
+from raytrain.session import Session
+from raytrain.train_job import place_of
+from raytrain.trainable import Trainable
+
+ROWS, STEPS = 53, 7
+"""Windows of 24 rows: two whole ones and one of 5 in each epoch, in which the third of three workers has none."""
+
+
+def session_of(strategy: str, *, precision: str = "fp64", **sections: Any) -> Session:
+    data = {"train": token_rows(ROWS, ragged=True), "eval": token_rows(9, seed=5, ragged=True)}
+    model = sections.pop("model", GPT)
+    loop = {"max_steps": STEPS, "global_batch_size": 24, "micro_batch_size": 4, "eval_every": 3}
+    return make_session(
+        model, data, precision=precision,
+        scale={"strategy": strategy}, optim={"max_grad_norm": 0.05, "lr": 0.003},
+        loop={**loop, **sections.pop("loop", {})}, **sections,
+    )  # fmt: skip
+
+
+def found(session: Session) -> dict[str, Any]:
+    rows, _ = train(session)
+    module = session.whole_module()
+    weights = {} if module is None else {k: v.numpy().copy() for k, v in module.state_dict().items()}
+    own = {} if session.job.planned("strategy") != "fsdp" else session.layout.facts()["sharded"]
+    return {
+        "losses": rows.losses, "norms": rows.of("train", "grad_norm"), "evals": rows.of("eval", "loss"),
+        "scales": rows.of("train", "loss_scale"), "skipped": rows.of("train", "skipped_steps"),
+        "weights": weights, "own": own, "held": held(session),
+    }  # fmt: skip
+
+
+def held(session: Session) -> dict[str, int]:
+    """Bytes on this worker: of weights, gradients and optimizer state."""
+    moments = [v for o in session.optimizers for s in o.state.values() for v in s.values() if v.ndim]
+    parts = {
+        "weights": list(session.trainable.module.parameters()), "gradients": session.step.gradients.buffers,
+        "moments": moments,
+    }  # fmt: skip
+    return {name: sum(own(one).nbytes for one in tensors) for name, tensors in parts.items()}
+
+
+def own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def trained(_rank: int, _world: int, strategy: str, sections: dict[str, Any]) -> dict[str, Any]:
+    return found(session_of(strategy, **sections))
+
+
+# ---------------------------------------------------------------- what a builder of one's own may do
+
+
+class Odd(nn.Module):
+    """Tied embedding and head, a frozen block, a frozen half of another, and a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(31, 16)
+        self.layers = nn.ModuleList([Block(16, 2, 0.0, FeedForward(16, 48)) for _ in range(3)])
+        self.head = nn.Linear(16, 31, bias=False)
+        self.head.weight = self.tokens.weight
+        self.layers[0].requires_grad_(False)
+        self.layers[1].feed_forward.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue]
+        self.layers[2].unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"loss": loss} if self.training else {"loss": loss, "logits": logits}
+
+
+def odd() -> Trainable:
+    """The builder; its blocks are found, not named."""
+    return Trainable(Odd(), language_loss)
+
+
+# ---------------------------------------------------------------- what is together at a time
+
+
+def together(_rank: int, _world: int, sections: dict[str, Any]) -> dict[str, Any]:
+    """The most bytes of whole parameters that were there at once, looked at whenever a layer runs or has run."""
+    session = session_of("fsdp", **sections)
+    groups = [group for state in _states(session) for group in state._fsdp_param_groups]
+    seen: list[tuple[int, int]] = []
+
+    def look(*_about: Any) -> None:
+        sizes = [
+            sum(t.untyped_storage().size() for p in group.fsdp_params for t in getattr(p, "all_gather_outputs", ()))
+            for group in groups
+        ]
+        seen.append((sum(sizes), sum(size > 0 for size in sizes)))
+
+    for part in session.trainable.module.modules():
+        if isinstance(part, nn.Linear | nn.LayerNorm | nn.Embedding):
+            part.register_forward_hook(look)
+            part.register_full_backward_hook(look)
+    train(session)
+    look()
+    return {"most": max(seen), "after": seen[-1], "looks": len(seen), **session.layout.facts()["sharded"]}
+
+
+def _states(session: Session) -> list[Any]:
+    modules = session.trainable.module.modules()
+    return [part._get_fsdp_state() for part in modules if hasattr(part, "_get_fsdp_state")]  # pyright: ignore
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def saved(rank: int, world: int, strategy: str, path: str, until: int, resumed: bool) -> dict[str, Any]:
+    """Train, saving every second step, to the end or to one step after `until`."""
+    run = RunFolder(path)
+    session = session_of(strategy)
+    if resumed:
+        loaded = newest_good(run, place=place_of(session.job, rank=rank, world=world)).checkpoint
+        assert loaded is not None
+        session.restore(loaded)
+    begun, reporter = session.state.step, Rows()
+    loop = session.loop(reporter=reporter, should_stop=lambda: session.state.step >= until, clock=Clock())
+    saver = CheckpointSaver(
+        session, run, every=2, keep="all", asynchronous=True, reporter=reporter, clock=loop.clock, fence=None
+    )
+    loop.saver = saver
+    loop.run(session.state)
+    saver.close()
+    weights = {name: own(value) for name, value in session.trainable.module.state_dict().items()}
+    moments = [
+        {name: own(value) for name, value in state.items()}
+        for optimizer in session.optimizers
+        for state in optimizer.state_dict()["state"].values()
+    ]
+    return {"losses": reporter.losses, "from": begun, "state": digest(weights, moments)}
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of losses, norms, evaluations and weights."""
+    gaps = [abs(a - b) for name in ("losses", "norms", "evals") for a, b in zip(one[name], other[name], strict=True)]
+    gaps += [float(np.abs(one["weights"][name] - other["weights"][name]).max()) for name in one["weights"]]
+    return max(gaps)

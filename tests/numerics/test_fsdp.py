@@ -1,0 +1,95 @@
+"""Sharded parameters change where numbers are and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharded
+from gang import run_gang
+from lab import GPT
+
+MOE = {**GPT, "builder": "experts.models:moe_gpt"}
+RECOMPUTED = {"loop": {"activation_checkpointing": True}}
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    return run_gang(sharded.trained, "data_parallel", {}, world=2)[0]
+
+
+@pytest.mark.covers("PAR-16", "FUT-06")
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_train_as_data_parallel_does(whole: dict[str, Any], world: int) -> None:
+    """Accumulation, windows that do not divide, a clip that is active at each step, a tied head, evaluation."""
+    assert min(whole["norms"]) > 0.05 and len(whole["losses"]) == sharded.STEPS and len(whole["evals"]) == 3
+    ranks = run_gang(sharded.trained, "fsdp", {}, world=world)
+    assert sharded.close(whole, ranks[0]) < 1e-12
+    for name in ("losses", "norms", "evals"):
+        assert all(rank[name] == ranks[0][name] for rank in ranks), f"{name} differ between the workers"
+    for name, total in whole["held"].items():
+        shares = [rank["held"][name] for rank in ranks]
+        assert sum(shares) == total, f"the shards hold other {name} than the whole"
+        assert max(shares) < total / world * 1.1
+
+
+def test_blocks_computed_again_and_one_worker_alone_change_nothing(whole: dict[str, Any]) -> None:
+    again = run_gang(sharded.trained, "fsdp", RECOMPUTED, world=2)[0]
+    assert sharded.close(whole, again) < 1e-12
+    alone = run_gang(sharded.trained, "fsdp", {}, world=1)[0]
+    assert sharded.close(whole, alone) < 1e-12 and alone["own"]["own"] == alone["own"]["whole"]
+
+
+@pytest.mark.parametrize("model", [{"builder": "sharded:odd"}, MOE], ids=["frozen, tied, unused", "experts"])
+def test_other_models_train_as_data_parallel_does(model: dict[str, Any]) -> None:
+    one = run_gang(sharded.trained, "data_parallel", {"model": model}, world=2)[0]
+    other = run_gang(sharded.trained, "fsdp", {"model": model}, world=2)[0]
+    assert sharded.close(one, other) < 1e-12
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", {"dtype": "bf16", "fp32_layers": ["blocks.1.attention"]}])
+def test_half_precision_follows_data_parallel_and_all_skip_together(precision: Any) -> None:
+    one = run_gang(sharded.trained, "data_parallel", {"precision": precision}, world=2)[0]
+    ranks = run_gang(sharded.trained, "fsdp", {"precision": precision}, world=2)
+    assert max(abs(a - b) for a, b in zip(one["losses"], ranks[0]["losses"], strict=True)) < 0.02
+    assert ranks[0]["losses"] == ranks[1]["losses"] and ranks[0]["norms"] == ranks[1]["norms"]
+    assert ranks[0]["scales"] == one["scales"] and ranks[0]["skipped"] == one["skipped"]
+
+
+@pytest.mark.parametrize("sections", [{}, RECOMPUTED], ids=["", "recomputed"])
+def test_at_most_one_block_is_together_beyond_the_shards(sections: dict[str, Any]) -> None:
+    model = {**GPT, "layers": 5}
+    for rank in run_gang(sharded.together, {"model": model, **sections}, world=2):
+        assert rank["blocks"] == 5 and rank["looks"] > 100
+        most, groups = rank["most"]
+        assert groups == 2, "one block, and what is outside the blocks"
+        assert rank["largest_block"] < most <= rank["largest_block"] + rank["outside"] + 64 * 20, "padding aside"
+        assert rank["after"] == (0, 0)
+        assert set(rank["outside_names"]) == {"positions", "tokens.weight", "norm.weight"}
+
+
+def test_a_checkpoint_of_shards_goes_on_anywhere(tmp_path: Path) -> None:
+    """The same bits at the same world size; elsewhere the same numbers, in and out of shards."""
+    unbroken = run_gang(sharded.saved, "fsdp", str(tmp_path / "whole"), 99, False, world=2)
+    losses = unbroken[0]["losses"]
+    for first, world, others in (
+        ("fsdp", 2, [("fsdp", 2), ("fsdp", 3), ("data_parallel", 1)]),
+        ("data_parallel", 2, [("fsdp", 3)]),
+    ):
+        begun = tmp_path / first
+        run_gang(sharded.saved, first, str(begun), 4, False, world=world)
+        files = {path.name for path in (begun / "checkpoints" / "step_00000004").iterdir()}
+        rows = {"model.rank00001.safetensors", "optimizer.rank00001.safetensors"}
+        assert "COMPLETE" in files and (rows <= files) == (first == "fsdp")
+        for strategy, workers in others:
+            path = tmp_path / f"{first} {strategy} {workers}"
+            shutil.copytree(begun, path)
+            ranks = run_gang(sharded.saved, strategy, str(path), 99, True, world=workers)
+            went_on = ranks[0]["from"]
+            assert went_on >= 4 and len(ranks[0]["losses"]) == sharded.STEPS - went_on
+            gaps = [abs(a - b) for a, b in zip(losses[went_on:], ranks[0]["losses"], strict=True)]
+            assert max(gaps) < 1e-12
+            if (first, strategy, workers) == ("fsdp", "fsdp", 2):
+                assert max(gaps) == 0.0 and [r["state"] for r in ranks] == [r["state"] for r in unbroken]

@@ -1,0 +1,26 @@
+"""A worker that fine-tunes a model of a folder, for `run_gang`: it trains, and rank 0 exports what came of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lab import make_session, train
+
+from raytrain.export import export
+from raytrain.gradients import Workers
+from raytrain.run_folder import RunFolder
+
+
+def fine_tune(rank: int, world: int, model: dict[str, Any], data: dict[str, Any], strategy: str, run: str) -> Any:
+    """The losses of four steps in float64 under a strategy, and the bytes of parameters that this worker holds."""
+    session = make_session(
+        model, data, workers=Workers(), precision="fp64", scale={"strategy": strategy, "workers": world},
+        loop={"global_batch_size": 12, "micro_batch_size": 3, "max_steps": 4},
+    )  # fmt: skip
+    held = [getattr(parameter, "_local_tensor", parameter) for parameter in session.trainable.module.parameters()]
+    rows, _ = train(session)
+    module = session.whole_module()
+    if rank == 0:
+        assert module is not None
+        export(session, module, RunFolder(run))
+    return rows.losses, sum(part.numel() * part.element_size() for part in held)
