@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -185,38 +185,32 @@ def make_plan(
         estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
     )  # fmt: skip
-    spread_out = spread(workers.value, left, inventory), cores_of(inventory)
-    kept = _data_choices(
-        data, data_facts, model_facts, allowed, estimate(resident=0)["memory"], spread_out, warnings,
-        on_gpu=machines.on_gpu,
+    kept, estimates = _data_choices(
+        data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
+        warnings, on_gpu=machines.on_gpu,
     )  # fmt: skip
-    estimates = estimate(resident=resident_bytes(data_facts, kept))
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     batches = may_measure_memory(scale, loop, batches)
     settled = leave_to_memory(loop, batches, doubt=None if sharded else doubt)
     _warn_of_memory(estimates["memory"], allowed, warnings, measured=settled is not batches)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
-    shares = choose_shares(
+    shares = settled_shares(scale, choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
-    )
-    shares = settled_shares(scale, shares)
+    ))  # fmt: skip
     known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates,
-        shares=shares,
-        fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
+        shares=shares, fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
-        warmup_steps=choose_warmup(optim, length["max_steps"], warnings),
-        lr=choose_lr(optim, global_batch=total),
+        warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         optimizer_impl=Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}"),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        **kept, hosts=hosts, inflight=inflight,
+        **kept, hosts=hosts, inflight=inflight, sources={},
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
-        warnings=warnings, model_facts=model_facts, data_facts=data_facts,
-        inventory=inventory.to_json(), config={}, sources={},
+        warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},
     )  # fmt: skip
 
 
@@ -245,11 +239,13 @@ def _machine_choices(
 
 
 def _data_choices(
-    data: DataConfig, facts: DataFacts | None, model_facts: ModelFacts | None, allowed: int | None, taken: Choice,
-    spread_out: tuple[Mapping[str, int], Mapping[str, int]], warnings: list[str], *, on_gpu: bool,
-) -> dict[str, Choice]:  # fmt: skip
-    """storage, resident_rows where a part is kept, and loader_workers; `taken` is what a worker takes without data,
-    `spread_out` says how many workers and cores each node has."""
+    data: DataConfig, facts: DataFacts | None, model_facts: ModelFacts | None, allowed: int | None,
+    estimate: Callable[..., dict[str, Choice]], spread_out: tuple[Mapping[str, int], Mapping[str, int]],
+    warnings: list[str], *, on_gpu: bool,
+) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
+    """(storage, resident_rows where a part is kept, and loader_workers; the estimates with what is kept). `estimate` is
+    of a worker with so many bytes of data, `spread_out` says how many workers and cores each node has."""
+    taken = estimate(resident=0)["memory"]
     whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
     known = int(taken.value) if isinstance(taken, Resolved) else None
     room = Room(allowed, taken=known, whole=whole, on_gpu=on_gpu)
@@ -258,7 +254,7 @@ def _data_choices(
     kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings)
     if _is(kept["storage"], "resident") and not _is(loaders, 0):
         loaders = Resolved(0, "rows are kept in memory")
-    return {**kept, "loader_workers": loaders}
+    return {**kept, "loader_workers": loaders}, estimate(resident=resident_bytes(facts, kept))
 
 
 def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:

@@ -100,7 +100,7 @@ def test_any_position_is_where_an_unbroken_run_would_be(storage: str, opened: An
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.covers("DATA-06", "DATA-13", "BP-14", "BP-19")
+@pytest.mark.covers("DATA-06", "DATA-13", "BP-14")
 def test_resident_items_are_converted_once_for_all_epochs(opened: Any) -> None:
     session = opened("items", "resident", loop={"max_steps": 20})
     items = session.job.data.train

@@ -49,7 +49,7 @@ def test_any_nesting_survives_the_way_there() -> None:
     assert (copies.copied, copies.in_place) == (5, 0) and copies.nbytes == 4 * (6 + 1 + 2 + 4 + 1)
 
 
-@pytest.mark.covers("DATA-11", "BP-16", "BP-20", "SRC-08")
+@pytest.mark.covers("DATA-11", "BP-16", "SRC-08")
 def test_what_is_there_already_is_the_same_object_and_no_copy() -> None:
     batch = nested()
     there, copies = moved(batch, "cpu")
