@@ -15,6 +15,7 @@ from raytrain.attempts import this_process
 from raytrain.blocks import blocks_of
 from raytrain.callbacks import load_observers
 from raytrain.data.sources import hand_over, handed_over
+from raytrain.data.token_budget import check_budget
 from raytrain.errors import InputError
 from raytrain.layer_precision import parts_named
 from raytrain.models.registry import check_shadowing, make_importable, resolve
@@ -51,6 +52,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
+    check_budget(source.train, spec.data.tokens_per_batch)
     shapes = source_facts(source)
     trainable, where = build(spec, shapes)
     parameters = list(trainable.module.parameters())
@@ -72,7 +74,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
-    return Checked(sent, model_facts, source.facts, shapes)
+    return Checked(sent or source.handed, model_facts, source.facts, shapes)
 
 
 def train_job(

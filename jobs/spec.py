@@ -216,6 +216,9 @@ def _check_across(spec: JobSpec) -> None:
         remedy = "data.eval_fraction above 0 keeps data for evaluation"
         expected = "null where nothing is evaluated"
         raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
+    if data.tokens_per_batch is not None and spec.scale.shares == "auto":
+        raise InputError("data.tokens_per_batch", seen=f"{data.tokens_per_batch} beside scale.shares auto",
+                         expected="one of the two: unequal shares are of rows")
     check_section(experts)
     check_used(experts, model.builder)
 
@@ -254,7 +257,6 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
         "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
                                    "the search for a batch size is"),
-        "data.storage": (spec.data.storage != "pinned", "auto, resident or stream", "pinned storage is"),
     }
 
 

@@ -53,7 +53,9 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
     if not starts:
         total["startup"] += ended - begin
         return
-    total["startup"] += rows[starts[0]]["time"] - begin
+    prepared = sum(row["seconds"] for row in rows[: starts[0]] if row.get("phase") == "finished")
+    total["data"] += prepared  # read and converted before the first step: a part of the way to it, with its own name
+    total["startup"] += rows[starts[0]]["time"] - begin - prepared
     for position, start in enumerate(starts):
         last = position + 1 == len(starts)
         mine = rows[start : len(rows) if last else starts[position + 1]]

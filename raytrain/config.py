@@ -102,6 +102,13 @@ class DataConfig(OpenSection):
     storage: Literal["auto", "resident", "pinned", "stream"] = Field(
         default="auto", description="whole split on the device, or batches sent to it"
     )
+    loader_workers: NonNegativeInt | Auto = Field(
+        default="auto", description="processes that read a streamed dataset; 0: the training process"
+    )
+    prefetch: Count = Field(default=2, description="batches that each of them has ahead")
+    tokens_per_batch: Count | None = Field(
+        default=None, description="tokens of a micro-batch at most, padding included; null: by rows"
+    )
     eval_fraction: Share = Field(default=0.1, description="part of the data kept for evaluation")
     train: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="a dataset, from Python only"
@@ -153,6 +160,9 @@ class LoopConfig(Section):
     micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
     eval_every: Count | Auto = Field(default="auto", description="steps between evaluations; always at the end")
     eval_batches: Count | None = Field(default=None, description="global batches that an evaluation scores; null: all")
+    eval_clear_every: Count | None = Field(
+        default=None, description="batches of an evaluation after which cached memory is given back; null: never"
+    )
     grow_after: Count | None = Field(
         default=100, description="clean steps until a micro-batch halved for memory is tried larger; null: never"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raytrain.allocator import give_back_free_pages
 from raytrain.gradients import Workers
 from raytrain.oom import Shortage, StepDropped
 from raytrain.step import MicroBatch, TrainingStep, in_eval
@@ -17,13 +18,15 @@ SHORT = b"\0"
 
 
 def evaluate(
-    step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Workers, passes: int = 0
-) -> dict[str, Any]:
+    step: TrainingStep, batches: Iterable[MicroBatch], *, workers: Workers, passes: int = 0,
+    clear_every: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Mean loss and metrics over all workers' batches, each weighted by its samples or tokens.
 
     Dropout is off, no gradient is kept, no random number is drawn by us; counters of a router are not advanced
     (modules count in training mode only). A failing batch raises; none is skipped. `passes` as in
-    `TrainingStep.backward`.
+    `TrainingStep.backward`; after each `clear_every` batches cached memory is given back, which other processes of the
+    device may need (an evaluation keeps nothing from batch to batch, with it or without).
 
     Raises:
         StepDropped: a worker had no memory for it.
@@ -31,7 +34,7 @@ def evaluate(
     Returns:
         {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
     """
-    came = step.attempt(lambda: _scored(step, batches, passes=passes))
+    came = step.attempt(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
     names = _agreed_names(step, came, workers)
     assert not isinstance(came, Shortage)
     elsewhere = step.trainable.elsewhere
@@ -47,13 +50,17 @@ def evaluate(
     return {name: value / count for name, value in zip(names, values, strict=True)} if count else {"loss": float("nan")}
 
 
-def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int) -> tuple[dict[str, Tensor], int]:
+def _scored(
+    step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int, clear_every: int | None
+) -> tuple[dict[str, Tensor], int]:
     """This worker's sums of loss and metrics, on the device, and their weight."""
     module = step.trainable.module
     total: dict[str, Tensor] = {}
     weight = 0
     with in_eval(module), torch.no_grad():
-        for micro in batches:
+        for number, micro in enumerate(batches, 1):
+            if clear_every and number % clear_every == 0:
+                give_back_cached(step.device)
             if micro.weight == 0:
                 continue
             passes -= 1
@@ -67,6 +74,14 @@ def _scored(step: TrainingStep, batches: Iterable[MicroBatch], *, passes: int) -
         for _ in range(passes if step.meets else 0):
             step.idle()
     return total, weight
+
+
+def give_back_cached(device: torch.device) -> None:
+    """What the allocator of a device, or on a CPU the C library, keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_back_free_pages()
 
 
 def _agreed_names(step: TrainingStep, came: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from raytrain.data.batches import StepBatches, Window, eval_batches
+from raytrain.data.ahead import Ahead, Pending, Wanted, begun_ahead
+from raytrain.data.batches import Cursor, StepBatches, Window, eval_batches, part_of_rank
 from raytrain.data.contract import Batch, Split
-from raytrain.data.resident import StreamSplit, move, rebuild, verify_placement
+from raytrain.data.guard import Guard
+from raytrain.data.loader import LoaderPool
+from raytrain.data.misplaced import verify_placement
+from raytrain.data.resident import StreamSplit
+from raytrain.data.transfer import rebuild
+from raytrain.data.upload import AHEAD, Uploads
 from raytrain.step import MicroBatch
 from raytrain.trainable import labels_weight
 
 #: A forward pass without gradients keeps no activations: an eval batch of this many micro-batches fits beside it.
 EVAL_MICRO_BATCHES = 4
+
+Ready = Pending[MicroBatch]
 
 
 class Feed:
@@ -27,6 +37,8 @@ class Feed:
         device: where batches must be.
         weight: `Trainable.weight`, or None to count labels (other than -100), else rows.
         dtype: float tensors of a batch are cast to it where it is float64; others keep their own.
+        pool: processes that read rows of a dataset ("train" and "eval" by name); None reads them here.
+        uploads: what copies ahead to a GPU; None copies each batch as it is asked for.
     """
 
     def __init__(
@@ -36,6 +48,8 @@ class Feed:
         device: torch.device,
         weight: Callable[[Batch], int] | None,
         dtype: torch.dtype,
+        pool: LoaderPool | None = None,
+        uploads: Uploads[MicroBatch] | None = None,
     ) -> None:
         self.batches = batches
         self.device = device
@@ -43,6 +57,11 @@ class Feed:
         self._cast = dtype if dtype is torch.float64 else None
         self._verified = False
         self.tokens_per_row = batches.split.tokens_per_row or 0
+        self.pool, self.uploads = pool, uploads
+        self._ahead = Ahead(partial(self._begun, batches.split)) if pool or uploads else None
+        self._at, self._following = Cursor(), Cursor()
+        self._guards: dict[int, Guard] = {}
+        self._notices: list[tuple[str, dict[str, Any]]] = []
 
     @property
     def micro_batch(self) -> int:
@@ -54,35 +73,68 @@ class Feed:
     def micro_batch(self, rows: int) -> None:
         self.batches.micro_batch = rows
 
-    def window(self, cursor: Any) -> Window:
+    def window(self, cursor: Cursor) -> Window:
         """The rows of the step at `cursor`."""
-        return self.batches.window(cursor)
+        window = self.batches.window(cursor)
+        self._at = cursor if cursor.position < len(self.batches.split) else Cursor(cursor.epoch + 1)
+        self._following = window.next
+        return window
 
     def global_weight(self, handles: np.ndarray) -> int | None:
         """The weight of a whole window where it is known without its batches; None where they must be added up."""
         return None if self._weight is not None else self.batches.split.weights(handles)
 
     def micro_batches(self, handles: np.ndarray) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of a window, gathered one by one as they are asked for."""
-        for rows in self.batches.rank_handles(handles):
-            yield self._gather(self.batches.split, rows)
+        """This rank's micro-batches of a window (the one asked for last), one by one as they are asked for."""
+        split, epoch, following = self.batches.split, self._at.epoch, self._following
+        own = [Wanted("train", epoch, rows) for rows in self.batches.rank_handles(handles)]
+        guard = self._guard(split, "train")
+        for number, wanted in enumerate(own):
+            if self._ahead is None:
+                yield self._given(guard, self._gather(split, wanted.rows))
+            else:
+                yield self._ahead.take(wanted, then=lambda n=number: chain(own[n:], self._later(following)))
 
-    def passes(self, rows: int) -> int:
-        """Micro-batches of the busiest worker in a window of so many rows."""
-        return self._most_passes(rows, micro_batch=self.batches.micro_batch)
+    def _later(self, cursor: Cursor) -> Iterator[Wanted]:
+        """This rank's micro-batches from `cursor` on, without end."""
+        while True:
+            handles, following = self.batches.window(cursor)
+            yield from (Wanted("train", cursor.epoch, rows) for rows in self.batches.rank_handles(handles))
+            cursor = following
+
+    def passes(self, handles: np.ndarray) -> int:
+        """Micro-batches of the busiest worker in a window of these rows."""
+        if self.batches.tokens_per_batch is not None:
+            return math.ceil(len(self.batches.parts(handles, self.batches.split)) / self.batches.world)
+        return self._most_passes(len(handles), micro_batch=self.batches.micro_batch)
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
         rows = len(split) if limit is None else min(len(split), limit * self.batches.global_batch)
+        if self.batches.tokens_per_batch is not None:
+            parts = self.batches.parts(split.eval_order()[:rows], split, times=EVAL_MICRO_BATCHES)
+            return math.ceil(len(parts) / self.batches.world)
         return self._most_passes(rows, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """This rank's share of the eval split, in file order. `limit` counts global batches, so that the same rows are
         scored by any number of workers in micro-batches of any size."""
+        guard = self._guard(split, "eval")
+        if self._ahead is None:
+            for own in self._eval_handles(split, limit):
+                yield self._given(guard, self._gather(split, own))
+            return
+        wanted = (Wanted("eval", 0, own) for own in self._eval_handles(split, limit))
+        for _, pending in self._begun(split, wanted):
+            yield pending.result()
+
+    def _eval_handles(self, split: Split, limit: int | None) -> list[np.ndarray]:
         batches, rows = self.batches, None if limit is None else limit * self.batches.global_batch
+        if batches.tokens_per_batch is not None:
+            parts = batches.parts(split.eval_order()[:rows], split, times=EVAL_MICRO_BATCHES)
+            return parts[part_of_rank(len(parts), rank=batches.rank, world=batches.world)]
         place = {"rank": batches.rank, "world": batches.world, "shares": batches.shares}
-        for own in eval_batches(split, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch, rows=rows, **place):
-            yield self._gather(split, own)
+        return eval_batches(split, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch, rows=rows, **place)
 
     def _most_passes(self, rows: int, *, micro_batch: int) -> int:
         shares = self.batches.shares
@@ -100,12 +152,32 @@ class Feed:
         known = self.global_weight(rows)
         return self.one(rows).weight if known is None else known
 
-    def _gather(self, split: Split, rows: np.ndarray) -> MicroBatch:
+    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+        """Events (kind, fields) since the last call."""
+        told, self._notices = self._notices, []
+        return told
+
+    def notice(self, kind: str, **fields: Any) -> None:
+        """An event to be told with the next step."""
+        self._notices.append((kind, fields))
+
+    def close(self) -> None:
+        """End what reads and copies ahead; may be called twice."""
+        if self._ahead is not None:
+            self._ahead.stop()
+        if self.uploads is not None:
+            self.uploads.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    # -- one batch --------------------------------------------------------------------------------
+
+    def _gather(self, split: Split, rows: np.ndarray, *, read: Callable[[], Batch] | None = None) -> MicroBatch:
         known = None if self._weight is not None else split.weights(rows)
         if isinstance(split, StreamSplit):  # weigh on the host, then move: no device value is read
-            host = split.split.gather(rows)
+            host = split.split.gather(rows) if read is None else read()
             weight = self._weigh(host) if known is None else known
-            batch = move(host, self.device)
+            batch = split.moved(host)
         else:
             batch = split.gather(rows)
             weight = self._weigh(batch) if known is None else known
@@ -116,6 +188,57 @@ class Feed:
 
     def _weigh(self, batch: Batch) -> int:
         return int(self._weight(batch)) if self._weight is not None else labels_weight(batch)
+
+    def _begun(self, split: Split, wanted: Iterator[Wanted]) -> Generator[tuple[Wanted, Ready]]:
+        """Batches begun ahead: read by processes, copied by the uploads, or both one after the other."""
+        pool, uploads = self.pool, self.uploads
+        if pool is None:
+            assert uploads is not None, "nothing is begun ahead without the one or the other"
+            make = self._gather
+            yield from begun_ahead(
+                wanted, lambda one: uploads.begin(partial(make, split, one.rows)), depth=AHEAD + 1
+            )
+            return
+        read = begun_ahead(wanted, pool.begin, depth=pool.depth)
+        if uploads is None:
+            for one, loading in read:
+                yield one, _OnHost(loading, partial(self._gather, split, one.rows))
+            return
+        copied = begun_ahead(
+            read,
+            lambda pair: uploads.begin(partial(self._gather, split, pair[0].rows, read=pair[1].result), pair[1].cancel),
+            depth=AHEAD + 1,
+        )
+        for (one, _), uploading in copied:
+            yield one, uploading
+
+    # -- rows that are lent -----------------------------------------------------------------------
+
+    def _guard(self, split: Split, name: str) -> Guard:
+        guard = self._guards.setdefault(id(split), Guard(split, name))
+        written = guard.look()
+        if written:
+            why = f"the model writes into its input ({', '.join(written)}): {name} rows go to it as copies, always"
+            self.notice("input_written", split=name, tensors=written, reason=why)
+        return guard
+
+    @staticmethod
+    def _given(guard: Guard, micro: MicroBatch) -> MicroBatch:
+        guard.given(micro.batch)
+        return micro
+
+
+class _OnHost:
+    """A batch that a process reads, put where it is wanted when it is asked for."""
+
+    def __init__(self, loading: Pending[Batch], gather: Callable[..., MicroBatch]) -> None:
+        self._loading, self._gather = loading, gather
+
+    def result(self) -> MicroBatch:
+        return self._gather(read=self._loading.result)
+
+    def cancel(self) -> None:
+        self._loading.cancel()
 
 
 def most_passes(rows: int, *, micro_batch: int, world: int) -> int:

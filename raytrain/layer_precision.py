@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain.data.resident import rebuild
+from raytrain.data.transfer import rebuild
 from raytrain.errors import InputError
 from raytrain.planning.values import Choice, Resolved
 

@@ -120,7 +120,7 @@ class TrainingLoop:
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
         elsewhere = self.step.trainable.elsewhere
-        for kind, fields in [] if elsewhere is None else elsewhere.notices():
+        for kind, fields in [*self.feed.notices(), *([] if elsewhere is None else elsewhere.notices())]:
             self.reporter.event(kind, **fields)
         scale = self.step.scale
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)
@@ -145,7 +145,7 @@ class TrainingLoop:
                 f"step {step}: the {len(handles)} rows of this window hold nothing to average over "
                 "(every label is -100); mend data.source"
             )
-        passes = self.feed.passes(len(handles))
+        passes = self.feed.passes(handles)
         several = self.step.workers.world > 1
         output = self.step.run(
             micros,

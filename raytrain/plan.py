@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from cluster.config import ClusterConfig
@@ -40,10 +41,10 @@ from raytrain.planning.steps import (
     choose_global_batch,
     choose_length,
     choose_lr,
-    choose_storage,
     choose_warmup,
     leave_to_memory,
 )
+from raytrain.planning.storage import Room, choose_loaders, choose_storage, resident_bytes
 from raytrain.planning.text import reason_of, shown
 from raytrain.planning.time import predict_step
 from raytrain.planning.values import (
@@ -55,7 +56,7 @@ from raytrain.planning.values import (
     choice_from_json,
     size_text,
 )
-from raytrain.planning.workers import choose_placement, choose_threads, count_workers, spread, worker_room
+from raytrain.planning.workers import choose_placement, choose_threads, cores_of, count_workers, spread, worker_room
 
 __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
 
@@ -65,8 +66,8 @@ class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
     Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `compile` and
-    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
-    `fp32_layers` where none is asked for.
+    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked
+    for, `resident_rows` where not a part of the rows is kept on the device.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -97,6 +98,8 @@ class Plan:
     eval_every: Choice
     checkpoint_every: Choice
     storage: Choice
+    resident_rows: Choice | None = field(default=None, kw_only=True)
+    loader_workers: Choice | None = field(default=None, kw_only=True)
     hosts: Choice
     inflight: Choice | None = field(default=None, kw_only=True)
     experts: Choice
@@ -181,11 +184,13 @@ def make_plan(
         hosts=hosts, shards=workers.value if sharded else 1,
     )  # fmt: skip
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
-    storage = choose_storage(data.storage, facts=data_facts, allowed=allowed, warnings=warnings)
-    estimates = estimate_bytes(
-        model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
-        resident=data_facts.total_bytes if data_facts and _is(storage, "resident") else 0,
+    estimate = partial(
+        estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
+    )  # fmt: skip
+    kept, estimates = _data_choices(
+        data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
+        warnings, on_gpu=machines.on_gpu,
     )  # fmt: skip
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
@@ -204,11 +209,10 @@ def make_plan(
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        storage=storage, hosts=hosts, inflight=inflight,
+        **kept, hosts=hosts, inflight=inflight, sources={},
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
-        warnings=warnings, model_facts=model_facts, data_facts=data_facts,
-        inventory=inventory.to_json(), config={}, sources={},
+        warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},
     )  # fmt: skip
 
 
@@ -234,6 +238,25 @@ def _machine_choices(
         "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
         "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
     }
+
+
+def _data_choices(
+    data: DataConfig, facts: DataFacts | None, model_facts: ModelFacts | None, allowed: int | None,
+    estimate: Callable[..., dict[str, Choice]], spread_out: tuple[Mapping[str, int], Mapping[str, int]],
+    warnings: list[str], *, on_gpu: bool,
+) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
+    """(storage, resident_rows where a part is kept, and loader_workers; the estimates with what is kept). `estimate` is
+    of a worker with so many bytes of data, `spread_out` says how many workers and cores each node has."""
+    taken = estimate(resident=0)["memory"]
+    whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
+    known = int(taken.value) if isinstance(taken, Resolved) else None
+    room = Room(allowed, taken=known, whole=whole, on_gpu=on_gpu)
+    counts, cores = spread_out
+    loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
+    kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings)
+    if _is(kept["storage"], "resident") and not _is(loaders, 0):
+        loaders = Resolved(0, "rows are kept in memory")
+    return {**kept, "loader_workers": loaders}, estimate(resident=resident_bytes(facts, kept))
 
 
 def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:

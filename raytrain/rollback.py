@@ -36,6 +36,7 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
     if job.precision.fallback:
         higher = HIGHER_PRECISION.get(higher, higher)
     loaded = _same_checkpoint(run, job, workers)
+    session.close()
     fresh = Session(
         job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None
     )
@@ -94,6 +95,7 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
         StateLost: once more, meanwhile.
     """
     job, workers = session.job, session.workers
+    session.close()
     fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
     loaded = _same_checkpoint(run, job, workers)
     fresh.prepare(session.precision or "fp32")

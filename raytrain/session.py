@@ -1,7 +1,7 @@
 """One attempt on one worker, without Ray: build everything a plan names, restore, train, export.
 
 `worker.py` calls this inside a Ray Train worker; benches and tests call it in a plain process, so that there is one
-way to set up a run and not three.
+way to set up a run.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint import LoadedCheckpoint
-from raytrain.data.batches import StepBatches
-from raytrain.data.contract import Split
-from raytrain.data.resident import place, verify_placement
+from raytrain.data.misplaced import verify_placement
+from raytrain.data.prepared import Say, prepare_source
 from raytrain.data.sources import Source, open_source
 from raytrain.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.evaluation import evaluate
 from raytrain.feed import Feed, most_passes
+from raytrain.feed_open import data_plan, open_feed
 from raytrain.gradients import Workers
 from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.layout import layout_of
@@ -37,7 +37,6 @@ from raytrain.search.shares import shares_in_force
 from raytrain.speed.switches import Switches
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
-from raytrain.trainable import shifted_labels_weight
 
 
 class Session:
@@ -80,6 +79,7 @@ class Session:
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has come through
         self._probe: StepProbe | None = None
+        self.say: Say = lambda kind, **fields: None  # takes events of what is done before there is a loop
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
@@ -112,28 +112,21 @@ class Session:
             inflight=self._inflight(),
             **self.layout.for_step(lambda: self.feed),
         )
-        self.feed = self._feed()
+        self.feed = self._open_feed()
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
-    def _feed(self) -> Feed:
-        job, micro = self.job, self.job.plan.micro_batch_size
-        batches = StepBatches(
-            self.source.train,
-            seed=job.seed,
-            global_batch=int(job.planned("global_batch_size")),
-            micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is settled
-            rank=self.workers.rank,
-            world=self.workers.world,
-            device=self.device,
-            storage=job.planned("storage"),
-        )
-        batches.shares = shares_in_force(job.plan.shares)
-        weight = self.trainable.weight
-        if weight is shifted_labels_weight and self.source.first_labels_ignored:
-            weight = None  # the split knows it, and no batch has to be read for it
-        return Feed(batches, device=self.device, weight=weight, dtype=self.policy.master_dtype)
+    def _open_feed(self) -> Feed:
+        self.close()
+        self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
+        own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
+        return open_feed(self.job, self.source, device=self.device, **own)
+
+    def close(self) -> None:
+        """End what reads ahead; may be called twice, and before there is any."""
+        if hasattr(self, "feed"):
+            self.feed.close()
 
     def settle(self, **choices: Resolved) -> None:
         """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
@@ -181,7 +174,7 @@ class Session:
     def probe(self) -> StepProbe:
         """What measures the step in force; needs `prepare`."""
         if self._probe is None or self._probe.step is not self.step:
-            split = None if self.source.eval is None else self._eval_split()
+            split = self.source.eval
             self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
         return self._probe
 
@@ -259,20 +252,16 @@ class Session:
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Loss and metrics over the eval split, the same on every worker."""
-        split, limit = self._eval_split(), self.job.loop.eval_batches
+        split, limit = self.source.eval, self.job.loop.eval_batches
+        assert split is not None, "a loop evaluates only where there is an eval split"
         batches, passes = self.feed.eval_batches(split, limit=limit), self.feed.eval_passes(split, limit=limit)
-        return evaluate(self.step, batches, workers=self.workers, passes=passes)
+        clear = self.job.loop.eval_clear_every
+        return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
         self.switches.end()
         return self.layout.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
-
-    def _eval_split(self) -> Split:
-        if not hasattr(self, "_placed_eval"):
-            assert self.source.eval is not None, "a loop evaluates only where there is an eval split"
-            self._placed_eval = place(self.source.eval, self.job.planned("storage"), self.device)
-        return self._placed_eval
 
     def peak_memory(self) -> int:
         """Peak bytes of this worker: the device allocator's on a GPU, the process's resident set on a CPU."""

@@ -98,6 +98,9 @@ class Worker:
             traceback.print_exc()  # to this rank's log; rank 0's also reaches the terminal
             self._record_fault(error)
             raise
+        finally:
+            if self.session is not None:
+                self.session.close()
 
     # -- beginning --------------------------------------------------------------------------------
 
@@ -148,6 +151,7 @@ class Worker:
             self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
         )
         reporter = self._reporter(decision)
+        session.say = reporter.event
         precision = settle_precision(
             session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
         )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from cluster.config import Count, NonNegativeInt, Positive, Text
 from jobs.bench.bench_options import BenchOptions
+from jobs.bench.data_options import CloneOptions, DataOptions
 from jobs.bench.speed_options import AttentionOptions, CompileOptions
 
 
@@ -273,6 +274,9 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "oom": (OomOptions, "what out-of-memory errors on one of two workers cost, and that they change nothing"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "
                 "rows against masks, grouped product against loop; two micro-batches in flight"),
+    "data": (DataOptions, "rows converted once and kept, against converting, cloning and copying in every epoch; busy "
+             "shares"),
+    "clone": (CloneOptions, "what cloning batches, moving what is in place and reading in the training process cost"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
     "peers": (PeersOptions, "a step of ours against Lightning and Accelerate, where they are installed"),

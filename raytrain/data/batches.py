@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from raytrain.data.contract import Batch, Split
-from raytrain.data.resident import place
+from raytrain.data.contract import Batch, Order, Split
+from raytrain.data.resident import Storage, place
+from raytrain.data.token_budget import cut_by_tokens
 from raytrain.search.shares import Shares
 
 
@@ -44,24 +45,31 @@ def rank_micro_batches(
     if shares is not None:
         passes = shares.passes(len(handles), rank=rank, micro_batch=micro_batch)
         return [handles[mine.start : mine.stop] for mine in passes]
-    micros = -(-len(handles) // micro_batch)
-    share, more = divmod(micros, world)
+    mine = part_of_rank(-(-len(handles) // micro_batch), rank=rank, world=world)
+    return [handles[i * micro_batch : (i + 1) * micro_batch] for i in range(mine.start, mine.stop)]
+
+
+def part_of_rank(count: int, *, rank: int, world: int) -> slice:
+    """Which of `count` micro-batches are this rank's: next to each other, as even as whole ones can be."""
+    share, more = divmod(count, world)
     first = rank * share + min(rank, more)
-    mine = range(first, first + share + (rank < more))
-    return [handles[i * micro_batch : (i + 1) * micro_batch] for i in mine]
+    return slice(first, first + share + (rank < more))
 
 
 class StepBatches:
     """The batches of training, step by step; any position is reached in constant time.
 
     Args:
-        split: rows as the source opened them; placed here.
+        split: rows as the source opened them.
         seed: the job's; with the epoch it fixes the order of the rows.
         global_batch: rows of one step over all ranks.
         micro_batch: rows of one forward pass at most.
         rank, world: this worker among all.
         device: where batches must be.
-        storage: "resident" or "stream" (`raytrain.data.resident.place`).
+        storage, resident_rows: where the rows are put (`raytrain.data.resident.place`); None leaves them where
+            they are.
+        tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
+            (`raytrain.data.token_budget`); None = by rows, in order.
 
     `shares` may be set to share windows out unequally; None while all workers take the same.
     """
@@ -76,21 +84,24 @@ class StepBatches:
         rank: int = 0,
         world: int = 1,
         device: torch.device | str = "cpu",
-        storage: Literal["resident", "stream"] = "resident",
+        storage: Storage | None = "resident",
+        resident_rows: int = 0,
+        tokens_per_batch: int | None = None,
     ) -> None:
         if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
             raise ValueError(
                 f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world}"
             )
-        self.split = place(split, storage, device)
+        self.split = split if storage is None else place(split, storage, device, resident_rows=resident_rows)
         self.seed = seed
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.rank = rank
         self.world = world
         self.shares: Shares | None = None
+        self.tokens_per_batch = tokens_per_batch
         self._epoch = -1
-        self._order = np.empty(0, np.int64)
+        self._order: Order = np.empty(0, np.int64)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -109,18 +120,32 @@ class StepBatches:
     def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
         """So many rows of its epoch from `cursor` on, as handles; again from the front where the epoch ends."""
         order = self._epoch_order(cursor.epoch)
-        return np.resize(np.roll(order, -(cursor.position % len(order))), count)
+        begin = cursor.position % len(order)
+        taken = order[begin : begin + count]
+        while len(taken) < count:
+            taken = np.concatenate([taken, order[: count - len(taken)]])
+        return taken
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> Order:
         if epoch != self._epoch:
             self._order, self._epoch = self.split.order(self.seed, epoch), epoch
         return self._order
 
     def rank_handles(self, handles: np.ndarray) -> list[np.ndarray]:
         """This rank's micro-batches of a window, as handles."""
+        if self.tokens_per_batch is not None:
+            parts = self.parts(handles, self.split)
+            return parts[part_of_rank(len(parts), rank=self.rank, world=self.world)]
         return rank_micro_batches(
             handles, micro_batch=self.micro_batch, rank=self.rank, world=self.world, shares=self.shares
         )
+
+    def parts(self, handles: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
+        """All micro-batches of these rows by the budget of tokens, of `times` its size, over all ranks."""
+        lengths, budget = split.lengths(handles), self.tokens_per_batch
+        assert lengths is not None and budget is not None, "checked before the start (check_budget)"
+        cut = cut_by_tokens(lengths, budget=times * budget, most_rows=times * self.micro_batch)
+        return [handles[part] for part in cut]
 
     def micro_batches(self, handles: np.ndarray) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of a window: (batch on the device, its rows)."""

@@ -19,6 +19,18 @@ IGNORED_LABEL = -100
 HOLDOUT_SEED = 0
 
 
+class Order(Protocol):
+    """The handles of an epoch in their order; an array, or what computes the slices that are asked for."""
+
+    def __len__(self) -> int:
+        """Rows of the epoch."""
+        ...
+
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        """The handles of these positions."""
+        ...
+
+
 class Split(Protocol):
     """Rows that can be put in order and gathered into batches.
 
@@ -40,7 +52,7 @@ class Split(Protocol):
         """Rows of one training epoch."""
         ...
 
-    def order(self, seed: int, epoch: int) -> np.ndarray:
+    def order(self, seed: int, epoch: int) -> Order:
         """Every handle of this epoch, shuffled: a pure function of (seed, epoch)."""
         ...
 
@@ -56,8 +68,16 @@ class Split(Protocol):
         """What a mean loss over these rows averages over (labels, tokens or rows); None where not known."""
         ...
 
+    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+        """Tokens of each of these rows; None where nobody knows without reading them."""
+        ...
+
     def to(self, device: torch.device | str) -> Split:
         """The same split, kept on `device` and gathered there."""
+        ...
+
+    def partly(self, device: torch.device | str, *, rows: int) -> Split:
+        """The same split, its first `rows` rows kept on `device`, the others on the host until they are asked for."""
         ...
 
 
@@ -86,6 +106,8 @@ class Source:
         describe: one line for people.
         classes: number of classes where the labels are class numbers.
         class_names: names of the classes where the labels were strings, in the order of their numbers.
+        handed: what workers get in place of the source, where opening it left something; else None.
+        placed: whether the splits are where training reads them (`raytrain.data.prepared`).
         tokenizer: folder of the tokenizer that made the tokens.
         first_labels_ignored: the first label of each row is -100, as a model that shifts inside does not look at it.
     """
@@ -99,6 +121,8 @@ class Source:
     describe: str = ""
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
+    handed: Any = None
+    placed: bool = False
     tokenizer: str | None = None
     first_labels_ignored: bool = False
 

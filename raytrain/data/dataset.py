@@ -1,22 +1,15 @@
-"""Map-style datasets: items of any nesting, collated into batches."""
+"""Map-style datasets: items of any nesting, read when their turn comes, or once and kept."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from raytrain.data.collate import as_row, collate_rows, tensor_bytes, tensor_split
 from raytrain.data.contract import Batch, RowSplit, row_order
-from raytrain.data.ragged import MASK, Ragged, RaggedSplit, fill_value, mask_column, pad_rows
-from raytrain.data.resident import move, rebuild, with_fields
-from raytrain.data.splits import TensorSplit, check_finite, host_tensor, is_integer
-from raytrain.errors import InputError
-
-NUMBERS = (bool, int, float, np.number, np.bool_)
+from raytrain.data.transfer import to_device
 
 
 class DatasetSplit:
@@ -40,6 +33,11 @@ class DatasetSplit:
         self.rows = np.arange(len(dataset)) if rows is None else rows
         self.key = key
         self._many = getattr(dataset, "__getitems__", None)
+
+    @property
+    def reads_many(self) -> bool:
+        """Whether the dataset reads many items at once."""
+        return self._many is not None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,17 +64,73 @@ class DatasetSplit:
     def weights(self, handles: np.ndarray) -> None:
         """Not known without reading the items."""
 
+    def lengths(self, handles: np.ndarray) -> None:
+        """Not known without reading the items."""
+
     def select(self, rows: np.ndarray) -> DatasetSplit:
         return DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key)
 
     def to(self, device: torch.device | str) -> RowSplit:
         """Every item read and converted once, then kept: as tensors on `device` where the shapes allow it.
 
-        A random transform inside the dataset is drawn once and for all by this.
+        A random transform inside the dataset is drawn once and for all by this. (`raytrain.data.prepared.read_whole`
+        does it with progress, and draws from seeds.)
         """
         rows = [as_row(item, key=self.key) for item in self.items(np.arange(len(self.rows)))]
         split = tensor_split(rows, key=self.key) or ItemSplit(rows, key=self.key)
         return split.to(device)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> PartlyKept:
+        """The first `rows` items read and converted once and kept on `device`; the others are asked for each epoch."""
+        return PartlyKept(self, device=torch.device(device), rows=rows)
+
+
+class PartlyKept:
+    """A dataset whose first items are kept on a device, converted, and whose others are read when their turn comes."""
+
+    tokens_per_row: int | None = None
+
+    def __init__(self, split: DatasetSplit, *, device: torch.device, rows: int) -> None:
+        self.split, self.device = split, device
+        first = split.items(np.arange(min(rows, len(split))))
+        self._kept = [to_device(as_row(item, key=split.key), device) for item in first]
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole split, estimated as its own."""
+        return self.split.nbytes
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        return self.split.order(seed, epoch)
+
+    def eval_order(self) -> np.ndarray:
+        return self.split.eval_order()
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        others = iter(self.split.items(handles[handles >= len(self._kept)]))
+        key, kept = self.split.key, self._kept
+        rows = [
+            kept[handle] if handle < len(kept) else to_device(as_row(next(others), key=key), self.device)
+            for handle in handles.tolist()
+        ]
+        return collate_rows(rows, key=key)
+
+    def weights(self, handles: np.ndarray) -> None:
+        """Not known without reading the items."""
+
+    def lengths(self, handles: np.ndarray) -> None:
+        """Not known without reading the items."""
+
+    def to(self, device: torch.device | str) -> RowSplit:
+        """All of it."""
+        return self.split.to(device)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> PartlyKept:
+        """With another part kept."""
+        return self.split.partly(device, rows=rows)
 
 
 class ItemSplit(DatasetSplit):
@@ -89,157 +143,4 @@ class ItemSplit(DatasetSplit):
         return ItemSplit(self.dataset, rows=self.rows[rows], key=self.key)
 
     def to(self, device: torch.device | str) -> ItemSplit:
-        return ItemSplit([move(item, device) for item in self.dataset], rows=self.rows, key=self.key)
-
-
-def as_row(item: Any, *, key: str) -> dict[str, Any]:
-    """One item as a dict whose numbers are CPU tensors."""
-    if isinstance(item, Mapping):
-        return {str(name): leaves(value) for name, value in item.items()}
-    if isinstance(item, tuple) and len(item) == 2 and not hasattr(item, "_fields"):
-        return {"x": leaves(item[0]), "labels": leaves(item[1])}
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return {field.name: leaves(getattr(item, field.name)) for field in dataclasses.fields(item)}
-    value = leaves(item)
-    if isinstance(value, Tensor):
-        return {"x": value}
-    size = f" of {len(item)}" if isinstance(item, Sequence) else ""
-    raise InputError(
-        key,
-        seen=f"an item that is a {type(item).__name__}{size}",
-        expected="dicts of tensors or (x, y) pairs",
-    )
-
-
-def leaves(value: Any) -> Any:
-    """`value` with every array, number and list of numbers in it as a tensor; everything else as it is."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, np.ndarray):
-        return host_tensor(value) if value.dtype.kind in "biufc" else value
-    if isinstance(value, NUMBERS):
-        return torch.tensor(value)
-    if isinstance(value, list) and all(isinstance(part, NUMBERS) for part in value):
-        return torch.tensor(value)
-    return rebuild(value, leaves)
-
-
-def collate_rows(rows: list[dict[str, Any]], *, key: str) -> Batch:
-    """Rows (see `as_row`) as one batch, with `attention_mask` (B, L) if a column had to be padded."""
-    batch = collate(rows, key=key, path="")
-    lengths = {name: _lengths([row[name] for row in rows]) for name in batch}
-    padded = [name for name, found in lengths.items() if found is not None and min(found) < max(found)]
-    if padded and MASK not in batch:
-        found = torch.tensor(lengths[mask_column(padded)], device=batch[padded[0]].device)
-        steps = torch.arange(int(found.max()), device=found.device)
-        batch[MASK] = (steps < found[:, None]).to(torch.int64)
-    return batch
-
-
-def _lengths(values: list[Any]) -> list[int] | None:
-    are_rows = all(isinstance(value, Tensor) and value.ndim for value in values)
-    return [value.shape[0] for value in values] if are_rows else None
-
-
-def collate(values: list[Any], *, key: str, path: str) -> Any:
-    """Values of one place in each item as one: tensors stacked, containers part by part, else a list."""
-    first = values[0]
-    if all(isinstance(value, Tensor) for value in values):
-        return _stack(values, key=key, path=path)
-    if all(value is None for value in values):
-        return None
-    if any(type(value) is not type(first) for value in values):
-        return list(values)
-    if isinstance(first, Mapping):
-        for value in values:
-            if value.keys() != first.keys():
-                seen = (
-                    f"items with the keys {sorted(first)} and {sorted(value)}{f' in {path}' if path else ''}"
-                )
-                raise InputError(key, seen=seen, expected="the same keys in every item")
-        return {name: collate([v[name] for v in values], key=key, path=_join(path, name)) for name in first}
-    if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
-        parts = [
-            collate(list(part), key=key, path=f"{path}[{i}]")
-            for i, part in enumerate(zip(*values, strict=True))
-        ]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if dataclasses.is_dataclass(first):
-        fields = [field.name for field in dataclasses.fields(first)]
-        parts = {name: [getattr(value, name) for value in values] for name in fields}
-        return with_fields(
-            first, {n: collate(part, key=key, path=_join(path, n)) for n, part in parts.items()}
-        )
-    return list(values)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else str(name)
-
-
-def _stack(tensors: list[Tensor], *, key: str, path: str) -> Tensor:
-    name = path.rsplit(".", 1)[-1]
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) == 1:
-        stacked = torch.stack(tensors)
-    elif len({shape[1:] for shape in shapes}) == 1 and all(shapes):
-        lengths = np.array([tensor.shape[0] for tensor in tensors])
-        values = _joined(tensors)
-        starts = np.cumsum(lengths) - lengths
-        stacked = pad_rows(values, starts, lengths, fill=fill_value(name, values))[0]
-    else:
-        seen = " and ".join(map(str, sorted(shapes)[:2]))
-        raise InputError(
-            key,
-            seen=f"the shapes {seen} in '{path}'",
-            expected="shapes that differ in their first dimension at most",
-        )
-    return stacked.to(torch.int64) if name == "labels" and is_integer(stacked) else stacked
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """One after the other; an empty Python list says nothing about the type of the column."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    return torch.cat(filled or tensors)
-
-
-def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | RaggedSplit | None:
-    """The rows as one table of tensors, or None where they hold anything else than tensors of like shape.
-
-    Its batches equal those of `collate_rows` bit for bit.
-    """
-    first = rows[0]
-    if any(
-        row.keys() != first.keys() or not all(isinstance(v, Tensor) for v in row.values()) for row in rows
-    ):
-        return None
-    dense, ragged = {}, {}
-    for name in first:
-        tensors = [row[name] for row in rows]
-        shapes = {tuple(tensor.shape) for tensor in tensors}
-        if len(shapes) == 1:
-            dense[name] = torch.stack(tensors)
-            check_finite(name, dense[name], key=key)
-        elif len({shape[1:] for shape in shapes}) == 1 and all(shapes):
-            offsets = np.concatenate([[0], np.cumsum([tensor.shape[0] for tensor in tensors])])
-            ragged[name] = Ragged(_joined(tensors), offsets)
-            check_finite(name, ragged[name].values, key=key, rows=offsets)
-        else:
-            return None
-    split = TensorSplit(dense) if dense else None
-    return RaggedSplit(ragged, dense=split, mask="padded") if ragged else split
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors inside `value`."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    found = 0
-
-    def count(part: Any) -> Any:
-        nonlocal found
-        found += tensor_bytes(part)
-        return part
-
-    rebuild(value, count)
-    return found
+        return ItemSplit([to_device(item, device) for item in self.dataset], rows=self.rows, key=self.key)

@@ -9,6 +9,7 @@ from raytrain.data.columns import convert
 from raytrain.data.files import STDLIB, file_size, stdlib_files
 from raytrain.data.idx import IMAGES, describe_idx, read_shape
 from raytrain.data.keys import TABLES, as_paths, idx_files, is_own, source_keys
+from raytrain.data.parquet_folder import parquet_files, sizes_of
 from raytrain.data.tables import choose, class_names, parquet_sizes, read_tables
 from raytrain.data.text import describe_bytes, describe_text
 from raytrain.data.tokenised import is_tokenised
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from raytrain.config import DataConfig
 
 FLOAT_BYTES = 4
-LABEL_BYTES = 8
 
 
 def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | None:
@@ -63,11 +63,11 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
 
 
 def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> DataFacts:
-    rows, row_bytes = _table_size(kind, as_paths(keys["path"]), keys, key="data.path")
+    rows, row_bytes, by_groups = _table_size(kind, keys, key="path")
     held = int(rows * fraction)
     train = rows - held
     if keys["eval_path"] is not None:
-        train, held = rows, _table_size(kind, as_paths(keys["eval_path"]), keys, key="data.eval_path")[0]
+        train, held = rows, _table_size(kind, keys, key="eval_path")[0]
     reason = f"{kind}: {train:,} rows to train on, {held:,} for evaluation"
     return DataFacts(
         train_rows=train,
@@ -77,21 +77,22 @@ def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> D
         total_bytes=(train + held) * row_bytes,
         vocab_size=None,
         reason=reason,
+        kind="groups" if by_groups else "memory",
     )
 
 
-def _table_size(kind: str, paths: list[str], keys: Mapping[str, Any], *, key: str) -> tuple[int, int]:
-    """(rows, bytes of a row as they will be stored); of Parquet from the metadata alone."""
+def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, int, bool]:
+    """(rows, bytes of a row as they will be stored, whether it is read by row groups); of Parquet from the metadata
+    alone."""
+    paths, name = as_paths(keys[key]), f"data.{key}"
     if kind == "parquet":
-        schema, rows, sizes = parquet_sizes(paths, key=key)
-        choice = choose(schema, features=keys["features"], label=keys["label"], key=key)
-        stored = FLOAT_BYTES * len(choice.stacked) + (LABEL_BYTES if choice.label else 0)
-        return rows, int(stored + sum(sizes.get(name, LABEL_BYTES) for name in choice.named))
-    table = read_tables(paths, kind=kind, key=key)
-    choice = choose(table.schema, features=keys["features"], label=keys["label"], key=key)
-    columns = convert(table, choice, classes=class_names([table], keys["label"]), key=key)
+        sizes = sizes_of(parquet_files(paths, key=name), keys, key=name)
+        return sizes.rows, sizes.row_bytes, sizes.by_groups
+    table = read_tables(paths, kind=kind, key=name)
+    choice = choose(table.schema, features=keys["features"], label=keys["label"], key=name)
+    columns = convert(table, choice, classes=class_names([table], keys["label"]), key=name)
     arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
-    return table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows)
+    return table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False
 
 
 def describe_shapes(data: DataConfig) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
         image = (1, *shape) if len(shape) == 2 else shape
         return {"image_shape": image, "num_features": image[0] * image[1] * image[2]}
     if data.source == "parquet":
-        schema = parquet_sizes(as_paths(keys["path"]), key="data.path")[0]
+        schema = parquet_sizes(parquet_files(keys["path"], key="data.path"), key="data.path")[0]
     elif data.source in TABLES:
         schema = read_tables(as_paths(keys["path"]), kind=data.source, key="data.path").schema
     else:

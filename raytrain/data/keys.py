@@ -63,6 +63,7 @@ FEATURES = Key(lambda value: value is None or _are_names(value), "a list of colu
 LABEL = Key(lambda value: value is None or _is_name(value), "a column name or null")
 VOCABULARY = Key(lambda value: value in ("bytes", "chars"), "bytes or chars", default="bytes")
 
+ORDER = Key(lambda value: value in ("auto", "rows", "groups"), "auto, rows or groups", default="auto")
 NAME = Key(lambda value: value is None or _is_name(value), "the name of a field, or null")
 TOKENIZER = Key(lambda value: value is None or _is_path(value), "the folder of a tokenizer, auto or null", is_path=True)
 LABELS = Key(lambda value: value in ("auto", "next", "same"), "auto, next or same", default="auto")
@@ -93,7 +94,7 @@ SOURCES: dict[str, dict[str, Key]] = {
         "eval_images": OPTIONAL_PATH,
         "eval_labels": OPTIONAL_PATH,
     },
-    "parquet": TABLE_KEYS,
+    "parquet": {**TABLE_KEYS, "order": ORDER},
     "csv": TABLE_KEYS,
     "jsonl": {**TABLE_KEYS, **TEXT_ROW_KEYS},
 }

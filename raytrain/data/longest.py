@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from raytrain.data.collate import as_row, tensor_bytes
 from raytrain.data.contract import Split
-from raytrain.data.dataset import DatasetSplit, as_row, tensor_bytes
+from raytrain.data.dataset import DatasetSplit, PartlyKept
 from raytrain.data.ragged import RaggedSplit
 from raytrain.data.resident import StreamSplit
 from raytrain.device import rng_state, set_rng_state
@@ -26,7 +27,7 @@ class LongestRow(NamedTuple):
 
 def longest_row(split: Split) -> LongestRow | None:
     """The longest row, None where all are alike. Items of a user's dataset may be drawn: generators are put back."""
-    if isinstance(split, StreamSplit):
+    if isinstance(split, (StreamSplit, PartlyKept)):
         split = split.split
     if isinstance(split, RaggedSplit):
         lengths = np.stack([np.diff(column.offsets) for column in split.ragged.values()]).sum(0)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from raytrain.data.collate import as_row
 from raytrain.data.columns import TableColumns, check_classes, convert
 from raytrain.data.contract import RowSplit, Source, facts_of, split_off
-from raytrain.data.dataset import DatasetSplit, as_row
+from raytrain.data.dataset import DatasetSplit
 from raytrain.data.keys import is_table
+from raytrain.data.parts import whole
 from raytrain.data.ragged import Ragged, RaggedSplit
 from raytrain.data.splits import TensorSplit, check_finite, host_tensor, is_integer
 from raytrain.data.tables import choose, class_names
@@ -146,7 +149,7 @@ def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
         column = _column(str(name), values, key=key)
         if isinstance(column, Ragged):
             ragged[str(name)] = column
-            check_finite(name, column.values, key=key, rows=column.offsets)
+            check_finite(name, whole(column.values), key=key, rows=column.offsets)
             rows[str(name)] = len(column.offsets) - 1
         else:
             dense[str(name)] = column
@@ -218,11 +221,12 @@ def _source(
 ) -> Source:
     held = 0 if evaluation is None else len(evaluation)
     reason = f"{origin}: {len(train):,} rows to train on, {held:,} for evaluation"
+    kind = "items" if isinstance(train, DatasetSplit) else "memory"
     return Source(
         train=train,
         eval=evaluation,
         vocab_size=None,
-        facts=facts_of(train, evaluation, reason=reason),
+        facts=replace(facts_of(train, evaluation, reason=reason), kind=kind),
         describe=reason,
         classes=classes,
         class_names=class_names,

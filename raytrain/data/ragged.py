@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raytrain.data.contract import IGNORED_LABEL, Batch, row_order
+from raytrain.data.parts import Column, PartTensor, parted, take, whole
 from raytrain.data.splits import TensorSplit, is_integer
 
 MASK = "attention_mask"
@@ -20,7 +21,7 @@ MASK = "attention_mask"
 class Ragged:
     """One column: `values` (sum of lengths, ...) and `offsets` (rows + 1, int64, always on the host)."""
 
-    values: Tensor
+    values: Column
     offsets: np.ndarray
 
     def select(self, rows: np.ndarray) -> Ragged:
@@ -28,14 +29,20 @@ class Ragged:
         lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         index = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return Ragged(self.values[torch.from_numpy(index).to(self.values.device)], offsets)
+        return Ragged(take(self.values, index), offsets)
 
     def to(self, device: torch.device | str) -> Ragged:
-        values = self.values.to(device)
+        """All values on `device`; itself where they are there already."""
+        values = whole(self.values).to(device)
         return self if values is self.values else Ragged(values, self.offsets)
 
+    def partly(self, device: torch.device | str, *, rows: int) -> Ragged:
+        """The values of the first `rows` rows on `device`, the others left on the host."""
+        border = int(self.offsets[min(rows, len(self.offsets) - 1)])
+        return Ragged(parted(whole(self.values), border, device), self.offsets)
 
-def fill_value(name: str, values: Tensor) -> int | float:
+
+def fill_value(name: str, values: Column) -> int | float:
     """What a column is padded with: integer `labels` with -100, which no loss counts, all else with 0."""
     return IGNORED_LABEL if name == "labels" and is_integer(values) else 0
 
@@ -87,7 +94,8 @@ class RaggedSplit:
         labels = self.ragged.get("labels")
         if labels is None or not is_integer(labels.values):
             return None if self.dense is None else self.dense.counts
-        kept = (labels.values != IGNORED_LABEL).reshape(labels.values.shape[0], -1).sum(1).numpy()
+        values = whole(labels.values)
+        kept = (values != IGNORED_LABEL).reshape(values.shape[0], -1).sum(1).numpy()
         before = np.concatenate([[0], np.cumsum(kept)])
         return before[labels.offsets[1:]] - before[labels.offsets[:-1]]
 
@@ -128,6 +136,11 @@ class RaggedSplit:
     def weights(self, handles: np.ndarray) -> int:
         return len(handles) if self.counts is None else int(self.counts[handles].sum())
 
+    def lengths(self, handles: np.ndarray) -> np.ndarray:
+        """Tokens of each row: of the column whose lengths the mask shows."""
+        offsets = self.ragged[mask_column(list(self.ragged))].offsets
+        return offsets[handles + 1] - offsets[handles]
+
     def select(self, rows: np.ndarray) -> RaggedSplit:
         return RaggedSplit(
             {name: column.select(rows) for name, column in self.ragged.items()},
@@ -148,20 +161,35 @@ class RaggedSplit:
             moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
         )
 
+    def partly(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
+        """The first `rows` rows on `device`, the others left on the host."""
+        parts = {name: column.partly(device, rows=rows) for name, column in self.ragged.items()}
+        dense = None if self.dense is None else self.dense.partly(device, rows=rows)
+        return RaggedSplit(parts, dense=dense, mask=self.mask, counts=self.counts, counted=True)
+
 
 def pad_rows(
-    values: Tensor, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float
+    values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float
 ) -> tuple[Tensor, Tensor]:
     """Rows of `values` (N, ...) as (B, L, ...), padded with `fill`, and where they are real: (B, L) bool.
 
     L is known on the host, so that nothing is read back from the device.
     """
     longest = int(lengths.max()) if len(lengths) else 0
+    if isinstance(values, PartTensor):  # which part a value is in is looked up on the host
+        inside_host = np.arange(longest) < lengths[:, None]
+        picked = values.take(np.where(inside_host, starts[:, None] + np.arange(longest), 0))
+        inside = torch.from_numpy(inside_host).to(values.device, non_blocking=True)
+        return _filled(picked, inside, fill=fill), inside
     bounds = torch.from_numpy(np.stack([starts, lengths])).to(values.device, non_blocking=True)
     steps = torch.arange(longest, device=values.device)
     inside = steps < bounds[1, :, None]
     index = torch.where(inside, bounds[0, :, None] + steps, 0)
-    outside = ~inside.reshape(inside.shape + (1,) * (values.ndim - 1))
-    narrow_labels = fill < 0 and values.dtype in (torch.bool, torch.uint8)
-    rows = values[index].to(torch.int64) if narrow_labels else values[index]
-    return rows.masked_fill_(outside, fill), inside
+    return _filled(values[index], inside, fill=fill), inside
+
+
+def _filled(rows: Tensor, inside: Tensor, *, fill: int | float) -> Tensor:
+    """`rows` (B, L, ...) with `fill` wherever `inside` (B, L) is False, in place where its type can hold it."""
+    outside = ~inside.reshape(inside.shape + (1,) * (rows.ndim - inside.ndim))
+    narrow_labels = fill < 0 and rows.dtype in (torch.bool, torch.uint8)
+    return (rows.to(torch.int64) if narrow_labels else rows).masked_fill_(outside, fill)

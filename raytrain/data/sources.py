@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raytrain.data.contract import Source
@@ -64,8 +65,13 @@ def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
     if name == "idx":
         return open_idx(*idx_files(keys), fraction=data.eval_fraction)
     from raytrain.data.memory import table_pair
+    from raytrain.data.parquet_folder import open_groups, parquet_files, sizes_of
 
     paths, eval_paths = as_paths(keys["path"]), as_paths(keys["eval_path"])
+    if name == "parquet":
+        paths, eval_paths = parquet_files(paths, key="data.path"), parquet_files(eval_paths, key="data.eval_path")
+        if sizes_of(paths, keys, key="data.path").by_groups:
+            return open_groups(paths, eval_paths, keys, fraction=data.eval_fraction)
     return table_pair(
         read_tables(paths, kind=name, key="data.path"),
         read_tables(eval_paths, kind=name, key="data.eval_path") if eval_paths else None,
@@ -110,10 +116,15 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
 def _open_own(data: DataConfig, seed: int) -> Source:
     """Call the user's function and take what it returns."""
     from raytrain.data.memory import KINDS, memory_source
+    from raytrain.data.ray_source import mentions_ray, written_datasets
     from raytrain.models.registry import call_builder, resolve
 
     name = data.source or ""
-    result = call_builder(resolve(name, key="data.source"), data.keys, sections={"seed": seed}, key="data")
+    function = resolve(name, key="data.source")
+    written = written_datasets(name, function, data.keys, seed=seed) if mentions_ray(function) else None
+    if written is not None:
+        return replace(_open_written(written, data.eval_fraction), handed=written)
+    result = call_builder(function, data.keys, sections={"seed": seed}, key="data")
     expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
     if not isinstance(result, Mapping):
         raise InputError("data.source", seen=f"{name} returned a {type(result).__name__}", expected=expected)
@@ -131,6 +142,16 @@ def _open_own(data: DataConfig, seed: int) -> Source:
     )
 
 
+def _open_written(written: Any, fraction: float) -> Source:
+    """What a Ray Dataset was written to; columns keep their names, as those of any table in memory."""
+    from raytrain.data.parquet_folder import open_groups, parquet_files
+
+    train = parquet_files(written.train, key="data.source")
+    held = [] if written.eval is None else parquet_files(written.eval, key="data.source")
+    return open_groups(train, held, {"features": None, "label": None, "order": "groups"},
+                       fraction=fraction if written.holds_out else 0.0)  # fmt: skip
+
+
 def hand_over(data: DataConfig) -> bytes | Tokenised | None:
     """What the driver reads for all workers: text that may differ from machine to machine, and texts that went through
     a tokenizer, which is done once; else None.
@@ -143,8 +164,11 @@ def hand_over(data: DataConfig) -> bytes | Tokenised | None:
     return tokenise(data) if is_tokenised(data) else None
 
 
-def handed_over(sent: bytes | Tokenised | None, data: DataConfig, *, context: int | None) -> Source | None:
-    """The source of what `hand_over` gave; None where that was None, and the worker opens the data itself."""
+def handed_over(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
+    """The source of what `hand_over` gave, or of what opening the source on the driver left to be handed over
+    (`Source.handed`); None where that was None, and the worker opens the data itself."""
     if isinstance(sent, Tokenised):
         return tokenised_source(sent, context=context)
-    return None if sent is None else _open_stdlib(sent, data, context)
+    if sent is None or isinstance(sent, bytes):
+        return None if sent is None else _open_stdlib(sent, data, context)
+    return _open_written(sent, data.eval_fraction)

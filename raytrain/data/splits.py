@@ -10,12 +10,13 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from raytrain.data.contract import IGNORED_LABEL, Batch, Split, generator, nonfinite, row_order
+from raytrain.data.parts import Column, PartTensor, parted, take, whole
 from raytrain.errors import InputError
 
 __all__ = ["Split", "TensorSplit", "TextSplit", "check_finite", "host_tensor", "is_integer", "label_counts"]
 
 
-def is_integer(tensor: Tensor) -> bool:
+def is_integer(tensor: Column) -> bool:
     """Whether `tensor` holds whole numbers, bool included (as `raytrain.trainable` counts labels)."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -76,7 +77,7 @@ class TensorSplit:
 
     def __init__(
         self,
-        columns: Mapping[str, Tensor],
+        columns: Mapping[str, Column],
         *,
         divisors: Mapping[str, float] | None = None,
         counts: np.ndarray | None = None,
@@ -87,9 +88,10 @@ class TensorSplit:
         self.columns = dict(columns)
         self.divisors = dict(divisors or {})
         self._rows = next(iter(self.columns.values())).shape[0]
-        self.counts = counts if counted else label_counts(self.columns.get("labels"))
-        self.device = next(iter(self.columns.values())).device
         labels = self.columns.get("labels")
+        self.counts = counts if counted else label_counts(None if labels is None else whole(labels))
+        self.lends = False
+        self.device = next(iter(self.columns.values())).device
         self._widen = labels is not None and is_integer(labels) and labels.dtype != torch.int64
 
     def __len__(self) -> int:
@@ -107,31 +109,48 @@ class TensorSplit:
         return np.arange(self._rows)
 
     def gather(self, handles: np.ndarray) -> Batch:
-        index = torch.from_numpy(handles).to(self.device, non_blocking=True)
-        batch = {name: column.index_select(0, index) for name, column in self.columns.items()}
+        """See `Split`. Where it `lends`, neighbouring rows are views of the columns, and nothing is copied."""
+        batch = self._views(handles) or {name: take(column, handles) for name, column in self.columns.items()}
         for name, divisor in self.divisors.items():
             batch[name] = batch[name].to(torch.float32).div_(divisor)
         if self._widen:
             batch["labels"] = batch["labels"].to(torch.int64)
         return batch
 
+    def _views(self, handles: np.ndarray) -> Batch | None:
+        first, count = int(handles[0]), len(handles)
+        if not self.lends or self.divisors or int(handles[-1]) - first != count - 1 or (np.diff(handles) != 1).any():
+            return None
+        columns = self.columns.items()
+        return {name: column.narrow(0, first, count) for name, column in columns if isinstance(column, Tensor)}
+
     def weights(self, handles: np.ndarray) -> int:
         return len(handles) if self.counts is None else int(self.counts[handles].sum())
 
+    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+        """Tokens of each row: the width of `input_ids`; None for rows that are no tokens."""
+        tokens = self.columns.get("input_ids")
+        return None if tokens is None or tokens.ndim < 2 else np.full(len(handles), tokens.shape[1])
+
     def select(self, rows: np.ndarray) -> TensorSplit:
-        index = torch.from_numpy(rows).to(self.device)
-        chosen = {name: column.index_select(0, index) for name, column in self.columns.items()}
+        chosen = {name: take(column, rows) for name, column in self.columns.items()}
         counts = None if self.counts is None else self.counts[rows]
         more = {"counts": counts, "counted": True, "tokens_per_row": self.tokens_per_row}
         return TensorSplit(chosen, divisors=self.divisors, **more)
 
     def to(self, device: torch.device | str) -> TensorSplit:
         """Every column on `device`, moved once; itself where it is there already."""
-        moved = {name: column.to(device) for name, column in self.columns.items()}
+        moved = {name: whole(column).to(device) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
         more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
         return TensorSplit(moved, divisors=self.divisors, **more)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> TensorSplit:
+        """The first `rows` rows on `device`, the others left on the host."""
+        columns = {name: parted(whole(column), rows, device) for name, column in self.columns.items()}
+        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(columns, divisors=self.divisors, **more)
 
 
 class TextSplit:
@@ -168,7 +187,7 @@ class TextSplit:
                 remedy="give more text, a smaller model.context, or data.eval_fraction 0 for no evaluation",
             )
         self.device = self.tokens.device
-        self._windows = self.tokens.unfold(0, context, 1)
+        self._windows: Column = self.tokens.unfold(0, context, 1)
 
     def __len__(self) -> int:
         """Windows of one training epoch, the same in each: whatever the offset, they fit."""
@@ -188,19 +207,22 @@ class TextSplit:
         return np.arange((self._length - 1) // self.context) * self.context
 
     def gather(self, handles: np.ndarray) -> Batch:
-        starts = torch.from_numpy(handles).to(self.device, non_blocking=True)
         if self.same_labels:
-            ids = self._windows.index_select(0, starts).to(torch.int64)
+            ids = take(self._windows, handles).to(torch.int64)
             labels = ids.clone()
             labels[:, 0] = IGNORED_LABEL
             return {"input_ids": ids, "labels": labels}
         return {
-            "input_ids": self._windows.index_select(0, starts).to(torch.int64),
-            "labels": self._windows.index_select(0, starts + 1).to(torch.int64),
+            "input_ids": take(self._windows, handles).to(torch.int64),
+            "labels": take(self._windows, handles + 1).to(torch.int64),
         }
 
     def weights(self, handles: np.ndarray) -> int:
         return len(handles) * (self.context - self.same_labels)
+
+    def lengths(self, handles: np.ndarray) -> np.ndarray:
+        """Every window is as long as the next."""
+        return np.full(len(handles), self.context)
 
     def to(self, device: torch.device | str) -> TextSplit:
         """The tokens on `device`, moved once; itself where they are there already."""
@@ -208,6 +230,17 @@ class TextSplit:
         if moved is self.tokens:
             return self
         return TextSplit(moved, context=self.context, same_labels=self.same_labels)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> TextSplit:
+        """The text of the first `rows` windows on `device`, the rest left on the host."""
+        kept = max(rows, 1) * self.context
+        if kept >= self._length:
+            return self.to(device)
+        split = TextSplit(self.tokens, context=self.context, same_labels=self.same_labels)
+        inside = kept - self.context + 1
+        head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # a window across the border is the host's
+        split._windows = PartTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
+        return split
 
 
 def compact_tokens(tokens: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Plan rules about work: batches, the length of a run, its rhythm, where data lies.
+"""Plan rules about work: batches, the length of a run, its rhythm.
 
 Pure: sections and facts in, choices out. What the facts do not tell yet is `Deferred`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from raytrain.config import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
-from raytrain.planning.values import Choice, DataFacts, Deferred, Resolved, size_text
+from raytrain.planning.values import Choice, DataFacts, Deferred, Resolved
 
 REFERENCE_BATCH = 32
 """`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""
@@ -188,26 +188,3 @@ def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
     last = max_steps.value if isinstance(max_steps, Resolved) else None
     how = "from the measured stall of the first checkpoint"
     return Deferred(how, (1, last), "saving may take 3 % of the time")
-
-
-def choose_storage(asked: str, *, facts: DataFacts | None, allowed: int | None, warnings: list[str]) -> Choice:
-    """resident (the whole split on the device) or stream, by bytes.
-
-    Args:
-        asked: `data.storage`.
-        allowed: bytes of its device, or of its node's memory, that one worker may take; None where unknown.
-    """
-    given = Resolved(asked, "data.storage")
-    if facts is None:
-        return given if asked != "auto" else Deferred(AFTER_DATA, ("resident", "stream"))
-    need = int(facts.total_bytes * 1.1)
-    if allowed is None:
-        reason = f"{size_text(need)} of data; the device's free memory is unknown"
-        return given if asked != "auto" else Resolved("stream", reason)
-    room = allowed // 2
-    numbers = f"{size_text(need)} of data against {size_text(room)}, half of what a worker may take"
-    if asked == "resident" and need >= room:
-        warnings.append(f"data.storage resident: {numbers}")
-    if asked != "auto":
-        return given
-    return Resolved("resident" if need < room else "stream", numbers)

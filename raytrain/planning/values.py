@@ -117,7 +117,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of a source without reading it whole: rows, bytes, and tokens a row where it has them."""
+    """What is known of a source without reading it whole: rows, bytes, and tokens a row where it has them.
+
+    `kind` says how its rows come: "memory" (the host has them all), "items" (a map-style dataset is asked for each) or
+    "groups" (read from files, row group by row group).
+    """
 
     train_rows: int
     eval_rows: int
@@ -126,6 +130,7 @@ class DataFacts:
     total_bytes: int
     vocab_size: int | None
     reason: str
+    kind: str = "memory"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

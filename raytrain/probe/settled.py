@@ -132,7 +132,7 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
     seconds = compare_inflight(
         session.step,
         lambda: feed.micro_batches(rows),
-        passes=feed.passes(len(rows)),
+        passes=feed.passes(rows),
         workers=session.workers,
         device=session.device,
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from raytrain.data.transfer import COPIES
 from raytrain.device import worker_device
 from raytrain.loop_state import LoopState
+from raytrain.plan import Resolved
 from raytrain.session import Session
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -70,3 +73,24 @@ def test_resident_and_streamed_rows_give_equal_losses(tiny_job: Callable[..., Se
     resident = train(tiny_job(device=kind, steps=10, storage="resident"), "fp32")
     streamed = train(tiny_job(device=kind, steps=10, storage="stream"), "fp32")
     assert resident == streamed
+
+
+@pytest.mark.gpu
+@on_each_device
+@pytest.mark.parametrize("storage", ["pinned", "partial"])
+def test_rows_copied_ahead_give_equal_losses_and_no_copy_is_waited_for(
+    tiny_job: Callable[..., Session], kind: str, storage: str
+) -> None:
+    resident = train(tiny_job(device=kind, steps=10, storage="resident"), "fp32")
+    session = tiny_job(device=kind, steps=10, storage="stream")
+    chosen = {"storage": Resolved(storage, "this test"), "resident_rows": Resolved(100, "this test")}
+    session.job = replace(session.job, plan=replace(session.job.plan, **chosen))
+    before = replace(COPIES)
+    ahead = train(session, "fp32")
+    session.close()
+    assert ahead == resident
+    copies = COPIES.since(before)
+    if kind == "cuda":
+        assert (session.feed.uploads is not None) and copies.copied >= 10 and copies.waited_for == 0
+    else:
+        assert copies.copied == 0

@@ -107,6 +107,25 @@ def rows_job(folder: Path) -> dict[str, Any]:
     return {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"train": class_rows()}}
 
 
+class Listed:
+    """The same rows, one by one."""
+
+    def __init__(self) -> None:
+        self.rows = class_rows()
+
+    def __len__(self) -> int:
+        return len(self.rows["x"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.rows.items()}
+
+
+def items_job(folder: Path) -> dict[str, Any]:
+    """A small classifier on a dataset that is read as it trains."""
+    model = {"builder": "raytrain.models.mlp:mlp", "num_classes": 4}
+    return {"model": model, "data": {"train": Listed(), "storage": "stream"}}
+
+
 @cache
 def weights_file() -> str:
     """Weights of the small classifier, drawn with another seed."""
@@ -227,7 +246,10 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
     module = session.trainable.module
     next(part for part in module.modules() if isinstance(part, nn.Linear)).register_forward_hook(look)
     outcome = session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
+    pool = session.feed.pool
+    session.close()
     return {
+        "loaders": (0, 0) if pool is None else (len(pool.pids), pool.high_water),
         "losses": rows.of("train", "loss"),
         "steps": rows.of("train", "step"),
         "epochs": rows.of("train", "epoch"),
@@ -245,6 +267,14 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
+    """How often an evaluation gives memory back."""
+    times: list[Any] = []
+    place.patch.setattr("raytrain.evaluation.give_back_cached", times.append)
+    trained(loaded, place)
+    return {"cleared": len(times)}
 
 
 class Silent:
@@ -440,6 +470,9 @@ FLAGS = {
     "model.module": Flag(trained, "parameters", lambda: Net(8), lambda: Net(16)),
     "data.source": Flag(planned, "steps_per_epoch", "text", "csv", job=file_job),
     "data.storage": Flag(trained, "storage", "resident", "stream"),
+    "data.loader_workers": Flag(trained, "loaders", "0", "2", job=items_job),
+    "data.prefetch": Flag(trained, "loaders", "1", "3", ("data.loader_workers=1",), items_job),
+    "data.tokens_per_batch": experts("batches", "null", "24"),
     "data.eval_fraction": Flag(trained, "evals", "0.0", "0.5"),
     "data.train": Flag(trained, "losses", lambda: class_rows(64), lambda: class_rows(48)),
     "data.eval": Flag(trained, "evals", lambda: class_rows(8), lambda: class_rows(24)),
@@ -464,6 +497,7 @@ FLAGS = {
     "loop.micro_batch_size": Flag(trained, "batches", "auto", "4"),
     "loop.eval_every": Flag(trained, "eval_steps", "1", "3"),
     "loop.eval_batches": Flag(trained, "evals", "null", "1", ("data.eval_fraction=0.5", "loop.micro_batch_size=1")),
+    "loop.eval_clear_every": Flag(evaluated, "cleared", "1", "null", ("data.eval_fraction=0.5",)),
     "loop.grow_after": Flag(trained, "batches", "1", "null", job=tight_job),
     "loop.log_every": Flag(trained, "steps", "1", "2"),
     "loop.deterministic": Flag(trained, "deterministic", "false", "true"),

@@ -276,7 +276,7 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
     "override",
     [
         "scale.workers=[1, 2]",
-        "loop.global_batch_size=auto", "data.storage=pinned",
+        "loop.global_batch_size=auto",
     ],
 )  # fmt: skip
 def test_what_a_later_version_brings_is_read_and_then_refused_by_name(override: str) -> None:
@@ -290,7 +290,7 @@ def test_what_a_later_version_brings_is_read_and_then_refused_by_name(override: 
 
 def test_what_this_version_does_is_not_refused() -> None:
     overrides = ["scale.strategy=data_parallel", "scale.workers=2", "experts.hosts=0", "experts.inflight=2",
-                 "optim.name=sgd", "data.storage=stream", "precision.dtype=fp64", "scale.shares=auto"]  # fmt: skip
+                 "optim.name=sgd", "data.storage=pinned", "precision.dtype=fp64", "scale.shares=auto"]  # fmt: skip
     for verb in ("train", "plan", "bench"):
         refuse_later(load_spec(overrides=overrides).spec, verb)
         refuse_later(load_spec().spec, verb)

@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from raytrain.data.batches import Cursor, StepBatches, eval_batches, rank_micro_batches
 from raytrain.data.dataset import DatasetSplit
-from raytrain.data.resident import find_misplaced, move, place, verify_placement
+from raytrain.data.misplaced import find_misplaced, verify_placement
+from raytrain.data.resident import place
 from raytrain.data.splits import TensorSplit, TextSplit
+from raytrain.data.transfer import to_device
 from raytrain.errors import DevicePlacementError
 
 
@@ -182,7 +184,7 @@ def test_every_misplaced_tensor_of_a_nested_batch_is_named() -> None:
     ):
         verify_placement(batch(deep="meta"), "cpu")
     verify_placement(batch(), torch.device("cpu"))
-    assert find_misplaced(move(batch(), "meta"), "meta") == []
+    assert find_misplaced(to_device(batch(), "meta"), "meta") == []
 
 
 def test_misplaced_weights_go_by_their_own_names() -> None:
@@ -195,6 +197,6 @@ def test_misplaced_weights_go_by_their_own_names() -> None:
 
 def test_packed_sequences_keep_their_lengths_on_the_host() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    moved = move({"sequence": packed}, "cpu")["sequence"]
+    moved = to_device({"sequence": packed}, "cpu")["sequence"]
     assert type(moved) is type(packed) and torch.equal(moved.data, packed.data)
     assert find_misplaced({"sequence": packed}, "meta") == ["batch.sequence.data"]

@@ -15,8 +15,9 @@ from raytrain.data.contract import holdout
 from raytrain.data.dataset import DatasetSplit, ItemSplit
 from raytrain.data.memory import object_split
 from raytrain.data.ragged import RaggedSplit
-from raytrain.data.resident import move, place
+from raytrain.data.resident import place
 from raytrain.data.splits import TensorSplit, TextSplit
+from raytrain.data.transfer import to_device
 from raytrain.errors import InputError
 
 
@@ -230,7 +231,7 @@ def test_nested_items_are_collated_and_moved_part_by_part() -> None:
     assert isinstance(batch["patch"], Patch) and batch["patch"].name == ["patch 5", "patch 1"]
     assert batch["nothing"] is None and batch["title"] == ["row 5", "row 1"]
 
-    there = move(batch, "meta")
+    there = to_device(batch, "meta")
     assert there["patch"].pixels.device.type == "meta" and there["point"].left.device.type == "meta"
     assert there["nested"]["parts"][1]["deep"].device.type == "meta"
     assert (
@@ -238,7 +239,7 @@ def test_nested_items_are_collated_and_moved_part_by_part() -> None:
         and there["title"] == ["row 5", "row 1"]
         and there["patch"].name[0] == "patch 5"
     )
-    back = move(batch, "cpu")
+    back = to_device(batch, "cpu")
     assert_same(back, batch)
     assert back["patch"].pixels is batch["patch"].pixels, "a tensor that is there already is not copied"
 

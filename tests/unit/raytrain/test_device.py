@@ -11,7 +11,7 @@ import torch
 from lab import MLP, Rows, class_rows, make_session, optimizer_state, train
 from torch import Tensor, nn
 
-from raytrain.data.resident import tensors_of
+from raytrain.data.misplaced import tensors_of
 from raytrain.device import Placement, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.errors import DevicePlacementError
 from raytrain.snapshot import flatten, unflatten

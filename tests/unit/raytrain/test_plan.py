@@ -26,7 +26,7 @@ from raytrain.models.sizes import model_facts as facts_of
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
 from raytrain.planning.hosts import separate
 from raytrain.planning.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
-from raytrain.planning.values import ExpertFacts
+from raytrain.planning.values import ExpertFacts, size_text
 
 GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
@@ -449,21 +449,63 @@ def test_storage_by_bytes_of_device_and_data() -> None:
         return DataFacts(1000, 0, size // 1000, None, size, None, "a test")
 
     small = machines(node(memory=10 * GIB))
-    assert value(plan(small, data_facts=facts(4 * GIB)), "storage") == "resident"
-    assert value(plan(small, data_facts=facts(5 * GIB)), "storage") == "stream"
-    assert value(plan(small, data_facts=facts(4 * GIB), scale={"workers": 2}), "storage") == "stream"
-    assert value(plan(ONE_GPU, data_facts=facts(30 * GIB)), "storage") == "resident"
-    assert value(plan(ONE_GPU, data_facts=facts(40 * GIB)), "storage") == "stream"
-    made = plan(small, data_facts=facts(5 * GIB))
-    assert "5.5 GiB of data against 4.5 GiB" in reason(made, "storage")
+    assert value(plan(small, data_facts=facts(6 * GIB)), "storage") == "resident"
+    assert value(plan(small, data_facts=facts(8 * GIB)), "storage") == "stream"
+    assert value(plan(small, data_facts=facts(6 * GIB), scale={"workers": 2}), "storage") == "stream"
+    assert value(plan(ONE_GPU, data_facts=facts(55 * GIB)), "storage") == "resident"
+    made = plan(small, data_facts=facts(8 * GIB))
+    taken = value(plan(small, data={"storage": "stream"}), "memory")
+    room = f"{size_text(0.9 * (9 * GIB - taken))}, nine tenths of what 9 GiB leave beside the {size_text(taken)}"
+    assert f"8.8 GiB of data against {room}" in reason(made, "storage")
+    unknown = plan(small, data_facts=facts(5 * GIB), model_facts=None)
+    assert value(unknown, "storage") == "stream"
+    assert "4.5 GiB, half of what a worker may take: the model is not known yet" in reason(unknown, "storage")
+    large = replace(MODEL, parameters=15 * GIB // 4, trainable_bytes=15 * GIB)  # 60 GiB of the 72 with its state
+    assert value(plan(ONE_GPU, data_facts=facts(11 * GIB), model_facts=large), "storage") == "partial"
 
 
-def test_given_storage_stands_and_too_little_room_is_a_warning() -> None:
+def test_what_does_not_fit_a_gpu_is_kept_in_part_and_the_rest_streamed() -> None:
+    facts = DataFacts(1000, 0, GIB // 10, None, 100 * GIB, None, "a test")
+    made = plan(ONE_GPU, data_facts=facts)
+    assert value(made, "storage") == "partial" and 0.55 < value(made, "resident_rows") / 1000 < 0.65
+    assert "of 1,000 rows fit; the others are streamed" in reason(made, "resident_rows")
+    taken = value(made, "memory") - value(plan(ONE_GPU, data={"storage": "stream"}), "memory")
+    assert taken == value(made, "resident_rows") * facts.row_bytes
+    few = replace(facts, total_bytes=10_000 * GIB, row_bytes=10 * GIB)
+    assert value(plan(ONE_GPU, data_facts=few), "storage") == "pinned", "a part below 5 % is not worth it"
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
     facts = DataFacts(1000, 0, 1, None, 9 * GIB, None, "a test")
-    made = plan(machines(node(memory=10 * GIB)), data={"storage": "resident"}, data_facts=facts)
-    assert value(made, "storage") == "resident"
-    assert any("data.storage resident" in warning for warning in made.warnings)
+    with pytest.raises(InputError, match=r"data\.storage: seen resident for 9\.9 GiB of data, expected at most 8\.5"):
+        plan(machines(node(memory=10 * GIB)), data={"storage": "resident"}, data_facts=facts)
+    larger = plan(machines(node(memory=16 * GIB)), data={"storage": "resident"}, data_facts=facts)
+    assert value(larger, "storage") == "resident"
     assert value(plan(data={"storage": "stream"}), "storage") == "stream"
+    assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
+
+
+def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
+    made = plan(data={"storage": "pinned"})
+    assert value(made, "storage") == "resident"
+    assert "data.storage pinned is for copies to a GPU, and there is none" in reason(made, "storage")
+    assert any("pinned" in warning and "resident instead" in warning for warning in made.warnings)
+    assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
+
+
+def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
+    items = replace(DATA, kind="items", total_bytes=1000 * GIB)
+    for cores, workers, expected in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (3, 1, 2), (16, 1, 4), (16, 8, 1), (8, 2, 3)):
+        made = plan(machines(node(cpus=cores)), data_facts=items, scale={"workers": workers})
+        assert value(made, "loader_workers") == expected, (cores, workers)
+        assert value(made, "loader_workers") * workers <= max(0, cores - 1)
+        assert value(made, "storage") == ("stream" if expected else "partial")
+    assert value(plan(data_facts=DATA), "loader_workers") == 0
+    asked = plan(machines(node(cpus=2)), data_facts=items, data={"loader_workers": 3})
+    assert value(asked, "loader_workers") == 3 and any("3 loader processes on the 2 cores" in w for w in asked.warnings)
+    fits = plan(data_facts=replace(DATA, kind="items"))
+    assert (value(fits, "storage"), value(fits, "loader_workers")) == ("resident", 0)
 
 
 @pytest.mark.parametrize(
@@ -652,7 +694,7 @@ def test_what_only_the_opened_data_and_model_know_waits() -> None:
     made = plan(data_facts=None, model_facts=None)
     waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
     assert waiting == {
-        "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage",
+        "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage", "loader_workers",
         "parameters", "memory", "step_time", "checkpoint_bytes", "micro_batch_size", "accumulation",
     }  # fmt: skip
     assert "plan --build" in {name: why for name, _, why in made.rows()}["parameters"]

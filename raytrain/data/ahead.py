@@ -1,0 +1,95 @@
+"""Batches that are made ready before they are asked for: in bounded number, in order, and thrown away where the order
+changes (another micro-batch size, a roll-back)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+Given = TypeVar("Given")
+Made = TypeVar("Made", covariant=True)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One batch: these rows of a split, in `epoch` (from 0; what a dataset draws at random depends on it)."""
+
+    split: str
+    epoch: int
+    rows: np.ndarray
+
+    def same(self, other: Wanted) -> bool:
+        """Whether it is the same batch."""
+        return (self.split, self.epoch) == (other.split, other.epoch) and np.array_equal(self.rows, other.rows)
+
+
+class Pending(Protocol[Made]):
+    """Something that is being made."""
+
+    def result(self) -> Made:
+        """Wait for it; raises what went wrong."""
+        ...
+
+    def cancel(self) -> object:
+        """Nobody wants it any more."""
+        ...
+
+
+def begun_ahead(
+    items: Iterable[Given], begin: Callable[[Given], Pending[Made]], *, depth: int
+) -> Generator[tuple[Given, Pending[Made]]]:
+    """Each item with what was begun for it, `depth` of them begun at a time, the one that is handed out included.
+
+    What is left is cancelled where the generator is closed.
+    """
+    waiting: deque[tuple[Given, Pending[Made]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, begin(item)))
+            if len(waiting) >= depth:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        for _, pending in waiting:
+            pending.cancel()
+
+
+class Ahead(Generic[Made]):
+    """Batches of training, made ready while those before them are used.
+
+    Args:
+        start: a generator over wanted batches -> (wanted, pending), such as `begun_ahead` makes.
+    """
+
+    def __init__(
+        self, start: Callable[[Iterator[Wanted]], Generator[tuple[Wanted, Pending[Made]]]]
+    ) -> None:
+        self._start = start
+        self._running: Generator[tuple[Wanted, Pending[Made]]] | None = None
+        self.restarts = 0
+
+    def take(self, wanted: Wanted, *, then: Callable[[], Iterator[Wanted]]) -> Made:
+        """The batch that is wanted now. `then` gives it and all that will be wanted after it: asked only where what was
+        made ready is something else."""
+        came = None if self._running is None else next(self._running, None)
+        if came is not None and came[0].same(wanted):
+            return came[1].result()
+        if came is not None:
+            came[1].cancel()
+        self.stop()
+        self.restarts += 1
+        self._running = self._start(then())
+        first, pending = next(self._running)
+        assert first.same(wanted), "what follows begins with what is wanted"
+        return pending.result()
+
+    def stop(self) -> None:
+        """Throw away what was made ready."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None

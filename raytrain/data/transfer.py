@@ -1,0 +1,124 @@
+"""The one function that moves batches to the device, and what it counts.
+
+Batches may be of any nesting: dicts, tuples, named tuples, lists, dataclasses, packed sequences; None, strings and
+other objects in them stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+@dataclass
+class Copies:
+    """What `to_device` did in this process.
+
+    Attributes:
+        copied: tensors that were really copied, `nbytes` of them together.
+        in_place: tensors that were there already, and came back as the same object.
+        waited_for: copies that the host waited for; the others go on beside it (from pinned memory).
+    """
+
+    copied: int = 0
+    nbytes: int = 0
+    in_place: int = 0
+    waited_for: int = 0
+
+    def since(self, before: Copies) -> Copies:
+        """The difference to an earlier state (`dataclasses.replace(copies)` keeps one)."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return Copies(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+COPIES = Copies()
+"""Of this process, since it began."""
+
+
+def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with `change` applied to each part; anything else comes back itself."""
+    if isinstance(value, Mapping):
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(part) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return with_fields(value, {name: change(getattr(value, name)) for name in names})
+    return value
+
+
+def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with other values, also for frozen ones and fields `__init__` does not take."""
+    changed = copy.copy(value)
+    for name, part in fields.items():
+        object.__setattr__(changed, name, part)
+    return changed
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """`value` with every tensor in it on `device`, dense in memory, whatever the nesting; the rest is untouched.
+
+    Each tensor is looked at by itself: one that is there already comes back as the same object, and is no copy. A copy
+    out of pinned memory does not wait. Objects with a `to` of their own (a packed sequence) are moved by it.
+    """
+    if isinstance(value, Tensor):
+        return _moved(value, torch.device(device))
+    if isinstance(value, PackedSequence):
+        if is_on(value.data, torch.device(device)):
+            COPIES.in_place += 1
+            return value
+        COPIES.copied += 1
+        COPIES.nbytes += value.data.nbytes
+        COPIES.waited_for += 1
+        return value.to(device)  # pyright: ignore[reportArgumentType]  (torch's stub knows the overload for dtypes alone)
+    return rebuild(value, lambda part: to_device(part, device))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    tensor = dense(tensor)
+    if is_on(tensor, device):
+        COPIES.in_place += 1
+        return tensor
+    pinned = tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
+    COPIES.copied += 1
+    COPIES.nbytes += tensor.nbytes
+    COPIES.waited_for += not pinned
+    return tensor.to(device, non_blocking=pinned)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is contiguous, in any order of channels that torch has a name for; else a copy.
+
+    Slices and transposed views would be gathered anew by every kernel that reads them.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor
+    if tensor.ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+        return tensor
+    return tensor.contiguous()
+
+
+def is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether `tensor` is on `device`; a device without an index ("cuda") stands for any of its kind."""
+    same_index = device.index is None or tensor.device.index in (None, device.index)
+    return tensor.device.type == device.type and same_index
+
+
+def pin(value: Any) -> Any:
+    """`value` with every CPU tensor in it in pinned memory (torch keeps the blocks and takes them again)."""
+    if isinstance(value, Tensor):
+        return value.pin_memory() if value.device.type == "cpu" and not value.is_pinned() else value
+    if isinstance(value, PackedSequence):
+        return value.pin_memory()
+    return rebuild(value, pin)

@@ -1,0 +1,71 @@
+"""A Ray Dataset that a user's function returns: written once by a process of its own, read in an exact order."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.config import DataConfig
+from raytrain.data import ray_source
+from raytrain.data.sources import handed_over, open_source
+from raytrain.errors import InputError
+
+CODE = """
+import ray.data
+
+def rows(count=300):
+    made = ray.data.range(count).map(lambda row: {"x": [float(row["id"]), 1.0], "labels": int(row["id"]) % 3})
+    return {"train": made}
+
+def plain():
+    return {"train": {"x": [[1.0], [2.0]], "labels": [0, 1]}, "eval": None}
+"""
+
+
+def order_of(source: Any) -> list[int]:
+    handles = source.train.order(7, 0)[0:1000]
+    return source.train.gather(handles)["x"][:, 0].long().tolist()
+
+
+@pytest.mark.timeout(180)
+def test_it_is_written_once_and_read_in_the_same_order_ever_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray_rows.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = DataConfig(source="ray_rows:rows", count=300)  # pyright: ignore[reportCallIssue]
+    source = open_source(data, context=None, seed=1)
+    assert len(source.train) == 270 and source.eval is not None and len(source.eval) == 30
+    assert source.facts.kind == "groups" and set(source.train.gather(source.train.eval_order()[:4])) >= {"x", "labels"}
+
+    def no_process(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("written already")
+
+    monkeypatch.setattr(subprocess, "run", no_process)
+    again, worker = open_source(data, context=None, seed=1), handed_over(source.handed, data, context=None)
+    assert worker is not None and order_of(again) == order_of(source) == order_of(worker)
+    assert sorted(order_of(source)) != order_of(source) and len(set(order_of(source))) == 270
+
+
+def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray_words.py").write_text(CODE.replace("import ray.data\n", "# about ray\n"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = ['{"written": false}', '{"mixed": "a dict for eval beside a Ray Dataset"}']
+    failed = [False, False, True]
+
+    def run(command: list[str], **named: Any) -> Any:
+        bad = failed.pop(0)
+        return subprocess.CompletedProcess(command, int(bad), "" if bad else said.pop(0), "ValueError: no such bucket")
+
+    monkeypatch.setattr(ray_source.subprocess, "run", run)
+    data = DataConfig(source="ray_words:plain", eval_fraction=0.0)
+    assert len(open_source(data, context=None, seed=1).train) == 2, "called here after all"
+    with pytest.raises(InputError, match="a dict for eval beside a Ray Dataset, expected Ray Datasets for both"):
+        open_source(data, context=None, seed=1)
+    with pytest.raises(InputError, match="ray_words:plain, which failed: ValueError: no such bucket"):
+        open_source(data, context=None, seed=1)

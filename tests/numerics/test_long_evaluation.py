@@ -1,0 +1,33 @@
+"""A long evaluation keeps nothing from batch to batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from lab import MLP, class_rows, make_session
+
+from cluster.telemetry import process_memory
+from raytrain.evaluation import evaluate
+from raytrain.feed import EVAL_MICRO_BATCHES
+
+
+@pytest.mark.covers("MEM-06")
+@pytest.mark.parametrize("clear_every", [None, 50])
+def test_a_thousand_batches_take_no_more_memory_than_the_first(clear_every: int | None) -> None:
+    data = {"train": class_rows(64), "eval": class_rows(1000 * EVAL_MICRO_BATCHES)}
+    session = make_session(MLP, data, loop={"max_steps": 1, "micro_batch_size": 1})
+    assert session.source.eval is not None
+    resident: list[int] = []
+
+    def watched():
+        for number, micro in enumerate(session.feed.eval_batches(session.source.eval, limit=None)):
+            if number % 20 == 0:
+                resident.append(process_memory().rss)
+            yield micro
+
+    for _ in range(2):
+        resident.clear()
+        found = evaluate(session.step, watched(), workers=session.workers, clear_every=clear_every)
+    assert len(resident) == 50 and found["loss"] > 0
+    slope = np.polyfit(np.arange(50) / 5, np.array(resident) / 1e6, 1)[0]
+    assert slope <= 1.0, f"{slope:.2f} MB for each 100 batches"

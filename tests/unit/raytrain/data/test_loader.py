@@ -1,0 +1,186 @@
+"""Processes that read a dataset: the same batches as without, kept alive, bounded, and gone in the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raytrain.data.ahead import Wanted, begun_ahead
+from raytrain.data.batches import Cursor, StepBatches
+from raytrain.data.dataset import DatasetSplit
+from raytrain.data.loader import LoaderPool
+from raytrain.data.upload import AHEAD, Uploads
+from raytrain.errors import InputError, RunError
+from raytrain.feed import Feed
+
+CPU = torch.device("cpu")
+
+
+class Items:
+    """Numbers with a random draw beside them; some items may be broken."""
+
+    def __init__(self, count: int = 50, *, breaks: dict[int, str] | None = None) -> None:
+        self.count, self.breaks = count, breaks or {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        how = self.breaks.get(index)
+        if how == "raises":
+            raise ValueError(f"no picture {index}")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "odd":
+            return ["no", "row"]  # type: ignore[return-value]
+        drawn = torch.rand(1).item() + random.random() + np.random.rand()
+        return {"x": torch.full((2,), float(index)), "drawn": drawn, "pid": os.getpid(), "name": f"row {index}",
+                "labels": index % 3}  # fmt: skip
+
+
+@pytest.fixture
+def pools() -> Iterator[Any]:
+    """`pools(dataset, workers=, prefetch=)`; every process is gone at the end of the test."""
+    made: list[LoaderPool] = []
+
+    def make(dataset: Any, *, workers: int = 1, prefetch: int = 2) -> LoaderPool:
+        named = {"train": DatasetSplit(dataset), "eval": DatasetSplit(Items(20), key="data.eval")}
+        made.append(LoaderPool(named, workers=workers, prefetch=prefetch, seed=7))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pids = pool.pids
+        pool.close()
+        pool.close()
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+def feed_of(pool: LoaderPool | None, *, micro: int = 4, dataset: Any = None, uploads: Any = None) -> Feed:
+    split = DatasetSplit(dataset or Items())
+    batches = StepBatches(split, seed=3, global_batch=12, micro_batch=micro, storage="stream")
+    return Feed(batches, device=CPU, weight=None, dtype=torch.float32, pool=pool, uploads=uploads)
+
+
+def windows(feed: Feed, count: int, *, cursor: Cursor | None = None) -> list[list[dict[str, Any]]]:
+    cursor, found = cursor or Cursor(), []
+    for _ in range(count):
+        handles, cursor = feed.window(cursor)
+        found.append([micro.batch for micro in feed.micro_batches(handles)])
+    return found
+
+
+def shown(batches: list[list[dict[str, Any]]], *names: str) -> list[Any]:
+    return [[{name: batch[name] if name == "name" else batch[name].tolist() for name in names} for batch in w]
+            for w in batches]  # fmt: skip
+
+
+def draws(batches: list[list[dict[str, Any]]]) -> list[tuple[str, float]]:
+    return [pair for w in batches for b in w for pair in zip(b["name"], b["drawn"].tolist(), strict=True)]
+
+
+@pytest.mark.covers("DATA-05")
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (3, 2)])
+def test_the_order_stays_and_what_is_ahead_is_bounded(pools: Any, workers: int, prefetch: int) -> None:
+    pool = pools(Items(), workers=workers, prefetch=prefetch)
+    read, here = windows(feed_of(pool), 10), windows(feed_of(None), 10)
+    assert shown(read, "x", "name", "labels") == shown(here, "x", "name", "labels")
+    assert pool.high_water == workers * prefetch and pool.depth == workers * prefetch
+
+
+@pytest.mark.covers("DATA-04")
+def test_processes_stay_from_epoch_to_epoch_and_share_the_work(pools: Any) -> None:
+    pool = pools(Items(), workers=2)
+    feed = feed_of(pool)
+    epochs = [{int(pid) for batch in windows(feed, 5, cursor=Cursor(epoch)) for part in batch for pid in part["pid"]}
+              for epoch in (0, 1, 2)]  # fmt: skip
+    assert epochs[0] == epochs[1] == epochs[2] == set(pool.pids) and os.getpid() not in epochs[0]
+
+
+def test_what_an_item_draws_depends_on_seed_epoch_and_row_alone(pools: Any) -> None:
+    one, two = feed_of(pools(Items(), workers=1)), feed_of(pools(Items(), workers=3), micro=3)
+    left, right = draws(windows(one, 5)), draws(windows(two, 5))
+    assert left == right and len({drawn for _, drawn in left}) == 50
+    later = dict(draws(windows(one, 5, cursor=Cursor(1))))
+    assert all(later[name] != drawn for name, drawn in left), "another epoch draws anew"
+    resumed = feed_of(pools(Items(), workers=2))
+    again = windows(resumed, 2, cursor=Cursor(0, 24))
+    assert shown(again, "drawn") == shown(windows(feed_of(pools(Items())), 4)[2:], "drawn"), "so does no resume"
+
+
+def test_another_micro_batch_size_or_position_throws_away_what_is_ahead(pools: Any) -> None:
+    pool = pools(Items(), workers=2)
+    feed, here = feed_of(pool), feed_of(None)
+    windows(feed, 2)
+    feed.micro_batch = here.micro_batch = 2
+    assert shown(windows(feed, 2, cursor=Cursor(0, 24)), "x") == shown(windows(here, 2, cursor=Cursor(0, 24)), "x")
+    assert shown(windows(feed, 3, cursor=Cursor(2, 12)), "x") == shown(windows(here, 3, cursor=Cursor(2, 12)), "x")
+    evaluated = [m.batch["name"] for m in feed.eval_batches(DatasetSplit(Items(20)), limit=None)]
+    assert [name for batch in evaluated for name in batch] == [f"row {i}" for i in range(20)]
+    assert shown(windows(feed, 2, cursor=Cursor(2, 48)), "x") == shown(windows(here, 2, cursor=Cursor(2, 48)), "x")
+    assert feed._ahead is not None and feed._ahead.restarts == 3, "what was ahead survived the evaluation"
+
+
+@pytest.mark.parametrize("uploads", [False, True])
+def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, uploads: bool) -> None:
+    ups = Uploads(CPU, parts=lambda micro: micro.batch) if uploads else None
+    feed = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
+    with pytest.raises(RunError, match=r"(?s)data.train failed while rows .*17.* were read.*no picture 17"):
+        windows(feed, 5)
+    with pytest.raises(InputError, match=r"data\.train: seen an item that is a list"):
+        windows(feed_of(pools(Items(breaks={17: "odd"}))), 5)
+    feed.close()
+
+
+def test_a_process_that_dies_is_one_message(pools: Any) -> None:
+    with pytest.raises(RunError, match=r"loader process 0 \(pid \d+\) ended by SIGKILL while it read data"):
+        windows(feed_of(pools(Items(breaks={17: "dies"}))), 5)
+
+
+@pytest.mark.covers("DATA-01", "BP-15")
+def test_the_upload_thread_pins_and_the_order_stays(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from raytrain.data import resident
+
+    threads: list[str] = []
+    monkeypatch.setattr(resident, "pin", lambda value: threads.append(threading.current_thread().name) or value)
+    uploads = Uploads(CPU, parts=lambda micro: micro.batch)
+    feed = feed_of(pools(Items(), workers=2), uploads=uploads)
+    feed.batches.split.pinned = True  # as `place` makes it where there is a GPU
+    assert shown(windows(feed, 10), "x") == shown(windows(feed_of(None), 10), "x")
+    assert threads and all(name.startswith("upload") for name in threads), "never the training thread"
+    feed.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
+
+
+def test_so_many_are_begun_and_what_is_left_is_cancelled() -> None:
+    begun, cancelled = [], []
+
+    class Slow:
+        def __init__(self, item: int) -> None:
+            begun.append(item)
+            self.item = item
+
+        def result(self) -> int:
+            return self.item
+
+        def cancel(self) -> None:
+            cancelled.append(self.item)
+
+    running = begun_ahead(range(100), Slow, depth=AHEAD + 1)
+    assert [next(running)[1].result() for _ in range(4)] == [0, 1, 2, 3]
+    assert begun == list(range(4 + AHEAD))
+    running.close()
+    assert cancelled == [4, 5]
+    wanted = Wanted("train", 0, np.arange(3))
+    assert wanted.same(Wanted("train", 0, np.arange(3))) and not wanted.same(Wanted("train", 1, np.arange(3)))
