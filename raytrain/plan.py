@@ -180,8 +180,8 @@ def make_plan(
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     sharded = scale.strategy == "fsdp"
     check_limit(
-        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, recomputed=loop.activation_checkpointing,
-        hosts=hosts, shards=workers.value if sharded else 1,
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts,
+        recomputed=bool(loop.activation_checkpointing), shards=workers.value if sharded else 1,
     )  # fmt: skip
     allowed = worker_room(cluster, left, inventory, workers=workers.value)
     estimate = partial(

@@ -143,7 +143,7 @@ def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
         key = "cluster.memory_limit" if limit is not None and budget == limit else "cluster.memory_fraction"
         check_limit(
             budget, plan.model_facts, spec.optim, on_gpu=plan.device.value == "cuda",  # type: ignore[union-attr]
-            recomputed=spec.loop.activation_checkpointing, key=key,
+            recomputed=bool(spec.loop.activation_checkpointing), key=key,
         )  # fmt: skip
 
 
