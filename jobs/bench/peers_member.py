@@ -62,7 +62,7 @@ def plain(loop: PlainLoop, turns: Turns) -> None:
 
 def accelerate(loop: PlainLoop, turns: Turns) -> None:
     """Accelerate's loop."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
@@ -80,7 +80,7 @@ def accelerate(loop: PlainLoop, turns: Turns) -> None:
 
 def lightning(loop: PlainLoop, turns: Turns) -> None:
     """Lightning's loop."""
-    import lightning as L
+    import lightning as L  # pyright: ignore[reportMissingImports]
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
