@@ -47,7 +47,7 @@ class Guard:
             split.lends = not written
             self._versions = _versions(split)
             return written
-        if split.lends and _versions(split) != self._versions:
+        if self._settled and split.lends and _versions(split) != self._versions:
             raise RunError(
                 f"the model wrote into its input after it had not done so at first: {self.name} rows kept on the "
                 "device are damaged; data.storage: stream gives it a copy each time"
