@@ -157,7 +157,7 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
         search = find_search(command.loaded, checked, inventory)
         caches = _begin(command, search, checked, inventory)
         gpus = search.devices if search.on_gpu else 0
-        if not search.told(caches):
+        if _is_left(command, search, caches):
             show_only_picked(command.spec, inventory)
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
@@ -168,10 +168,16 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
             inventory = inventory_from_ray()
             search = find_search(command.loaded, checked, inventory)
             caches = _begin(command, search, checked, inventory)
-            if not search.told(caches):
+            if _is_left(command, search, caches):
                 _try(command, search, checked, cluster, caches)
     write_batch(command, search, caches)
     return command.the_sweep
+
+
+def _is_left(command: TuneCommand, search: BatchSearch, caches: Caches) -> bool:
+    """Whether anything is to be measured: also a noise scale alone, whose reading died in an earlier command."""
+    died = any(row["what"] == "noise" for row in command.the_sweep.again())
+    return not search.told(caches) or (died and all(cache.known.noise is None for cache in caches.values()))
 
 
 def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
