@@ -250,7 +250,7 @@ def _try(
         link=link,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
-    columns = ("kind", *BATCH_COLUMNS) if len(search.kinds) > 1 else BATCH_COLUMNS
+    columns = ("kind", *BATCH_COLUMNS) if search.kinds[0].name else BATCH_COLUMNS
     with SweepTable(command.console, columns, title="measurements") as table:
         trials = _trials(command, search, caches, table)
         tuner = make_tuner(
