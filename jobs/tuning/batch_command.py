@@ -221,7 +221,7 @@ def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) 
         workers=search.workers,
         versions={name: metadata.version(name) for name in ("torch", "raytrain")},
     )
-    return {**signature.facts, "data": encode(search.alone_spec)["data"]}
+    return {**signature.facts, "data": encode(search.alone_spec)["data"], "fp32_layers": spec.precision.fp32_layers}
 
 
 def _try(
