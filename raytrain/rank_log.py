@@ -22,7 +22,7 @@ class _Said:
 
     def __init__(self, say: Callable[[int, str], Any]) -> None:
         self._say = say
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `say` may print itself, a signal's handler may in the middle of a line
         self._begun: dict[tuple[int, int], str] = {}
         self._number = 0
 
@@ -43,8 +43,9 @@ class _Said:
             self._begun = {}
 
     def _send(self, text: str) -> None:
-        self._say(self._number, text)
+        number = self._number
         self._number += 1
+        self._say(number, text)
 
 
 class _Tee:

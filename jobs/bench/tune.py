@@ -33,8 +33,8 @@ from raytrain.search.measurement import Measurement as Measured
 from raytrain.search.precision import WORTHWHILE_GAIN
 from raytrain.search.space import MOST_SIZES, MOST_STEPS, BatchSpace, sizes_free
 
-#: Goals of issue 5.
 MIB = 2**20
+#: Goals of issue 5.
 OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4
 
 

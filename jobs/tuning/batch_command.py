@@ -157,7 +157,7 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
         search = find_search(command.loaded, checked, inventory)
         caches = _begin(command, search, checked, inventory)
         gpus = search.devices if search.on_gpu else 0
-        if not search.told(caches):
+        if _is_left(command, search, caches):
             show_only_picked(command.spec, inventory)
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
@@ -168,10 +168,16 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
             inventory = inventory_from_ray()
             search = find_search(command.loaded, checked, inventory)
             caches = _begin(command, search, checked, inventory)
-            if not search.told(caches):
+            if _is_left(command, search, caches):
                 _try(command, search, checked, cluster, caches)
     write_batch(command, search, caches)
     return command.the_sweep
+
+
+def _is_left(command: TuneCommand, search: BatchSearch, caches: Caches) -> bool:
+    """Whether anything is to be measured: also a noise scale alone, whose reading died in an earlier command."""
+    died = any(row["what"] == "noise" for row in command.the_sweep.again())
+    return not search.told(caches) or (died and all(cache.known.noise is None for cache in caches.values()))
 
 
 def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
@@ -215,7 +221,7 @@ def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) 
         workers=search.workers,
         versions={name: metadata.version(name) for name in ("torch", "raytrain")},
     )
-    return {**signature.facts, "data": encode(search.alone_spec)["data"]}
+    return {**signature.facts, "data": encode(search.alone_spec)["data"], "fp32_layers": spec.precision.fp32_layers}
 
 
 def _try(
@@ -244,7 +250,7 @@ def _try(
         link=link,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
-    columns = ("kind", *BATCH_COLUMNS) if len(search.kinds) > 1 else BATCH_COLUMNS
+    columns = ("kind", *BATCH_COLUMNS) if search.kinds[0].name else BATCH_COLUMNS
     with SweepTable(command.console, columns, title="measurements") as table:
         trials = _trials(command, search, caches, table)
         tuner = make_tuner(

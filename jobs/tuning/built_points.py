@@ -11,6 +11,7 @@ from jobs.built import build, opened
 from jobs.spec import JobSpec
 from raytrain.decode import encode
 from raytrain.errors import InputError
+from raytrain.models.registry import resolve, takes
 from raytrain.train_job import source_facts
 
 MOST_S = 60.0
@@ -60,7 +61,9 @@ def _data_key(spec: JobSpec) -> str:
 
 
 def _model_key(spec: JobSpec) -> str:
-    """All that a builder may be told."""
-    sections = encode(spec)
-    told = {name: sections[name] for name in ("model", "experts")} | {"data": _data_key(spec)}
+    """All that the builder is told."""
+    sections, builder = encode(spec), spec.model.builder
+    function = None if builder is None else resolve(builder, "model.builder")
+    asked = [name for name in sections if name != "data" and function is not None and takes(function, name)]
+    told = {name: sections[name] for name in ("model", "experts", *asked)} | {"data": _data_key(spec)}
     return json.dumps(told, sort_keys=True, default=repr)

@@ -15,6 +15,7 @@ from raytrain.planning.values import size_text
 from raytrain.record import to_line
 from raytrain.run_folder import RunFolder
 from raytrain.search.batch import BatchSpace, next_proposals
+from raytrain.search.contest import Contest
 from raytrain.search.measurement import Measurement
 
 FOLDER = "tune_cache"
@@ -50,9 +51,10 @@ class Cache:
         return bool(known.measurements) and not left
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add what was measured now, without errors and unsteady times: they may not come again."""
+        """Add what was measured now, without errors, unsteady times, and contests that not all came through: they may
+        not come again."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
-        new = [to_line(dict(row)) for row in rows if row["outcome"] not in ("error", "died") and _is_steady(row)]
+        new = [to_line(dict(row)) for row in rows if row["outcome"] not in ("error", "died") and _is_sound(row)]
         self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
 
 
@@ -60,9 +62,10 @@ Caches = Mapping[str, Cache]
 """By the name of the kind of device; that of the only one is ""."""
 
 
-def _is_steady(row: Mapping[str, Any]) -> bool:
-    measured = row.get("measurement")
-    return measured is None or Measurement.from_json(measured).is_steady
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    measured, contest = row.get("measurement"), row.get("contest")
+    steady = measured is None or Measurement.from_json(measured).is_steady
+    return steady and (contest is None or Contest.from_json(contest).valid)
 
 
 def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None) -> list[dict[str, Any]]:

@@ -41,7 +41,8 @@ class Kind:
 
 
 def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bool) -> tuple[Kind, ...]:
-    """The kinds of the devices that this job may use, by name; one where Ray cannot keep a trial on a kind."""
+    """The kinds of the devices that the workers of this job get, by name; one without a name where there is one alone,
+    or where Ray cannot keep a trial on a kind."""
     machines = choose_machines(spec.scale, inventory, [])
     nodes = [node for node, _ in machines.pool] if on_gpu else [node for node in inventory.nodes if node.cpus > 0]
     names = sorted({node.accelerator for node in nodes})
@@ -52,8 +53,9 @@ def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: boo
     for name in names:
         own = [node for node in nodes if node.accelerator == name]
         part = replace(inventory, nodes=tuple(own))
-        there = max(1, sum(counts.get(host, 0) for host in {node.host for node in own}))
-        found.append(_kind(name, spec, part, own, workers=there, on_gpu=on_gpu))
+        there = sum(counts.get(host, 0) for host in {node.host for node in own})
+        if there:  # a kind that the run does without must not decide for it
+            found.append(_kind(name, spec, part, own, workers=there, on_gpu=on_gpu))
     return tuple(found)
 
 

@@ -187,7 +187,9 @@ def _value(plan: Plan, name: str) -> Any:
 
 
 def whole_mapping(loaded: LoadedSpec, spec: JobSpec) -> dict[str, Any]:
-    """The job as given, with the paths of its data as `spec` has them: absolute, for whoever runs it elsewhere."""
-    data = encode(spec)["data"]
-    given = loaded.mapping.get("data") or {}
-    return {**loaded.mapping, "data": {key: data[key] for key in given}}
+    """The job as given, with the paths of its model and data as `spec` has them: absolute, for whoever runs it
+    elsewhere."""
+    sections, model = encode(spec), loaded.mapping["model"]
+    paths = {key: sections["model"][key] for key in ("init_from", "path") if key in model}
+    data = {key: sections["data"][key] for key in loaded.mapping.get("data") or {}}
+    return {**loaded.mapping, "model": {**model, **paths}, "data": data}

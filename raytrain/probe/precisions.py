@@ -57,10 +57,10 @@ def compare_precisions(
                 state, measured = rng_state(device), []
                 work = partial(_measure, trainable, micro, policy, gradients, device, into=measured)
                 outcome, reason = tried(work, workers=workers, device=device, elsewhere=trainable.elsewhere)
+                set_rng_state(state, device)  # the same dropout for every arm
                 if outcome != "ok":  # no memory, or an operation without a kernel in this dtype: that is a result
                     errors[policy.name] = reason
                     continue
-                set_rng_state(state, device)  # the same dropout for every arm
                 seconds, loss, norm = measured
                 values[policy.name] = (loss, norm)
                 if round_number:

@@ -50,7 +50,7 @@ def settle_precision(
             take_fitting_rows(session, run, reporter=reporter, push=push)
         except NothingFits as error:
             return _settle_unheld(session, run, planned.bounds, error, reporter=reporter, push=push)
-        settle_layers(session, run, precisions=planned.bounds, reporter=reporter)
+        settle_layers(session, run, precisions=planned.bounds, reporter=reporter, push=push)
         push({"phase": "measuring precisions"})
         chosen, trials = measure_precision(session, list(planned.bounds))
         session.use_precision(chosen.value)
@@ -58,9 +58,7 @@ def settle_precision(
             write_decision(run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
-    if isinstance(session.job.plan.fp32_layers, Deferred):
-        take_fitting_rows(session, run, reporter=reporter, push=push)
-    settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter)
+    settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter, push=push)
     return session.precision or ""
 
 
@@ -75,8 +73,11 @@ def _settle_unheld(
         except NothingFits:
             continue
         unheld = f"in fp32 {why}; {name} fits, and could not be held against it: watch its loss"
-        if isinstance(session.job.plan.fp32_layers, Deferred):
+        layers = isinstance(session.job.plan.fp32_layers, Deferred)
+        if layers:
             session.settle(fp32_layers=Resolved([], unheld))
+        if layers and session.workers.rank == 0:  # for an attempt that follows: it could not measure them either
+            write_decision(run, "fp32_layers", Resolved([], unheld), {"precision": name, "layers": []}, reporter)
         if session.workers.rank == 0:
             write_decision(run, "precision", Resolved(name, unheld), [], reporter)
         return name

@@ -8,14 +8,17 @@ from raytrain.layer_precision import layers_of
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
 from raytrain.precision import policy_for
-from raytrain.probe.record import shared_record, write_decision
+from raytrain.probe.record import Push, shared_record, write_decision
 from raytrain.probe.sensitivity import MOST_LAYERS, LayerProbe
+from raytrain.probe.settled_memory import take_fitting_rows
 from raytrain.run_folder import RunFolder
 from raytrain.search.layers import LayerChange
 from raytrain.session import Session
 
 
-def settle_layers(session: Session, run: RunFolder, *, precisions: Sequence[str], reporter: Reporter) -> None:
+def settle_layers(
+    session: Session, run: RunFolder, *, precisions: Sequence[str], reporter: Reporter, push: Push
+) -> None:
     """Layers that stay in fp32, where the plan leaves it open; needs a prepared session. Collective.
 
     Args:
@@ -31,6 +34,8 @@ def settle_layers(session: Session, run: RunFolder, *, precisions: Sequence[str]
     if known is not None and known["trials"]["precision"] == half:
         session.settle(fp32_layers=Resolved(known["value"], known["reason"]))
         return
+    # not before it is known that they are measured: what stands in the record is of the layers that were found
+    take_fitting_rows(session, run, reporter=reporter, push=push)
     chosen, changes = measure_layers(session, half)
     session.settle(fp32_layers=chosen)
     trials = {"precision": half, "layers": [change.to_json() for change in changes]}

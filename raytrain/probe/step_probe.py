@@ -93,23 +93,26 @@ class StepProbe:
         self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
     ) -> tuple[Measurement, ...]:
         """Several, a pass and an update of each in every round, after one round that is dropped; where one fails, all
-        end. Of each what `measure` gives, pass i of all of them from round i. Collective; changes nothing."""
-        found = [_Found() for _ in candidates]
+        end, and of those that had not begun there is nothing. Of the others what `measure` gives, pass i of all of them
+        from round i. Collective; changes nothing."""
+        found: list[_Found] = []
+        scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
         rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
         own = self._optimizer_seconds()
         with untouched(self.step.trainable, self.device), skipped_steps(self.step.optimizers):
             for number in range((1 + rounds) * len(candidates)):
                 at = number % len(candidates)
                 turn = self._begin if number < len(candidates) else self._pass
-                with self._computing_as(candidates[at]):
+                found += [_Found()] if number < len(candidates) else []
+                with self._computing_as(candidates[at], scales[at]):
                     if not turn(rows[at], found[at], budget):
                         break
         for one in found:
             one.update_s = [seconds + own for seconds in one.update_s]
-        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, found, strict=True))
+        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, found, strict=False))
 
     @contextlib.contextmanager
-    def _computing_as(self, candidate: Candidate) -> Iterator[None]:
+    def _computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
         step, batches = self.step, self.feed.batches
         kept = step.policy, step.scale, batches.micro_batch
         policy = policy_for(candidate.precision)
@@ -119,7 +122,7 @@ class StepProbe:
                 f"{kept[0].master_dtype}: prepare another session for it"
             )
         step.policy, batches.micro_batch = policy, candidate.micro_batch_size
-        step.scale = LossScale(self.device, enabled=policy.scales_loss)
+        step.scale = scale or LossScale(self.device, enabled=policy.scales_loss)
         apply_matmul(policy)
         try:
             yield

@@ -40,7 +40,7 @@ class BatchDecision:
 
     Attributes:
         rows_per_s: of one worker, throughput (or goodput, where the space asks for it).
-        predicted_peak: bytes by the line through the other sizes.
+        predicted_peak: bytes by the line through the other sizes, or through the reference's where there is none.
         table: every candidate on which anything was spent.
         refusals: precision -> why it was not taken.
         knees: precision -> its own best size.

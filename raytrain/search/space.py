@@ -88,7 +88,7 @@ class Proposal:
         passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
         with_memory: the peak is wanted too.
         against: other candidates, to be measured with this one in turn, `passes` rounds
-            (`raytrain.probe.contest.run_contest`); its peak, if it is wanted, first.
+            (`raytrain.probe.step_probe.StepProbe.measure_in_turn`); its peak, if it is wanted, first.
         gate_steps: not 0: no measurement but the numeric gate, `raytrain.probe.gate.run_gate`, of this candidate
             against the reference, so many steps.
     """

@@ -61,10 +61,10 @@ def settled(rank: int, world: int, folder: str) -> dict[str, Any]:
     run = RunFolder(folder)
     session = session_of(dropout=True, run=run)
     before, reporter = _everything(session), Rows()
-    settled_layers.settle_layers(session, run, precisions=["bf16", "fp32"], reporter=reporter)
+    settled_layers.settle_layers(session, run, precisions=["bf16", "fp32"], reporter=reporter, push=_silent)
     again = session_of(run=run)
     measure, settled_layers.measure_layers = settled_layers.measure_layers, _not_again
-    settled_layers.settle_layers(again, run, precisions=["bf16"], reporter=reporter)
+    settled_layers.settle_layers(again, run, precisions=["bf16"], reporter=reporter, push=_silent)
     settled_layers.measure_layers = measure
     return {
         "untouched": before == _everything(session),
@@ -84,6 +84,10 @@ def _everything(session: Session) -> str:
     module = session.trainable.module
     modes = [part.training for part in module.modules()]
     return digest(module.state_dict(), optimizer_state(session), session.generator_state(), modes)
+
+
+def _silent(status: dict[str, Any]) -> None:
+    """Progress that nobody reads."""
 
 
 def _not_again(session: Session, precision: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
+from raytrain.probe import step_probe
 from raytrain.probe.carried_out import carry_out
 from raytrain.probe.gate import run_gate
 from raytrain.search.batch import BatchDecision, BatchSpace, decide, next_proposals
@@ -51,6 +51,21 @@ def test_a_search_leaves_everything_as_it_was(build: Any) -> None:
     assert digest(session.trainable.module.state_dict()) == digest(plain.trainable.module.state_dict())
 
 
+class Clock:
+    """In place of `time` for the probe: it goes on where the model says so, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    time = perf_counter
+
+
+CLOCK = Clock()
+
+
 class Paced(nn.Module):
     """Takes 6 ms a pass and 4 ms a row, half of that under autocast; there its loss is `off` from what it was."""
 
@@ -60,21 +75,24 @@ class Paced(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         half = torch.is_autocast_enabled("cpu")
-        time.sleep((0.006 + 0.004 * len(x)) * (0.5 if half else 1.0))
+        CLOCK.now += (0.006 + 0.004 * len(x)) * (0.5 if half else 1.0)
         return {"loss": nn.functional.cross_entropy(self.inner(x), labels) * (1 + self.off * half)}
 
 
 @pytest.mark.covers("TUNE-05", "TUNE-06")
 @pytest.mark.parametrize(("off", "taken"), [(0.0, "bf16"), (0.05, "fp32")])
-def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times(off: float, taken: str) -> None:
-    """8 to 128 rows in fp32 and bf16: 64 rows have 0.99 of the throughput of 128, 32 have 0.97, 16 have 0.93."""
+def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times(
+    off: float, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 to 128 rows in fp32 and bf16: 64 rows have 0.99 of the throughput of 128, 32 have 0.967, 16 have 0.93."""
+    monkeypatch.setattr(step_probe, "time", CLOCK)
     torch.manual_seed(3)
     data = {"train": class_rows(160), "eval_fraction": 0.0}
     loop = {"global_batch_size": 128, "micro_batch_size": 8, "max_steps": 4}
     session = make_session({"module": Paced(off)}, data, loop=loop)
     space = BatchSpace(("bf16", "fp32"), (8, 16, 32, 64, 128), 128, 1 << 40)
     decision, _ = searched(session, space)
-    assert decision.candidate in (Candidate(taken, 64), Candidate(taken, 32)) and decision.complete
+    assert decision.candidate == Candidate(taken, 64) and decision.complete
     assert decision.contest is not None and max(decision.steps.values()) <= MOST_STEPS
     rows = {(row.precision, row.micro_batch_size): row for row in decision.table}
     for one in decision.contest["contenders"]:

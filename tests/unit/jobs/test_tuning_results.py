@@ -60,6 +60,8 @@ def test_times_taken_beside_other_work_are_not_kept_for_later_searches(tmp_path:
     rushed = row(2)
     rushed["measurement"]["pass_s"] = (0.01, 0.012, 0.02)
     cache.keep([row(1), rushed])
+    broken_off = [row(1)["measurement"], row(2, outcome="error")["measurement"]]
+    cache.keep([{**row(3), "measurement": None, "contest": broken_off}])
     assert [one["trial"] for one in Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False).rows] == [1]
 
 

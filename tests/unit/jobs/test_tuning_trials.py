@@ -140,7 +140,7 @@ def kinds_of(*nodes: Node, **scale: Any) -> list[tuple[str, int, int | None]]:
     """(name, devices, budget in GiB) of each kind."""
     job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"source": "stdlib"}, "scale": scale}
     inventory = Inventory(nodes, source="test", cpu_model="cpu", cpu_flags={})
-    found = find_kinds(load_spec(mapping=job).spec, inventory, workers=8, on_gpu=True)
+    found = find_kinds(load_spec(mapping=job).spec, inventory, workers=scale.get("workers", 8), on_gpu=True)
     return [(one.name, one.devices, one.budget_bytes and round(one.budget_bytes / 2**30 / 0.9)) for one in found]
 
 
@@ -148,5 +148,6 @@ def test_kinds_are_what_ray_tells_apart() -> None:
     big, small = node("a", "H100", gib=80, gpus=4), node("b", "T4", gib=16, gpus=2)
     assert kinds_of(big, small) == [("H100", 4, 80), ("T4", 2, 16)]
     assert kinds_of(big, small, accelerator="T4") == [("", 2, 16)]
+    assert kinds_of(big, small, workers=4) == [("H100", 4, 80)], "the run does without the others"
     assert kinds_of(big, node("c", "H100", gib=80, gpus=1)) == [("", 5, 80)]
     assert kinds_of(big, node("c", "", gib=16, gpus=1)) == [("", 5, 16)], "a trial cannot be kept on what has no name"
