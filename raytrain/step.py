@@ -203,8 +203,7 @@ class TrainingStep:
         total.backward()
 
     def idle(self) -> Tensor:
-        """This worker's part in a micro-batch of the others; a zero to take backward, where they go backward. With a
-        filler the module has to be in eval mode."""
+        """This worker's part in a micro-batch of the others, in eval mode with a filler; a zero to take backward."""
         if self.trainable.elsewhere is not None:
             with self.policy.autocast(self.device):
                 return self.trainable.elsewhere.idle()
