@@ -30,6 +30,7 @@ from raytrain.elsewhere import Death, Notice
 from raytrain.errors import InputError
 from raytrain.oom import Shortage
 from raytrain.optim import build_optimizers, muons_blocks
+from raytrain.recompute import as_with_rows
 from raytrain.trainable import Trainable
 from raytrain.weights.starting import fill_offered
 
@@ -127,11 +128,11 @@ class DistributedExperts:
     def idle(self) -> Tensor:
         """No rows through every layer, in the order of the layers."""
         parameter = next(self.module.parameters())
-        rows = [
-            layer.experts.idle(self._width, dtype=parameter.dtype, device=parameter.device)
-            for layer in self.layers
-            if isinstance(layer.experts, PooledExperts)
-        ]
+        rows: list[Tensor] = []
+        for layer in self.layers:
+            if isinstance(layer.experts, PooledExperts):
+                with as_with_rows(layer.experts):
+                    rows.append(layer.experts.idle(self._width, dtype=parameter.dtype, device=parameter.device))
         return torch.stack([row.double() for row in rows]).sum()
 
     def waited_s(self) -> float:

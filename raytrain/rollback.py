@@ -37,6 +37,7 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
         higher = HIGHER_PRECISION.get(higher, higher)
     loaded = _same_checkpoint(run, job, workers)
     session.close()
+    session.switches.end()  # of a module that was given as an object, which the next session has too
     fresh = Session(
         job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None
     )

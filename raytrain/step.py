@@ -180,7 +180,9 @@ class TrainingStep:
                 aux_sum += aux.detach().double() * share
             yield self.scale.scale(total)
         for _ in range(passes if self.meets else 0):
-            yield self.idle()
+            # until its backward is over, which may compute blocks again: nothing is drawn, counted or learned of these
+            with in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext():
+                yield self.idle()
 
     @property
     def meets(self) -> bool:
@@ -201,13 +203,12 @@ class TrainingStep:
         total.backward()
 
     def idle(self) -> Tensor:
-        """This worker's part in a micro-batch of the others; a zero to take backward, where they go backward."""
+        """This worker's part in a micro-batch of the others, in eval mode with a filler; a zero to take backward."""
         if self.trainable.elsewhere is not None:
             with self.policy.autocast(self.device):
                 return self.trainable.elsewhere.idle()
         assert self.filler is not None
-        with in_eval(self.trainable.module):  # nothing is drawn, counted or learned of these rows
-            output = self.forward(self.filler(), global_weight=1)
+        output = self.forward(self.filler(), global_weight=1)
         total = output.loss if output.aux is None else output.loss + output.aux
         return total * 0.0
 

@@ -165,7 +165,9 @@ class RaggedSplit:
         """The first `rows` rows on `device`, the others left on the host."""
         parts = {name: column.partly(device, rows=rows) for name, column in self.ragged.items()}
         dense = None if self.dense is None else self.dense.partly(device, rows=rows)
-        return RaggedSplit(parts, dense=dense, mask=self.mask, counts=self.counts, counted=True)
+        return RaggedSplit(
+            parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
+        )
 
 
 def pad_rows(

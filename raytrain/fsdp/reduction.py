@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from raytrain.errors import OutOfMemory
+from raytrain.errors import CollectiveFailed, OutOfMemory, first_line
 from raytrain.fsdp.gradients import ShardGradients
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.oom import Shortage, StepDropped, attempt, heard, told
@@ -47,8 +48,15 @@ class ShardedReduction:
 
         Raises:
             OutOfMemory: they had no memory.
+            CollectiveFailed: another worker is gone; no fault of what was computed, though torch raises RuntimeError.
         """
-        came = attempt(passes, device=self._device, who=f"rank {self._workers.rank}")
+        try:
+            came = attempt(passes, device=self._device, who=f"rank {self._workers.rank}")
+        except RuntimeError as error:
+            if not _is_of_a_meeting(error):
+                raise
+            text = f"a meeting of {self._workers.world} workers inside a pass failed: {first_line(error)}"
+            raise CollectiveFailed(text) from error
         if isinstance(came, Shortage):
             raise OutOfMemory(str(came))
         return came
@@ -69,3 +77,8 @@ class ShardedReduction:
         """As in `raytrain.reduction.Reduction`: in the shard of any worker. Collective."""
         bad = self._workers.sum_flags([int(not good) for good in self.gradients.finite()])
         return [name for name, count in zip(self._names, bad, strict=True) if count]
+
+
+def _is_of_a_meeting(error: RuntimeError) -> bool:
+    """NCCL's failures have a type; gloo's are plain ones, with the place in gloo where a connection ended."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

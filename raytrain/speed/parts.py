@@ -19,9 +19,9 @@ NEAREST = 3
 def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
     """The parts, outermost first; ("", module) is the whole model.
 
-    `auto` takes the blocks where the model names them, or repeats some that are more than single layers: they share
-    what is compiled, so that its seconds do not grow with their number. A name stands for every module whose dotted
-    name ends with it: `router` for the routers of all blocks.
+    `auto` takes the blocks where the model names them, or repeats some that are more than single layers (they share
+    what is compiled, so that its seconds do not grow with their number), or where backward computes them again. A name
+    stands for every module whose dotted name ends with it: `router` for the routers of all blocks.
 
     Raises:
         InputError: a name that the model does not have, a model without blocks where they are asked for, or a part
@@ -30,7 +30,8 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
     module, asked = trainable.module, loop.compile_parts
     if asked == "auto":
         several = any(next(block.children(), None) is not None for _, block in repeated(module))
-        asked = "blocks" if trainable.blocks is not None or several else "all"
+        by_blocks = trainable.blocks is not None or several or loop.activation_checkpointing
+        asked = "blocks" if by_blocks else "all"
     if asked == "all":
         parts: list[Block] = [("", module)]
     elif asked == "blocks":

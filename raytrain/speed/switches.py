@@ -74,6 +74,7 @@ class Switches:
         return {"mask_cache": MaskCache.total(self.masks)} if self.masks else {}
 
     def end(self) -> None:
-        """Training is over: whatever follows (an export, a sample of text) is not worth compiling for."""
+        """Training with this session is over: whatever follows (an export, a sample of text) is not worth compiling
+        for, and another session that takes the module over compiles it by itself."""
         if self.compiled is not None:
             self.compiled.off()

@@ -125,6 +125,7 @@ VARIANTS: dict[str, tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]] = {
     ),
     "capacity 0.75": (("experts", (("capacity_factor", 0.75),)),),
     "activation checkpointing": (("loop", (("activation_checkpointing", True),)),),
+    "every second block computed again": (("loop", (("activation_checkpointing", 2),)),),
     "sgd": (("optim", (("name", "sgd"), ("lr", 0.05))),),
     "muon": (("optim", (("name", "muon"), ("lr", 0.01))), ("experts", (("bias", True),))),
     "eight experts, top 3": (("experts", (("num_experts", 8), ("top_k", 3), ("hidden", 24))),),

@@ -174,7 +174,7 @@ def test_peak_bytes_by_length_are_told_by_their_shape() -> None:
     assert straight["power"] == pytest.approx(1, abs=0.1) and curved["power"] == pytest.approx(2, abs=0.1)
 
 
-@pytest.mark.covers("TEST-02")
+@pytest.mark.covers("TEST-02", "PERF-29")
 def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilers_seconds_apart(bench: Callable[..., Any]) -> None:
     document = bench("compile")
     assert set(document["arms"]) == {"eager", "default", "defaults", "optim.fused false", "reference"}

@@ -12,6 +12,7 @@ from raytrain.data.contract import Split
 from raytrain.data.dataset import DatasetSplit, PartlyKept
 from raytrain.data.memory import object_split
 from raytrain.data.parts import PartTensor
+from raytrain.data.ragged import Ragged, RaggedSplit
 from raytrain.data.resident import StreamSplit, place
 from raytrain.data.splits import TextSplit
 
@@ -24,6 +25,13 @@ def ragged() -> dict[str, Any]:
         "labels": [torch.from_numpy(draw.integers(-1, 99, size=n)) for n in lengths],
         "weight": torch.rand(40),
     }
+
+
+def filled() -> RaggedSplit:
+    """Rows padded with a token of their own, as a tokenizer's are."""
+    lengths = np.random.default_rng(2).integers(1, 9, size=40)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return RaggedSplit({"input_ids": Ragged(torch.arange(int(offsets[-1])), offsets)}, fills={"input_ids": 999})
 
 
 class Items:
@@ -42,6 +50,7 @@ SPLITS = {
     "columns": lambda: object_split({"x": torch.rand(40, 3), "labels": torch.arange(40) % 5}, key="data.train"),
     "images": lambda: object_split({"x": torch.rand(40, 1, 4, 4).double(), "labels": torch.rand(40)}, key="data.train"),
     "ragged": lambda: object_split(ragged(), key="data.train"),
+    "filled": filled,
     "text": lambda: TextSplit(np.random.default_rng(1).integers(0, 256, size=500).astype(np.uint8), context=12),
     "items": lambda: DatasetSplit(Items()),
 }

@@ -13,7 +13,7 @@ from lab import GPT, MLP, class_rows, make_session, token_rows, train
 from torch import nn
 
 from raytrain.blocks import blocks_of
-from raytrain.errors import CheckpointError, InputError, OutOfMemory, RunError
+from raytrain.errors import CheckpointError, CollectiveFailed, InputError, OutOfMemory, RunError
 from raytrain.fsdp.sharding import check
 from raytrain.session import Session
 from raytrain.trainable import LossOutput, Trainable
@@ -56,6 +56,21 @@ def test_scalars_are_refused_by_name() -> None:
     module = stack()
     module.temperature = nn.Parameter(torch.ones(()))
     assert "temperature" in refused(module, "0")
+
+
+def test_a_worker_that_is_gone_is_no_fault_of_the_pass() -> None:
+    """Else recovery would take it for an operation that failed: after a few the run would stop, or leave bf16."""
+    reduction = session().step.reduction
+
+    def failing(error: Exception) -> Any:
+        raise error
+
+    gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9")
+    for error in (gone, dist.DistBackendError("NCCL communicator was aborted")):
+        with pytest.raises(CollectiveFailed, match="inside a pass failed"):
+            reduction.attempt(lambda error=error: failing(error))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        reduction.attempt(lambda: failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
 
 
 def test_a_row_for_the_passes_of_others_weighs_something() -> None:

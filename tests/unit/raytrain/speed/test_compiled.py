@@ -206,7 +206,9 @@ def test_parts_by_name(asked: Any, names: list[str]) -> None:
 
 
 def test_a_model_that_repeats_nothing_is_compiled_whole_and_has_no_blocks() -> None:
-    assert named(mlp(hidden=(4,), num_features=3, num_classes=2), "auto") == [""], "single layers are no blocks"
+    single = mlp(hidden=(4,), num_features=3, num_classes=2)
+    assert named(single, "auto") == [""], "single layers are no blocks"
+    assert "" not in named(single, "auto", activation_checkpointing=True), "unless backward computes them again"
     trainable = Trainable.from_module(nn.Linear(2, 2), loss=lambda module, batch: module(batch["x"]).sum())
     assert named(trainable, "auto") == [""]
     with pytest.raises(InputError) as caught:
