@@ -58,9 +58,8 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
     context = ray.train.get_context()
     workers = Workers()
-    with rank_log(
-        RunFolder(config["run_path"]), workers.rank, say=config["link"].say.remote if workers.rank == 0 else None
-    ):
+    say = config["link"].say.remote if workers.rank == 0 else None
+    with rank_log(RunFolder(config["run_path"]), workers.rank, say=say):
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), link=config["link"])
