@@ -102,7 +102,7 @@ class ModelFacts:
     blocks: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "blocks": None if self.blocks is None else list(self.blocks)}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ModelFacts:

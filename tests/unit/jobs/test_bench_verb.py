@@ -222,7 +222,7 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
     usual, quick = options_of(name, [], quick=False), options_of(name, [], quick=True)
     assert set(kind.QUICK) <= set(kind.model_fields) and quick.blocks <= usual.blocks
     assert options_of(name, ["blocks=7"], quick=True).blocks == 7
-    dear = ("memory", "recovery")  # a process each, half a minute each
+    dear = ("memory", "recovery", "data")  # a process, or five whole epochs of two arms, in each
     assert name in dear or usual.blocks >= 15, "an interval needs repetitions"
 
 

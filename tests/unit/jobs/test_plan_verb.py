@@ -333,7 +333,7 @@ def test_only_the_picked_gpus_are_shown_to_a_local_cluster(
 
 @pytest.mark.parametrize(
     ("override", "key"),
-    [("scale.accelerator=cuda:7", "scale.accelerator"), ("scale.strategy=fsdp", "scale.strategy"),
+    [("scale.accelerator=cuda:7", "scale.accelerator"), ("scale.workers=[1, 2]", "scale.workers"),
      ("loop.global_batch_size=100000", "loop.global_batch_size"), ("scale.workers=9999", "scale.workers")],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused(tmp_path: Path, override: str, key: str) -> None:
