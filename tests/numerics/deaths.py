@@ -290,6 +290,7 @@ class Moves:
         self.in_force: list[tuple[int, int]] = []
         self.refused: list[str] = []
         self.busy: list[list[float]] = []
+        self.sent: list[float] = []
 
     def next(self, step: int) -> Placement | None:
         if step not in self.story.moves or self.placement is None:
@@ -304,6 +305,7 @@ class Moves:
         self.placement = placement
         self.refused += [refused] if refused else []
         self.busy.append(agreed.busy_s)
+        self.sent.append(sum(agreed.sent_bytes))
         self.in_force.append((step, placement.version))
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
