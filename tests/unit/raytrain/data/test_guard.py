@@ -71,3 +71,12 @@ def test_rows_in_another_order_are_gathered_and_nobody_can_harm_them() -> None:
         for micro in feed.micro_batches(handles):
             micro.batch["x"].zero_()
     assert torch.equal(split.columns["x"], whole)
+
+
+def test_a_session_that_follows_another_over_the_same_rows_finds_no_damage() -> None:
+    split = columns()
+    for _ in range(2):  # as after a rewind or a roll-back
+        feed = feed_of(split)
+        for _ in range(3):
+            list(feed.eval_batches(split, limit=None))
+        assert feed.notices() == []
