@@ -6,27 +6,25 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from cluster.inventory import Inventory, inventory_from_ray
 from jobs.driver import Checked, train_job
 from jobs.paths import resolved
-from jobs.plan import has_experts, plan_job
+from jobs.plan import plan_job
 from jobs.runtime import Cluster, connected
 from jobs.spec import JobSpec, LoadedSpec, load_spec
 from jobs.tuning.batch_results import say_search, write_batch
 from jobs.tuning.cache import FOLDER, Cache, Caches
+from jobs.tuning.cache_keys import cache_key, gate_key
 from jobs.tuning.command import show_only_picked
 from jobs.tuning.kinds import Kind, find_kinds, of_kind
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
-from raytrain.decode import encode
 from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.plan import Deferred, Plan
 from raytrain.planning.memory import check_limit
 from raytrain.search.measurement import Candidate
-from raytrain.search.signature import make_signature
 from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.sweep_folder import SweepFolder
 
@@ -187,7 +185,9 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     for kind in search.kinds:
         key = cache_key(spec, search, checked, kind)
         folder = f"{spec.save.dir.rstrip('/')}/{FOLDER}"
-        cache = caches[kind.name] = Cache(folder, key, budget=kind.budget_bytes, fresh=spec.tune.fresh)
+        cache = caches[kind.name] = Cache(
+            folder, key, budget=kind.budget_bytes, fresh=spec.tune.fresh, gate=gate_key(search)
+        )
         cache.hear(of_kind(sweep.standing(), kind.name))
     noise = next((cache.known.noise for cache in caches.values() if cache.known.noise is not None), None)
     for cache in caches.values():
@@ -202,26 +202,6 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     elif kept:
         command.say(f"{kept} measurements of an earlier search hold here; --fresh measures anew")
     return caches
-
-
-def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) -> dict[str, Any]:
-    """All that a measurement depends on, as far as the driver knows it, and nothing else: neither the global batch nor
-    the budget."""
-    data = checked.data_facts
-    signature = make_signature(
-        model=search.alone_spec.model,
-        optim=spec.optim,
-        loop=spec.loop,
-        experts=search.alone_spec.experts if has_experts(spec) else None,
-        parameters=checked.model_facts.parameters,
-        longest_row=data.tokens_per_row or data.row_bytes,
-        device=kind.device,
-        device_bytes=kind.device_bytes,
-        threads=int(search.alone_plan.threads.value),  # type: ignore[union-attr]
-        workers=search.workers,
-        versions={name: metadata.version(name) for name in ("torch", "raytrain")},
-    )
-    return {**signature.facts, "data": encode(search.alone_spec)["data"], "fp32_layers": spec.precision.fp32_layers}
 
 
 def _try(

@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from raytrain.search.batch import next_proposals
 from raytrain.search.contest import Contest
 from raytrain.search.measurement import Measurement
 from raytrain.search.noise_scale import NoiseScale
 from raytrain.search.precision import GateReport
 from raytrain.search.space import BatchSpace
+
+IN_TURN = "in turn"
+"""What a contest is called in the table and in trials.jsonl."""
+
+
+class What(NamedTuple):
+    """What a trial measures, however many passes it takes."""
+
+    precision: str
+    micro_batch_size: int
+    noise: bool
+    gate: bool
+    in_turn: bool
 
 
 class Known:
@@ -45,3 +59,21 @@ def weighed(space: BatchSpace, known: Known, *, goodput: bool) -> BatchSpace:
     """The space with the noise scale in it, where that decides and is known; infinite noise wastes no row."""
     rows = known.noise.rows if goodput and known.noise is not None and math.isfinite(known.noise.rows) else None
     return replace(space, noise_rows=rows)
+
+
+def what_of(row: Mapping[str, Any]) -> What:
+    """Of a line of trials.jsonl."""
+    what = row["what"]
+    return What(row["precision"], row["micro_batch_size"], what == "noise", what == "gate", what.startswith(IN_TURN))
+
+
+def still_wanted(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: Known) -> list[int]:
+    """Of trials that died, the numbers of those that a search with what is `known` wants all the same."""
+    everything = replace(space, devices=len(space.precisions) * len(space.sizes))
+    found = next_proposals(everything, known.measurements, (), known.gates, known.contests)
+    points = ((one, one.candidate) for one in found)
+    wanted = {
+        What(point.precision, point.micro_batch_size, False, one.gate_steps > 0, bool(one.against))
+        for one, point in points
+    }
+    return [row["trial"] for row in died if (known.noise is None if what_of(row).noise else what_of(row) in wanted)]

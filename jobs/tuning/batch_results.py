@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jobs.tuning.batch_known import Known, weighed
+from jobs.tuning.batch_known import Known, still_wanted, weighed
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.kinds import of_kind
 from jobs.tuning.points import whole_mapping
@@ -93,7 +93,20 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     kinds = {name: one.to_json() for name, one in answer.decisions.items()}
     close(command, {"kind": "batch", "values": values, "decision": decision.to_json(), "kinds": kinds, "found": found,
                     "advice": advice, "from_cache": sum(len(cache.rows) for cache in caches.values())})  # fmt: skip
-    say_files(command)
+    say_files(command, died=worth_again(command, search, caches))
+
+
+def worth_again(command: TuneCommand, search: BatchSearch, caches: Caches) -> list[int]:
+    """Trials whose process died and that a search which goes on, without the word of their deaths, still wants: what
+    others have measured meanwhile may do without them."""
+    sweep, goodput = command.the_sweep, command.spec.tune.objective == "goodput"
+    found: list[int] = []
+    for kind in search.kinds:
+        known = caches[kind.name].known_with(of_kind(sweep.standing(), kind.name))
+        known.noise = caches[kind.name].known.noise
+        space = weighed(search.space_of(kind), known, goodput=goodput)
+        found += still_wanted(of_kind(sweep.again(), kind.name), space, known)
+    return sorted(found)
 
 
 def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDecision:
@@ -115,7 +128,7 @@ def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDec
     gates = [gate for cache in caches.values() for gate in cache.known.gates]
     return choose_for_all(
         decisions,
-        devices={kind.name: kind.devices for kind in search.kinds},
+        workers={kind.name: kind.workers for kind in search.kinds},
         reference=search.space.lead,
         refused={gate.precision for gate in gates if gate_refusal(gate)},
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jobs.tuning.batch_known import Known, weighed
+from jobs.tuning.batch_known import IN_TURN, Known, What, weighed, what_of
 from jobs.tuning.kinds import of_kind
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
@@ -15,9 +15,6 @@ from raytrain.search.batch import BatchSpace, Proposal, next_proposals
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.precision import GateReport
 from raytrain.sweep_folder import SweepFolder
-
-IN_TURN = "in turn"
-"""What a contest is called in the table and in trials.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class BatchTrials:
         self._numbers, self._kind = numbers, kind
         for row in of_kind(sweep.standing(), kind):
             table.end(row["trial"], batch_cells(row, space), batch_text(row, space))
-        self._dead = {_what_of(row): row["trial"] for row in of_kind(sweep.again(), kind)}
+        self._dead = {what_of(row): row["trial"] for row in of_kind(sweep.again(), kind)}
         self._tried_again: set[int] = set()
 
     @property
@@ -236,13 +233,7 @@ class KindTrials:
             one.stopping = True
 
 
-def _what(wanted: Wanted) -> tuple[Any, ...]:
+def _what(wanted: Wanted) -> What:
     """What is measured, however many passes it takes."""
     point = wanted.candidate
-    return (point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, bool(wanted.against))
-
-
-def _what_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """`_what` of a line of trials.jsonl."""
-    what = row["what"]
-    return (row["precision"], row["micro_batch_size"], what == "noise", what == "gate", what.startswith(IN_TURN))
+    return What(point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, bool(wanted.against))

@@ -17,19 +17,27 @@ from raytrain.run_folder import RunFolder
 from raytrain.search.batch import BatchSpace, next_proposals
 from raytrain.search.contest import Contest
 from raytrain.search.measurement import Measurement
+from raytrain.search.precision import GateReport
 
 FOLDER = "tune_cache"
 
 
 class Cache:
-    """The measurements of one signature; empty with `tune.fresh`."""
+    """The measurements of one signature; empty with `tune.fresh`.
 
-    def __init__(self, folder: str, signature: Mapping[str, Any], *, budget: int | None, fresh: bool) -> None:
+    Args:
+        gate: what the result of a numeric gate depends on besides: under another learning rate its steps end elsewhere,
+            while times and peaks are what they were.
+    """
+
+    def __init__(
+        self, folder: str, signature: Mapping[str, Any], *, budget: int | None, fresh: bool,
+        gate: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._store = RunFolder(folder)
-        text = json.dumps(signature, sort_keys=True)
-        self.key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.key, self._gate = _hash_of(signature), _hash_of(gate or {})
         self.file = f"{self.key}.jsonl"
-        self.rows = [] if fresh else still_true(self._store.read_rows(self.file), budget)
+        self.rows = [] if fresh else still_true(self._store.read_rows(self.file), budget, gate=self._gate)
         self.known = Known(self.rows)
 
     @property
@@ -39,10 +47,12 @@ class Cache:
 
     def hear(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add a sweep's own rows to what is known, but for those that are here already."""
-        told = [row.get("time") for row in self.known.rows]
-        for row in rows:
-            if row.get("time") not in told:
-                self.known.add(dict(row))
+        self.known = self.known_with(rows)
+
+    def known_with(self, rows: Sequence[Mapping[str, Any]]) -> Known:
+        """What earlier searches and these rows of a sweep tell, no row twice."""
+        told = [row.get("time") for row in self.rows]
+        return Known([*self.rows, *(row for row in rows if row.get("time") not in told)])
 
     def answers(self, space: BatchSpace) -> bool:
         """Whether nothing is left to measure."""
@@ -51,10 +61,11 @@ class Cache:
         return bool(known.measurements) and not left
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add what was measured now, without errors, unsteady times, and contests that not all came through: they may
-        not come again."""
+        """Add what was measured now, without errors, unsteady times, gates that ran out of memory, and contests that
+        not all came through: they may not come again."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
-        new = [to_line(dict(row)) for row in rows if row["outcome"] not in ("error", "died") and _is_sound(row)]
+        kept = [row for row in rows if row["outcome"] not in ("error", "died") and _is_sound(row)]
+        new = [to_line({**row, **({"gate_of": self._gate} if row.get("gate") else {})}) for row in kept]
         self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
 
 
@@ -62,18 +73,26 @@ Caches = Mapping[str, Cache]
 """By the name of the kind of device; that of the only one is ""."""
 
 
+def _hash_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    measured, contest = row.get("measurement"), row.get("contest")
+    measured, contest, gate = row.get("measurement"), row.get("contest"), row.get("gate")
+    if gate is not None and GateReport.from_json(gate).out_of_memory:
+        return False
     steady = measured is None or Measurement.from_json(measured).is_steady
     return steady and (contest is None or Contest.from_json(contest).valid)
 
 
-def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None) -> list[dict[str, Any]]:
+def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None, *, gate: str = "") -> list[dict[str, Any]]:
     """Rows as they would come out under `budget` bytes: what took more is out of memory now, and what was out of memory
-    under a smaller budget is not known any more."""
+    under a smaller budget is not known any more; of gates those that were kept under the same hash."""
     kept = []
     for row in rows:
         measured, before = row.get("measurement"), row.get("budget_bytes")
+        if row.get("gate") is not None and row.get("gate_of") != gate:
+            continue
         if measured is None:
             kept.append(dict(row))
         elif measured["outcome"] == "out_of_memory":

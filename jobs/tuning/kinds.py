@@ -8,7 +8,8 @@ from typing import Any
 
 from cluster.inventory import Inventory, Node
 from jobs.spec import JobSpec
-from raytrain.planning.machines import choose_machines
+from raytrain.errors import InputError
+from raytrain.planning.machines import Machines, choose_machines
 from raytrain.planning.workers import spread, worker_room
 
 SLIVER = 0.001
@@ -22,6 +23,7 @@ class Kind:
     Attributes:
         name: as Ray calls the type; "" where all are alike, or Ray cannot tell them apart.
         devices: measurements that may run beside each other: one on each GPU, on CPUs one on each node.
+        workers: of the run on this kind, which may be fewer.
         cores: what a measurement on CPUs takes of its node, so that nothing else is timed there.
         budget_bytes: of one process; None where nobody knows.
         device, device_bytes: its name and memory, for the cache.
@@ -29,6 +31,7 @@ class Kind:
 
     name: str
     devices: int
+    workers: int
     cores: int
     budget_bytes: int | None
     device: str
@@ -42,7 +45,11 @@ class Kind:
 
 def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bool) -> tuple[Kind, ...]:
     """The kinds of the devices that the workers of this job get, by name; one without a name where there is one alone,
-    or where Ray cannot keep a trial on a kind."""
+    or where Ray cannot keep a trial on a kind of nodes.
+
+    Raises:
+        InputError: GPUs of one machine are unlike: Ray gives a trial any of them.
+    """
     machines = choose_machines(spec.scale, inventory, [])
     nodes = [node for node, _ in machines.pool] if on_gpu else [node for node in inventory.nodes if node.cpus > 0]
     names = sorted({node.accelerator for node in nodes})
@@ -59,15 +66,27 @@ def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: boo
     return tuple(found)
 
 
+def _refuse_unlike(machines: Machines) -> None:
+    for node, devices in machines.pool:
+        names = sorted({device.name for device in devices})
+        if len(names) > 1:
+            raise InputError(
+                "scale.accelerator", seen=f"{' and '.join(names)} in {node.host}", expected="GPUs of one kind there",
+                remedy="Ray cannot tell those of one machine apart: name the kind to search on",
+            )  # fmt: skip
+
+
 def _kind(
     name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node], *, workers: int, on_gpu: bool
 ) -> Kind:
     machines = choose_machines(spec.scale, inventory, [])
+    _refuse_unlike(machines)
     memory = min(((gpu.name, gpu.memory_bytes) for gpu in machines.gpus), key=lambda one: one[1], default=("", 0))
     device, size = memory if on_gpu else (" ".join(filter(None, (inventory.cpu_model, name))), 0)
     return Kind(
         name=name,
         devices=max(1, len(machines.gpus) if on_gpu else len(nodes)),
+        workers=workers,
         cores=min((node.cpus for node in nodes), default=1),
         budget_bytes=worker_room(spec.cluster, machines, inventory, workers=workers),
         device=device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     close(command, {"kind": "space", "metric": trials.metric, "best": best, "reason": reason,
                     "left_out": [{"values": values, "reason": why} for values, why in points.left_out]})  # fmt: skip
     command.say(f"best: trial {best['trial']}, {told(best['values'])}; {reason}")
-    say_files(command)
+    say_files(command, died=[row["trial"] for row in sweep.again()])
 
 
 def header_of(command: TuneCommand) -> str:
@@ -67,15 +68,18 @@ def draw(command: TuneCommand, spec: dict[str, Any]) -> None:
     command.the_sweep.write_bytes(command.the_sweep.picture, png(figure(spec)))
 
 
-def say_files(command: TuneCommand) -> None:
-    """The last lines: where things are, and what to do with them."""
+def say_files(command: TuneCommand, *, died: Sequence[int]) -> None:
+    """The last lines: where things are, and what to do with them.
+
+    Args:
+        died: trials that a sweep which goes on would make once more.
+    """
     sweep = command.the_sweep
     command.say(f"trials  {sweep.trials}")
     command.say(f"picture {sweep.picture}")
     command.say(f"train   raytrain train {sweep.best}")
-    died = ", ".join(str(row["trial"]) for row in sweep.again())
     if died:
-        command.say(f"died    trial {died}; once more: raytrain tune --resume {sweep.path}")
+        command.say(f"died    trial {', '.join(map(str, died))}; once more: raytrain tune --resume {sweep.path}")
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:

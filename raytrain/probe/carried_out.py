@@ -30,7 +30,7 @@ def carry_out(session: Session, wanted: Proposal, *, reference: str, budget: int
     """
     one = wanted.candidate
     if wanted.gate_steps:
-        return Taken(gate=run_gate(session, one, reference=reference, steps=wanted.gate_steps))
+        return Taken(gate=run_gate(session, one, reference=reference, steps=wanted.gate_steps, budget=budget))
     passes = 0 if wanted.against else wanted.passes
     alone = None
     if passes or wanted.with_memory:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from raytrain.errors import OutOfMemory, RunError, first_line
+from raytrain.memory import is_out_of_memory
+from raytrain.oom import let_go
 from raytrain.precision import LossScale, apply_matmul, policy_for
 from raytrain.probe.untouched import restored_steps, untouched
 from raytrain.search.measurement import Candidate
@@ -23,7 +25,9 @@ from raytrain.session import Session
 from raytrain.step import StepOutput
 
 
-def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: int) -> GateReport:
+def run_gate(
+    session: Session, candidate: Candidate, *, reference: str, steps: int, budget: int | None = None
+) -> GateReport:
     """Train `steps` steps in the candidate's precision and in the reference's, each from where the session stands.
 
     A step is one micro-batch of the candidate's size on each worker; rows, dropout and learning rate are those of the
@@ -32,6 +36,7 @@ def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: i
 
     Args:
         session: prepared in a precision that keeps weights in the same format as both.
+        budget: bytes that this process may have (`is_out_of_memory`).
 
     Raises:
         RunError: parts of the model live in other processes, which cannot be put back.
@@ -43,8 +48,10 @@ def run_gate(session: Session, candidate: Candidate, *, reference: str, steps: i
     rows = np.split(taken, steps)
     try:
         wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
-    except (RuntimeError, OutOfMemory) as error:  # no kernel in this dtype, or out of memory: that is a result
-        return GateReport(candidate.precision, reference, error=first_line(error))
+    except (RuntimeError, MemoryError, OutOfMemory) as error:  # no kernel in this dtype, or no memory: a result
+        short = is_out_of_memory(error, device=session.device, budget=budget)
+        let_go(error, session.device)
+        return GateReport(candidate.precision, reference, error=first_line(error), out_of_memory=short)
     return GateReport(
         precision=candidate.precision,
         reference=reference,

@@ -23,7 +23,7 @@ class KindsDecision:
         decisions: kind -> what its own search decided.
         candidate: precision and micro-batch size.
         binding: the kind whose own best size in that precision it is: the least of all.
-        rows_per_s: of all devices together, each at its own kind's best size.
+        rows_per_s: of all workers together, each at its own kind's best size.
     """
 
     decisions: Mapping[str, BatchDecision]
@@ -35,15 +35,15 @@ class KindsDecision:
 
 
 def choose_for_all(
-    decisions: Mapping[str, BatchDecision], *, devices: Mapping[str, int], reference: str, refused: Collection[str] = ()
+    decisions: Mapping[str, BatchDecision], *, workers: Mapping[str, int], reference: str, refused: Collection[str] = ()
 ) -> KindsDecision:
-    """The precision in which all devices together are fastest, and the least of the kinds' best sizes in it.
+    """The precision in which all workers together are fastest, and the least of the kinds' best sizes in it.
 
     A precision other than the reference counts where some kind has taken it, and no kind's gate has refused it.
 
     Args:
         decisions: kind -> what its own search decided.
-        devices: kind -> how many there are.
+        workers: kind -> how many of the run's are on it; devices that the run does without have no say.
         refused: precisions that a gate has refused on some kind.
 
     Raises:
@@ -51,7 +51,7 @@ def choose_for_all(
     """
     if len(decisions) == 1:
         ((kind, only),) = decisions.items()
-        speed = devices[kind] * only.rows_per_s
+        speed = workers[kind] * only.rows_per_s
         return KindsDecision(decisions, only.candidate, kind, only.precision, only.micro_batch_size, speed)
     taken = {one.candidate.precision for one in decisions.values()}
     everywhere = set.intersection(*(set(one.knees) for one in decisions.values()))
@@ -59,7 +59,7 @@ def choose_for_all(
     if not allowed:
         told = "; ".join(f"{kind}: {', '.join(one.knees)}" for kind, one in decisions.items())
         raise RunError(f"no precision runs on every kind of device ({told}): scale.accelerator picks one kind")
-    totals = {name: sum(devices[kind] * _speed(one, name) for kind, one in decisions.items()) for name in allowed}
+    totals = {name: sum(workers[kind] * _speed(one, name) for kind, one in decisions.items()) for name in allowed}
     precision = max(allowed, key=lambda name: (totals[name], name == reference))
     sizes = {kind: one.knees[precision] for kind, one in decisions.items()}
     binding = min(sizes, key=lambda kind: sizes[kind])
@@ -69,7 +69,7 @@ def choose_for_all(
         decisions=decisions,
         candidate=Candidate(precision, sizes[binding]),
         binding=binding,
-        precision=Resolved(precision, f"of all {sum(devices.values())} devices together: {speeds}"),
+        precision=Resolved(precision, f"of all {sum(workers.values())} workers together: {speeds}"),
         micro_batch_size=Resolved(sizes[binding], f"fits every kind (best of each: {best}); scale.shares gives the"
                                   " faster ones more"),
         rows_per_s=totals[precision],

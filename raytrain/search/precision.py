@@ -49,6 +49,7 @@ class GateReport:
         losses, norms: of each step, the norm before clipping; `reference_*` are the reference's.
         skipped: steps dropped for a gradient that was not finite.
         error: why it could not be run at all, or None.
+        out_of_memory: that was for want of memory, of which there may be more another time.
     """
 
     precision: str
@@ -60,6 +61,7 @@ class GateReport:
     skipped: int = 0
     reference_skipped: int = 0
     error: str | None = None
+    out_of_memory: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `from_json` of it equals this."""

@@ -92,7 +92,7 @@ def test_what_has_no_kernel_is_a_result_and_leaves_no_trace() -> None:
 
     session.trainable.loss = loss
     report = run_gate(session, Candidate("fp16", 8), reference="fp32", steps=2)
-    assert gate_refusal(report) == "\"op\" not implemented for 'Half'"
+    assert gate_refusal(report) == "\"op\" not implemented for 'Half'" and not report.out_of_memory
     assert everything(session) == before
 
 
@@ -108,4 +108,5 @@ def test_a_gate_without_memory_is_a_result_too() -> None:
     session.trainable.loss = loss
     report = run_gate(session, Candidate("bf16", 8), reference="fp32", steps=3)
     assert report.error is not None and "no room for it" in report.error and "rank 0" in report.error
+    assert report.out_of_memory
     assert everything(session) == before

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import ray.exceptions
 from rich.console import Console
 
 from cluster.inventory import Device, Inventory, Node
 from jobs.spec import load_spec
-from jobs.tuning.batch_known import Known
+from jobs.tuning.batch_known import Known, still_wanted
+from jobs.tuning.batch_results import answer_of
 from jobs.tuning.batch_trials import BatchTrials, KindTrials, Numbers
-from jobs.tuning.kinds import find_kinds, of_kind
+from jobs.tuning.kinds import Kind, find_kinds, of_kind
 from jobs.tuning.points import Point
 from jobs.tuning.searcher import DONE
 from jobs.tuning.table import BATCH_COLUMNS, WHOLE_COLUMNS, SweepTable
 from jobs.tuning.whole_trials import WholeTrials
+from raytrain.errors import InputError
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.space import BatchSpace
 from raytrain.sweep_folder import SweepFolder
@@ -73,6 +78,23 @@ def test_a_measurement_that_lives_the_second_time_counts_even_at_the_most_trials
     assert len(run(again)) == 1
     assert {one.candidate.micro_batch_size: one.outcome for one in again.known.measurements} == {1: "ok", 4: "ok"}
     assert not sweep.again()
+
+
+def died(number: int, size: int, *, what: str = "time") -> dict[str, Any]:
+    """The line of a trial whose process died."""
+    return {"trial": number, "what": what, "precision": "fp32", "micro_batch_size": size, "deaths": 1}
+
+
+def test_of_the_trials_that_died_only_those_are_told_again_that_a_search_still_wants(tmp_path: Path) -> None:
+    sweep = SweepFolder(str(tmp_path))
+    run(batch_trials(sweep), deadly=4)
+    dead, standing = sweep.again(), Known(sweep.standing())
+    assert still_wanted(dead, SPACE, standing) == [row["trial"] for row in dead]
+    run(batch_trials(sweep))
+    standing = Known(sweep.standing())
+    assert still_wanted(dead, SPACE, standing) == [], "it was measured meanwhile, if not by this sweep"
+    assert still_wanted([died(7, 2), died(8, 4, what="in turn")], SPACE, standing) == []
+    assert still_wanted([died(9, 1, what="noise")], SPACE, standing) == [9]
 
 
 def test_out_of_memory_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
@@ -136,11 +158,16 @@ def node(host: str, accelerator: str, *, gib: int, gpus: int) -> Node:
     return Node(host=host, cpus=8, memory_bytes=1 << 38, devices=devices, accelerator=accelerator)
 
 
-def kinds_of(*nodes: Node, **scale: Any) -> list[tuple[str, int, int | None]]:
-    """(name, devices, budget in GiB) of each kind."""
+def found_kinds(*nodes: Node, **scale: Any) -> tuple[Kind, ...]:
+    """The kinds of these nodes for a job of 8 workers."""
     job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": {"source": "stdlib"}, "scale": scale}
     inventory = Inventory(nodes, source="test", cpu_model="cpu", cpu_flags={})
-    found = find_kinds(load_spec(mapping=job).spec, inventory, workers=scale.get("workers", 8), on_gpu=True)
+    return find_kinds(load_spec(mapping=job).spec, inventory, workers=scale.get("workers", 8), on_gpu=True)
+
+
+def kinds_of(*nodes: Node, **scale: Any) -> list[tuple[str, int, int | None]]:
+    """(name, devices, budget in GiB) of each kind."""
+    found = found_kinds(*nodes, **scale)
     return [(one.name, one.devices, one.budget_bytes and round(one.budget_bytes / 2**30 / 0.9)) for one in found]
 
 
@@ -151,3 +178,32 @@ def test_kinds_are_what_ray_tells_apart() -> None:
     assert kinds_of(big, small, workers=4) == [("H100", 4, 80)], "the run does without the others"
     assert kinds_of(big, node("c", "H100", gib=80, gpus=1)) == [("", 5, 80)]
     assert kinds_of(big, node("c", "", gib=16, gpus=1)) == [("", 5, 16)], "a trial cannot be kept on what has no name"
+
+
+def test_a_kind_weighs_as_much_as_it_has_workers_of_the_run() -> None:
+    kinds = found_kinds(node("a", "H100", gib=80, gpus=4), node("b", "T4", gib=16, gpus=2), workers=5)
+    assert {one.name: (one.devices, one.workers) for one in kinds} == {"H100": (4, 4), "T4": (2, 1)}
+    search: Any = SimpleNamespace(
+        kinds=kinds, space=SPACE, space_of=lambda kind: replace(SPACE, budget_bytes=kind.budget_bytes)
+    )
+    caches: Any = {one.name: SimpleNamespace(known=Known(done())) for one in kinds}
+    answer = answer_of(search, caches, goodput=False)
+    each = answer.decisions["T4"].rows_per_s
+    assert answer.rows_per_s == pytest.approx(5 * each) and "all 5 workers" in answer.precision.reason
+
+
+def done() -> list[dict[str, Any]]:
+    """Rows of a search over `SPACE`."""
+    sizes = [Measurement(Candidate("fp32", size), "ok", (1.0,) * 3, (0.01,) * 3, 1, 1) for size in SPACE.sizes]
+    return [{"measurement": one.to_json()} for one in sizes]
+
+
+def test_unlike_gpus_of_one_machine_are_not_searched_as_if_they_were_alike() -> None:
+    large, small = (node("a", name, gib=gib, gpus=2) for name, gib in (("NVIDIA A100", 80), ("NVIDIA T4", 16)))
+    devices = (*large.devices, *(replace(one, index=2 + one.index) for one in small.devices))
+    mixed = replace(large, devices=devices, accelerator="A100")
+    with pytest.raises(InputError, match=r"scale.accelerator: seen NVIDIA A100 and NVIDIA T4 in a"):
+        kinds_of(mixed)
+    with pytest.raises(InputError, match="NVIDIA T4 in a"):
+        kinds_of(mixed, node("b", "H100", gib=80, gpus=1))
+    assert kinds_of(mixed, accelerator="T4") == [("", 2, 16)] and kinds_of(mixed, accelerator="A100") == [("", 2, 80)]
