@@ -92,17 +92,28 @@ def compare_inflight(
     workers: Workers,
     device: torch.device,
     budget_s: float = BUDGET_S,
-) -> dict[int, float]:
+) -> tuple[dict[int, float], dict[int, str]]:
     """Time the passes of a step with one and with two micro-batches in flight, in alternating rounds on all workers.
+    Where either fails nothing more is measured.
 
     Args:
         micro_batches: this worker's, gathered anew for each round, as in a step.
         passes: of the busiest worker.
     Returns:
-        The slowest worker's median seconds by micro-batches in flight, the same on every worker.
+        The slowest worker's median seconds by micro-batches in flight, and by that number why it failed; the same on
+        every worker.
     """
     times: dict[int, list[float]] = {1: [], 2: []}
     before = step.inflight
+
+    def timed(measured: list[float]) -> None:
+        _synchronize(device)
+        began = time.perf_counter()
+        step.backward(micro_batches(), global_weight=1, passes=passes)
+        _synchronize(device)
+        measured.append(time.perf_counter() - began)
+
+    failed: dict[int, str] = {}
     with untouched(step.trainable, device):
         generators = rng_state(device)
         begin = time.perf_counter()
@@ -110,18 +121,21 @@ def compare_inflight(
             for number, measured in times.items():
                 step.inflight = number
                 set_rng_state(generators, device)  # the same dropout for both
-                _synchronize(device)
-                began = time.perf_counter()
-                step.backward(micro_batches(), global_weight=1, passes=passes)
-                _synchronize(device)
-                if round_number:
-                    measured.append(time.perf_counter() - began)
+                outcome, reason = tried(
+                    partial(timed, measured), workers=workers, device=device, elsewhere=step.trainable.elsewhere,
+                    meets=step.meets,
+                )  # fmt: skip
+                if outcome != "ok":
+                    failed[number] = reason
+                    break
             enough = round_number >= MIN_ROUNDS and time.perf_counter() - begin > budget_s
-            if workers.sum_flags([int(enough)])[0]:
+            if failed or workers.sum_flags([int(enough)])[0]:
                 break
-        step.inflight = before
-    rows = workers.gather_floats([statistics.median(measured) for measured in times.values()])
-    return {number: max(row[index] for row in rows) for index, number in enumerate(times)}
+    step.inflight = before
+    if failed:
+        return {}, failed
+    rows = workers.gather_floats([statistics.median(measured[1:]) for measured in times.values()])
+    return {number: max(row[index] for row in rows) for index, number in enumerate(times)}, {}
 
 
 def _measure(

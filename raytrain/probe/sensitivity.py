@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
 
 from raytrain.device import rng_state, set_rng_state
-from raytrain.errors import first_line
+from raytrain.errors import OutOfMemory, RunError
 from raytrain.layer_precision import LayerPrecision
 from raytrain.planning.values import Resolved
 from raytrain.precision import PrecisionPolicy, policy_for
+from raytrain.probe.together import tried
 from raytrain.probe.untouched import untouched
 from raytrain.search.layers import LayerChange, choose_layers
 from raytrain.search.precision import outside_band
@@ -41,22 +42,50 @@ class LayerProbe:
         self._loss = self._norm = math.nan
 
     def run(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
-        """Each layer alone, then the whole with more and more of them kept in fp32; nothing is left changed."""
+        """Each layer alone, then the whole with more and more of them kept in fp32; nothing is left changed.
+
+        Raises:
+            OutOfMemory: a worker has no room for a pass; all raise it together.
+            RunError: a pass in fp32 cannot be taken at all.
+        """
         with untouched(self._step.trainable, self._step.device):
-            self._loss, self._norm = self._pass(self._full)
-            self._reference = [flat.clone() for flat in self._step.gradients.buffers]
-            changes = self._agreed([self._alone(name) for name in names])
-            chosen = choose_layers(changes, self._refusal, precision=self._half.name)
-            self._layers.keep([])
-        return chosen, changes
+            try:
+                return self._held(names)
+            except OutOfMemory as error:
+                short = error
+            finally:
+                self._layers.keep([])
+        raise short  # not inside: what has been computed is forgotten first
+
+    def _held(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+        why = self._tried(self._take_reference)
+        if why:
+            raise RunError(f"a pass in fp32, which layers are held against, cannot be taken: {why}")
+        changes = self._agreed([self._alone(name) for name in names])
+        return choose_layers(changes, self._refusal, precision=self._half.name), changes
+
+    def _tried(self, work: Callable[[], object]) -> str:
+        """Why it cannot be done, "" where it was, by every worker; that memory ran out is raised."""
+        step = self._step
+        outcome, reason = tried(
+            work, workers=step.workers, device=step.device, elsewhere=step.trainable.elsewhere, meets=step.meets
+        )
+        if outcome == "out_of_memory":
+            raise OutOfMemory(reason)
+        return reason
+
+    def _take_reference(self) -> None:
+        self._loss, self._norm = self._pass(self._full)
+        self._reference = [flat.clone() for flat in self._step.gradients.buffers]
 
     def _alone(self, name: str) -> LayerChange:
         assert self._half.autocast_dtype is not None
-        try:
-            with self._layers.alone_in(name, self._half.autocast_dtype):
-                loss, _ = self._pass(self._full)
-        except RuntimeError as error:  # an operation without a kernel in this dtype: that is a result
-            return LayerChange(name, math.nan, math.nan, first_line(error))
+        made: list[tuple[float, float]] = []
+        with self._layers.alone_in(name, self._half.autocast_dtype):
+            why = self._tried(lambda: made.append(self._pass(self._full)))
+        if why:  # an operation without a kernel in this dtype: that is a result
+            return LayerChange(name, math.nan, math.nan, why)
+        loss, _ = made[0]
         return LayerChange(name, abs(loss - self._loss) / max(abs(self._loss), 1e-12), self._difference())
 
     def _difference(self) -> float:
@@ -67,13 +96,12 @@ class LayerProbe:
 
     def _refusal(self, kept: list[str]) -> str:
         self._layers.keep(kept)
-        try:
-            loss, norm = self._pass(self._half)
-            why = outside_band(
+        made: list[tuple[float, float]] = []
+        why = self._tried(lambda: made.append(self._pass(self._half)))
+        for loss, norm in made:
+            why = why or outside_band(
                 loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm
             )
-        except RuntimeError as error:
-            why = first_line(error)
         return self._step.workers.gather_bytes(why.encode())[0].decode()
 
     def _pass(self, policy: PrecisionPolicy) -> tuple[float, float]:

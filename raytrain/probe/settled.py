@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from raytrain.checkpoint import LoadedCheckpoint
 from raytrain.errors import StateLost, first_line
 from raytrain.faults import fallen_precision
@@ -103,8 +101,7 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
     """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session.
 
     Raises:
-        torch.OutOfMemoryError, StateLost: the measurement failed here, or on a host. It ends the attempt, for the
-            others wait in the middle of an exchange; where two were in flight, the next attempt takes one.
+        StateLost: a host is gone. It ends the attempt; where two were in flight, the next one takes one.
     """
     if not isinstance(session.job.plan.inflight, Deferred):
         return
@@ -115,8 +112,8 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
     push({"phase": "measuring micro-batches in flight"})
     try:
         chosen, seconds = measure_inflight(session)
-    except (torch.OutOfMemoryError, StateLost) as error:
-        if session.step.inflight == 2:  # the next attempt, in which nothing waits any more for this one, takes one
+    except StateLost as error:  # all workers notice: one writes
+        if session.step.inflight == 2 and session.workers.rank == 0:
             why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
             write_decision(run, "inflight", Resolved(1, why), {}, reporter)
         raise
@@ -130,11 +127,11 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
     feed, batches = session.feed, session.feed.batches
     handles, _ = feed.window(session.state.cursor)
     rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
-    seconds = compare_inflight(
+    seconds, failed = compare_inflight(
         session.step,
         lambda: feed.micro_batches(rows),
         passes=feed.passes(rows),
         workers=session.workers,
         device=session.device,
     )
-    return choose_inflight(seconds), seconds
+    return choose_inflight(seconds, failed), seconds

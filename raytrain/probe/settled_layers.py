@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raytrain.errors import OutOfMemory
 from raytrain.layer_precision import layers_of
 from raytrain.loop_state import Reporter
 from raytrain.plan import Deferred, Resolved
@@ -45,10 +46,17 @@ def settle_layers(
 
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
     """Which layers must stay in fp32 under this half precision, from the first micro-batch of the window, the same on
-    every worker; changes nothing it measures. Collective."""
+    every worker, or from a half of it as often as it takes until fp32, in which they are held against each other, has
+    room; changes nothing it measures. Collective."""
     handles, _ = session.feed.window(session.state.cursor)
-    micro = session.feed.one(handles[: session.feed.batches.micro_batch])
     trainable = session.trainable
     blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
     names = layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS)
-    return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
+    rows, why = session.feed.batches.micro_batch, ""
+    while rows:
+        micro = session.feed.one(handles[:rows])
+        try:
+            return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
+        except OutOfMemory as error:
+            rows, why = rows // 2, str(error)
+    return Resolved([], f"not one row has room in fp32 to hold layers against ({why}): watch the loss"), []

@@ -135,12 +135,17 @@ def _without_reference(trials: list[PrecisionTrial], base: PrecisionTrial) -> Re
     return Resolved(best.precision, f"{base.precision} cannot be run ({base.error}){others}")
 
 
-def choose_inflight(seconds: dict[int, float]) -> Resolved:
+def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | None = None) -> Resolved:
     """Two micro-batches in flight where they are faster than one by more than noise.
 
     Args:
         seconds: by micro-batches in flight, of the same passes.
+        failed: why so many could not be measured, most often for want of memory. Where that was one, the run itself
+            says what follows, in its first step.
     """
+    if failed:
+        number, why = next(iter(failed.items()))
+        return Resolved(1, f"{number} in flight failed while measured: {why}")
     ratio = seconds[1] / seconds[2]
     chosen = 2 if ratio >= 1 + WORTHWHILE_GAIN else 1
     return Resolved(chosen, f"2 micro-batches in flight measured {ratio:.2f} times as fast as 1")

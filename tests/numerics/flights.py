@@ -13,7 +13,9 @@ import torch
 from exchange import Scene, act, record, session_of
 from lab import train
 from test_probe_is_neutral import state_of
+from torch import Tensor
 
+from experts.layer import MoELayer
 from experts.serve import HostServer
 from experts.transport.protocol import Aborted, Header, Op
 from raytrain.probe.settled import measure_inflight
@@ -96,3 +98,26 @@ def measured(rank: int, _world: int, given: Scene) -> Any:
     assert state_of(session) == before and session.step.inflight == 1
     rows, _ = train(session)
     return chosen, seconds, record(session, rows)
+
+
+def short_of_memory(rank: int, _world: int, given: Scene, limit: int) -> Any:
+    """The same where the second worker has no memory with `limit` in flight, behind its first exchanges."""
+    if rank >= given.workers:
+        return act(rank, given)
+    session = session_of(given, rank)
+    layer = [part for part in session.trainable.module.modules() if isinstance(part, MoELayer)][-1]
+    route = layer.router.forward
+
+    def refuse(_gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    def router(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+        if x_BSD.requires_grad and rank == 1 and session.step.inflight == limit:
+            x_BSD.register_hook(refuse)
+        return route(x_BSD, valid_BS)
+
+    layer.router.forward = router  # type: ignore[method-assign]
+    chosen, _ = measure_inflight(session)
+    layer.router.forward = route  # type: ignore[method-assign]
+    rows, _ = train(session)
+    return chosen, record(session, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fragile
 import pytest
@@ -74,3 +75,24 @@ def test_a_model_of_which_nothing_breaks_stays_in_half_precision_whole() -> None
     assert chosen.value == [] and "in the band" in chosen.reason
     assert any(change.gradient > 0 for change in changes) and all(change.error is None for change in changes)
     assert torch.is_autocast_enabled("cpu") is False
+
+
+@pytest.mark.parametrize(("room", "taken"), [(5, 4), (1, 1), (0, 0)])
+def test_rows_that_fit_in_half_precision_alone_are_halved_until_fp32_has_room(room: int, taken: int) -> None:
+    session = fragile.session_of()
+    inner, sizes = session.trainable.loss, []
+    assert session.feed.batches.micro_batch == 16
+
+    def loss(module: torch.nn.Module, batch: Any) -> Any:
+        rows = len(batch["x"])
+        if not torch.is_autocast_enabled("cpu") and rows > room:
+            raise torch.OutOfMemoryError("planted")
+        sizes.append(rows)
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+    chosen, changes = measure_layers(session, "bf16")
+    if not taken:
+        assert (chosen.value, changes) == ([], []) and "(planted): watch the loss" in chosen.reason
+        return
+    assert set(sizes) == {taken} and len(changes) == 2 + 2 * fragile.DEPTH

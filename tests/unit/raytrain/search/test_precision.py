@@ -60,3 +60,8 @@ def test_two_micro_batches_in_flight_must_be_faster_by_more_than_noise(
 ) -> None:
     made = choose_inflight(seconds)
     assert made.value == chosen and words in made.reason
+
+
+def test_one_is_in_flight_where_two_have_no_room() -> None:
+    made = choose_inflight({}, {2: "no memory"})
+    assert (made.value, made.reason) == (1, "2 in flight failed while measured: no memory")
