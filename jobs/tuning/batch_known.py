@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain.search.contest import Contest
+from raytrain.search.loaders import LoaderRates
 from raytrain.search.measurement import Measurement
 from raytrain.search.noise_scale import NoiseScale
 from raytrain.search.precision import GateReport
@@ -23,6 +24,7 @@ class Known:
         self.gates: list[GateReport] = []
         self.contests: list[Contest] = []
         self.noise: NoiseScale | None = None
+        self.loaders: LoaderRates | None = None
         self.signature: dict[str, Any] | None = None
         for row in rows:
             self.add(dict(row))
@@ -34,6 +36,8 @@ class Known:
             self.gates.append(GateReport.from_json(row["gate"]))
         elif row.get("noise") is not None:
             self.noise = NoiseScale(**row["noise"])
+        elif row.get("loaders") is not None:
+            self.loaders = LoaderRates.from_json(row["loaders"])
         if row.get("measurement") is not None:
             self.measurements.append(Measurement.from_json(row["measurement"]))
         if row.get("contest") is not None:
