@@ -537,6 +537,9 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
 
 def test_more_than_the_memory_is_a_warning() -> None:
     large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
+    hopeless = plan(machines(node(memory=10 * GIB)), model_facts=large)
+    assert any("with one row at a time, but it may take 9 GiB: it will hardly fit" in one for one in hopeless.warnings)
+    large = ModelFacts(1000, 4000, 2 * GIB, None, "a test")
     made = plan(machines(node(memory=10 * GIB)), model_facts=large, loop={"micro_batch_size": 8})
     assert any("lower loop.micro_batch_size" in warning for warning in made.warnings)
     left_open = plan(machines(node(memory=10 * GIB)), model_facts=large)
@@ -550,14 +553,20 @@ def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
     """The process, 16 MB of weights, gradients and moments, and half of the row's 1 MiB: 417 + 15.3 + 0.5 MiB."""
     needed = LEAST_PROCESS_BYTES + 16_000_000 + (1 << 19)
     told = (
-        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB: the process 418 MiB"
-        r" \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512 KiB; null leaves"
+        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB, which no worker does without"
+        r": the process 418 MiB \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512 KiB;"
+        r" 480 MiB are estimated for one row; null leaves"
     )
     with pytest.raises(InputError, match=told):
         plan(model_facts=KNOWN, cluster={"memory_limit": 300 << 20})
     with pytest.raises(InputError, match=r"cluster\.memory_limit"):
         plan(model_facts=KNOWN, cluster={"memory_limit": needed - 1})
     assert plan(model_facts=KNOWN, cluster={"memory_limit": needed}).memory.value
+    # between what is certain and what is estimated the start decides, and the plan says so
+    between = plan(model_facts=KNOWN, cluster={"memory_limit": 470 << 20})
+    assert any("480 MiB are estimated for a worker with one row" in one for one in between.warnings)
+    above = plan(model_facts=KNOWN, cluster={"memory_limit": 481 << 20})
+    assert not any("are estimated for a worker with one row" in one for one in above.warnings)
     recomputed = plan(
         model_facts=KNOWN, cluster={"memory_limit": needed - (1 << 19)}, loop={"activation_checkpointing": True}
     )
