@@ -208,7 +208,8 @@ def beyond(allowed: int | None, estimate: Choice, one_row: Choice, *, measured: 
         told = f"{size_text(one_row.value)} are estimated for a worker with one row at a time"
         return [f"{told}, but it may take {size_text(allowed)}: it will hardly fit, which only the start can tell"]
     remedy = "what fits is measured at start" if measured else "lower loop.micro_batch_size"
-    return [f"{size_text(estimate.value)} are estimated for each worker, but it may take {size_text(allowed)}: {remedy}"]
+    told = f"{size_text(estimate.value)} are estimated for each worker"
+    return [f"{told}, but it may take {size_text(allowed)}: {remedy}"]
 
 
 def doubt_of_memory(
