@@ -494,6 +494,7 @@ def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
     assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
 
 
+@pytest.mark.covers("CFG-17")
 def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
     items = replace(DATA, kind="items", total_bytes=1000 * GIB)
     for cores, workers, expected in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (3, 1, 2), (16, 1, 4), (16, 8, 1), (8, 2, 3)):
@@ -504,6 +505,10 @@ def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
     assert value(plan(data_facts=DATA), "loader_workers") == 0
     asked = plan(machines(node(cpus=2)), data_facts=items, data={"loader_workers": 3})
     assert value(asked, "loader_workers") == 3 and any("3 loader processes on the 2 cores" in w for w in asked.warnings)
+    for cores, warned in ((6, False), (5, False), (4, True)):
+        made = plan(machines(node(cpus=cores)), data_facts=items, data={"loader_workers": 4})
+        assert value(made, "loader_workers") == 4
+        assert any(f"4 loader processes on the {cores} cores" in one for one in made.warnings) is warned
     fits = plan(data_facts=replace(DATA, kind="items"))
     assert (value(fits, "storage"), value(fits, "loader_workers")) == ("resident", 0)
 
