@@ -107,6 +107,41 @@ def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
     assert place.end(within=20) == []
 
 
+@pytest.mark.timeout(590)
+def test_whole_runs_find_the_micro_batch_of_shards(
+    run_cli: Callable[..., Any], tiny_text: Path, place: Any
+) -> None:
+    """Trials are runs of both workers, which shard; a search that measures in one process says that it cannot."""
+    job = {
+        "name": "shards",
+        "model": {"builder": "raytrain.models.gpt:gpt", "layers": 2, "heads": 2, "width": 16, "context": 16},
+        "data": {"source": "text", "path": str(tiny_text)},
+        "precision": {"dtype": "fp32"},
+        "loop": {"global_batch_size": 8, "max_steps": 4, "log_every": 1},
+        "scale": {"strategy": "fsdp", "workers": 2, "threads": 1},
+        "telemetry": {"tensorboard": False},
+    }
+    file = str(place.write(job))
+    refused = run_cli("tune", file, cwd=place.folder, env=place.env)
+    assert refused.code == 2 and "scale.strategy" in refused.text and "tune.space=" in refused.text
+    space = "tune.space={loop.micro_batch_size: [1, 4]}"
+    tuned = run_cli("tune", file, space, "tune.metric=samples_per_s", cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    assert tuned.code == 0, tuned.text
+    (sweep,) = sweeps(place)
+    rows = rows_of(sweep)
+    assert [(row["values"]["loop.micro_batch_size"], row["outcome"], row["steps"]) for row in rows] == [
+        (1, "ok", 4), (4, "ok", 4),
+    ]  # fmt: skip
+    for row in rows:
+        (attempt,) = place.run_at(row["run"]).events("attempt")
+        assert attempt["sharded"]["own"] < attempt["sharded"]["whole"], "each worker held its rows alone"
+    best = load_spec(sweep / "best.yaml").spec
+    fastest = max(rows, key=lambda row: row["samples_per_s"])
+    assert best.loop.micro_batch_size == fastest["values"]["loop.micro_batch_size"]
+    assert best.scale.strategy == "fsdp" and best.scale.workers == 2
+    assert place.end(within=20) == []
+
+
 def timed_steadily(rows: list[dict[str, Any]]) -> set[tuple[str, int]]:
     """Precisions and sizes that a cache may answer for."""
     timed = [row for row in rows if row["outcome"] == "ok" and row.get("measurement") and not row.get("contest")]
