@@ -21,7 +21,7 @@ DISK_SLACK = 64 << 20
 """Metrics, logs and the report beside the checkpoints."""
 
 PROCESS_BYTES = 600 << 20
-"""A worker with torch and Ray imported, before any tensor."""
+"""A worker with torch and Ray imported, before any tensor: where its estimate is of a device, or there is none."""
 
 SHARED_MEMORY = 256 << 20
 """Below this Ray puts its object store on disk."""
@@ -123,10 +123,11 @@ def check_memory(
     """Host memory for the processes of the tightest node.
 
     Args:
-        need_bytes: estimated bytes of one worker; None where not known. On a GPU they are the device's.
+        need_bytes: estimated bytes of one worker, the process itself among them; None where not known. On a GPU they
+            are the device's.
         local_workers: workers on one node.
     """
-    each = PROCESS_BYTES + (0 if on_gpu else need_bytes or 0)
+    each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
     free = min(node.memory_bytes if node.free_bytes is None else node.free_bytes for node in inventory.nodes)
     expected = f"{_mib(each * local_workers)} for {local_workers} workers of {_mib(each)}"
     if not free:

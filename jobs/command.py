@@ -230,16 +230,16 @@ class TrainCommand:
                 gone = stop_at is not None and unanswered > 1  # the same signal may have ended the cluster
                 if self.signals.times > 1 or late or gone:
                     return {"status": "interrupted", "reason": "left without waiting for the workers", "leave": True}
-            self._look(ray, link, display)  # what was said last
+            self._look(ray, link, display, last=True)
         if "error" in outcome:
             if self.signals.asked.is_set():
                 return {"status": "interrupted", "reason": "a stop was asked for"}
             raise outcome["error"]
         return outcome["ending"]
 
-    def _look(self, ray: Any, link: Any, display: Any) -> bool:  # False where nobody answers
+    def _look(self, ray: Any, link: Any, display: Any, *, last: bool = False) -> bool:  # False where nobody answers
         try:
-            self.status, said = ray.get([link.status.remote(), link.heard.remote()], timeout=5)
+            self.status, said = ray.get([link.status.remote(), link.heard.remote(last=last)], timeout=5)
         except ray.exceptions.RayError:  # too slow, or gone: the thread of `fit` tells how that ends
             return False
         if said:

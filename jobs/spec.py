@@ -239,9 +239,11 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
     if verb in LATER_VERBS:
         raise InputError(verb, seen=f"the verb {verb}", remedy=f"{verb} is not built yet",
                          expected="train, tune, plan, report or bench in this version")
-    if verb == "tune" and spec.scale.strategy == "fsdp":
-        raise InputError("scale.strategy", seen="fsdp with the verb tune", expected="auto or data_parallel",
-                         remedy="a trial is one process on one device, where nothing is sharded")
+    if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
+        raise InputError("scale.strategy", seen="fsdp with a search without tune.space",
+                         expected="auto or data_parallel, or whole runs of a tune.space",
+                         remedy="its trials are one process on one device, where nothing is sharded; whole runs are: "
+                         "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s")
     for key, (possible, expected, reason) in _later(spec).items():
         section, name = key.split(".")
         value = getattr(getattr(spec, section), name)

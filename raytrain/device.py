@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,6 +40,13 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank if local_rank < count else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def seconds_of(device: torch.device) -> float:
+    """A clock for differences, read when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ class RunLink:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._status: dict[str, Any] = {}
-        self._said: dict[int, str] = {}
-        self._next = 0
+        self._said: dict[str, dict[int, str]] = {}
+        self._next: dict[str, int] = {}
 
     async def stop(self) -> None:
         """Driver: ask the workers to save at the next step boundary and return."""
@@ -33,17 +33,22 @@ class RunLink:
         """Driver: what was pushed last."""
         return self._status
 
-    async def say(self, number: int, text: str) -> None:
+    async def say(self, life: str, number: int, text: str) -> None:
         """Rank 0: lines its code printed, for the driver's terminal; numbered, since calls may overtake each other.
-        A new attempt begins at 0 again."""
-        self._said[number] = text
-        if number == 0:
-            self._next = 0
+        Each attempt is another `life`, and begins at 0 again."""
+        self._said.setdefault(life, {})[number] = text
 
-    async def heard(self) -> str:
-        """Driver: what was printed since the last call, in order; what an overtaken call holds comes with it."""
-        said = []
-        while self._next in self._said:
-            said.append(self._said.pop(self._next))
-            self._next += 1
-        return "".join(said)
+    async def heard(self, *, last: bool = False) -> str:
+        """Driver: what was printed since the last call, in order; what an overtaken call holds comes with it. Of an
+        attempt that another has followed, and of all in a `last` call, nothing is waited for."""
+        heard = []
+        newest = next(reversed(self._said), None)
+        for life, said in self._said.items():
+            at = self._next.get(life, 0)
+            while at in said:
+                heard.append(said.pop(at))
+                at += 1
+            self._next[life] = at
+            if last or life != newest:
+                heard += [said.pop(number) for number in sorted(said)]
+        return "".join(heard)

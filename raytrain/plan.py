@@ -30,7 +30,7 @@ from raytrain.planning.hosts import (
     taken_by_hosts,
 )
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
+from raytrain.planning.memory import ShareOut, beyond, check_limit, doubt_of_memory, estimate_bytes
 from raytrain.planning.sharding import leave_to_shards, refuse_unmeasured, settled_precision
 from raytrain.planning.shares import choose_shares, splits
 from raytrain.planning.speed import choose_speed
@@ -54,7 +54,6 @@ from raytrain.planning.values import (
     ModelFacts,
     Resolved,
     choice_from_json,
-    size_text,
 )
 from raytrain.planning.workers import choose_placement, choose_threads, cores_of, count_workers, spread, worker_room
 
@@ -178,15 +177,15 @@ def make_plan(
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    sharded = scale.strategy == "fsdp"
-    check_limit(
-        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts,
-        recomputed=bool(loop.activation_checkpointing), shards=workers.value if sharded else 1,
-    )  # fmt: skip
-    allowed = worker_room(cluster, left, inventory, workers=workers.value)
+    sharded, allowed = scale.strategy == "fsdp", worker_room(cluster, left, inventory, workers=workers.value)
     estimate = partial(
         estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
+    )  # fmt: skip
+    one_row = estimate(resident=0, micro=1)["memory"]
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, one_row=one_row,
+        recomputed=bool(loop.activation_checkpointing), shards=workers.value if sharded else 1,
     )  # fmt: skip
     kept, estimates = _data_choices(
         data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
@@ -194,7 +193,7 @@ def make_plan(
     )  # fmt: skip
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
-    _warn_of_memory(estimates["memory"], allowed, warnings, measured=not sharded and settled is not batches)
+    warnings += beyond(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
@@ -269,10 +268,3 @@ def _is(choice: Choice, value: Any) -> bool:
     return isinstance(choice, Resolved) and choice.value == value
 
 
-def _warn_of_memory(estimate: Choice, allowed: int | None, warnings: list[str], *, measured: bool) -> None:
-    remedy = "what fits is measured at start" if measured else "lower loop.micro_batch_size"
-    if isinstance(estimate, Resolved) and allowed is not None and estimate.value > allowed:
-        warnings.append(
-            f"{size_text(estimate.value)} are estimated for each worker, but it may take"
-            f" {size_text(allowed)}: {remedy}"
-        )

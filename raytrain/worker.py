@@ -59,7 +59,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     context = ray.train.get_context()
     workers = Workers()
     say = config["link"].say.remote if workers.rank == 0 else None
-    with rank_log(RunFolder(config["run_path"]), workers.rank, say=say):
+    with rank_log(RunFolder(config["run_path"]), workers.rank, say=say, wait=ray.wait):
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
         worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), link=config["link"])

@@ -24,6 +24,7 @@ from raytrain.gradients import Workers
 from raytrain.models.registry import make_importable
 from raytrain.probe.carried_out import carry_out
 from raytrain.probe.found import signature_of
+from raytrain.probe.loader_rates import measure_loaders
 from raytrain.probe.noise import measure_norms
 from raytrain.search.noise_scale import noise_scale
 from raytrain.session import Session
@@ -61,8 +62,8 @@ class BatchOrders:
 
 
 def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
-    """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"} or {"noise"}, a contest with the measurement
-    of its winner's peak where that was wanted; running out of memory is a measurement."""
+    """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"}, {"noise"}, {"loaders"}, a contest with the
+    measurement of its winner's peak where that was wanted; running out of memory is a measurement."""
     keep_freed_memory()
     threading.Thread(target=leave_when_asked, args=(orders.link,), daemon=True, name="stop-watch").start()
     if os.path.isdir(orders.folder):
@@ -85,6 +86,9 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
         few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
         pairs = measure_norms(session, micro_batch_size=size, **few)
         return {"noise": asdict(noise_scale(pairs))}
+    if wanted.loaders is not None:
+        found = measure_loaders(session, wanted.candidate, most=wanted.loaders, passes=wanted.passes)
+        return {"loaders": found.to_json()}
     taken = carry_out(session, wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind])
     found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
     return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}

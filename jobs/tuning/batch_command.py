@@ -19,6 +19,7 @@ from jobs.tuning.cache import FOLDER, Cache, Caches
 from jobs.tuning.cache_keys import cache_key, gate_key
 from jobs.tuning.command import show_only_picked
 from jobs.tuning.kinds import Kind, find_kinds, of_kind
+from jobs.tuning.loaders import LoaderSearch, find_loaders
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.errors import InputError
 from raytrain.expected import render
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 PLANNED_BATCH = 4096
 """At most so large a global batch is planned with where the search is to find it: no worker is left out for it."""
 
-
 LEAVE_S = 10.0
 """Trials leave within so many seconds after a signal."""
 
@@ -50,6 +50,8 @@ class BatchSearch:
         plan: of the run itself.
         alone_spec: the job of a trial: one worker, experts in-process.
         alone_plan: its plan.
+        loaders: how many processes may read the data.
+        goodput: what is looked for.
     """
 
     space: BatchSpace
@@ -57,6 +59,8 @@ class BatchSearch:
     plan: Plan
     alone_spec: JobSpec
     alone_plan: Plan
+    loaders: LoaderSearch
+    goodput: bool
 
     @property
     def on_gpu(self) -> bool:
@@ -77,7 +81,8 @@ class BatchSearch:
 
     def told(self, caches: Caches) -> bool:
         """Whether nothing is left to measure."""
-        return all(caches[one.name].answers(self.space_of(one)) for one in self.kinds)
+        pairs = [(self.space_of(one), caches[one.name]) for one in self.kinds]
+        return all(cache.answers(one) and not self.loaders.ask(one, cache.known, self.goodput) for one, cache in pairs)
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
@@ -89,7 +94,8 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     spec = loaded.spec
     free = spec.loop.global_batch_size == "auto"
     dtype, micro = spec.precision.dtype, spec.loop.micro_batch_size
-    if dtype != "auto" and micro != "auto" and not free:
+    items = spec.data.loader_workers == "auto" and checked.data_facts.kind == "items"
+    if dtype != "auto" and micro != "auto" and not free and not items:
         raise InputError("tune", seen=f"precision.dtype {dtype} and loop.micro_batch_size {micro}, both given",
                          expected="one of them auto, or keys to try in tune.space")
     if spec.tune.objective == "goodput" and not free:
@@ -99,10 +105,11 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     planned = min(PLANNED_BATCH, checked.data_facts.train_rows)
     given = {"loop.global_batch_size": planned} if free and planned else {}
     plan = plan_job(_with(loaded, given), inventory=inventory, **facts)
+    loaders = find_loaders(spec, plan, inventory, checked.data_facts)
     workers, threads = int(plan.workers.value), int(plan.threads.value)  # type: ignore[union-attr]
     pinned = {"scale.workers": 1, "scale.threads": threads, "scale.strategy": "auto", "experts.hosts": 0,
               "experts.replicas": 0, "loop.global_batch_size": min(2, planned), "loop.micro_batch_size": 1,
-              "tune.space": None, "tune.found": None}  # fmt: skip
+              "tune.space": None, "tune.found": None, **loaders.kept}  # fmt: skip
     if plan.mode.value == "multi_gpu":  # type: ignore[union-attr]
         pinned["scale.mode"] = "single_gpu"
     alone = _with(loaded, pinned)
@@ -127,7 +134,8 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
         workers=workers,
     )
     alone_spec = resolved(alone.spec)
-    return BatchSearch(space, kinds, plan, alone_spec, plan_job(alone, inventory=inventory, **facts))
+    alone_plan, goodput = plan_job(alone, inventory=inventory, **facts), spec.tune.objective == "goodput"
+    return BatchSearch(space, kinds, plan, alone_spec, alone_plan, loaders, goodput)
 
 
 def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
@@ -214,7 +222,7 @@ def _try(
     from jobs.tuning.sweep import make_tuner, run_trials, stop_link
     from raytrain.trainer import make_link
 
-    spec, sweep = command.spec, command.the_sweep
+    sweep = command.the_sweep
     say_search(command, search)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
     link = make_link()
@@ -226,7 +234,7 @@ def _try(
         reference=search.space.lead,
         budgets={one.name: one.budget_bytes for one in search.kinds},
         workers=search.workers,
-        goodput=spec.tune.objective == "goodput",
+        goodput=search.goodput,
         link=link,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
@@ -263,8 +271,9 @@ def _trials(command: TuneCommand, search: BatchSearch, caches: Caches, table: Sw
             numbers=numbers,
             kind=kind.name,
             noise_at=Candidate(space.lead, space.first_sizes()[0]) if kind is search.kinds[0] else None,
-            goodput=spec.tune.objective == "goodput",
+            goodput=search.goodput,
             most=spec.tune.max_trials,
+            loaders=search.loaders,
         )
         for kind in search.kinds
     })  # fmt: skip

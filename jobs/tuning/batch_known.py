@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from raytrain.search.batch import next_proposals
 from raytrain.search.contest import Contest
+from raytrain.search.loaders import LoaderRates
 from raytrain.search.measurement import Measurement
 from raytrain.search.noise_scale import NoiseScale
 from raytrain.search.precision import GateReport
@@ -16,6 +17,9 @@ from raytrain.search.space import BatchSpace
 
 IN_TURN = "in turn"
 """What a contest is called in the table and in trials.jsonl."""
+
+LOADERS = "loaders"
+"""What a reading of loader processes is."""
 
 
 class What(NamedTuple):
@@ -25,6 +29,7 @@ class What(NamedTuple):
     micro_batch_size: int
     noise: bool
     gate: bool
+    loaders: bool
     in_turn: bool
 
 
@@ -37,6 +42,7 @@ class Known:
         self.gates: list[GateReport] = []
         self.contests: list[Contest] = []
         self.noise: NoiseScale | None = None
+        self.loaders: LoaderRates | None = None
         self.signature: dict[str, Any] | None = None
         for row in rows:
             self.add(dict(row))
@@ -48,6 +54,8 @@ class Known:
             self.gates.append(GateReport.from_json(row["gate"]))
         elif row.get("noise") is not None:
             self.noise = NoiseScale(**row["noise"])
+        elif row.get("loaders") is not None:
+            self.loaders = LoaderRates.from_json(row["loaders"])
         if row.get("measurement") is not None:
             self.measurements.append(Measurement.from_json(row["measurement"]))
         if row.get("contest") is not None:
@@ -64,7 +72,8 @@ def weighed(space: BatchSpace, known: Known, *, goodput: bool) -> BatchSpace:
 def what_of(row: Mapping[str, Any]) -> What:
     """Of a line of trials.jsonl."""
     what = row["what"]
-    return What(row["precision"], row["micro_batch_size"], what == "noise", what == "gate", what.startswith(IN_TURN))
+    kinds = (what == "noise", what == "gate", what == LOADERS, what.startswith(IN_TURN))
+    return What(row["precision"], row["micro_batch_size"], *kinds)
 
 
 def still_wanted(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: Known) -> list[int]:
@@ -73,7 +82,13 @@ def still_wanted(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: Kn
     found = next_proposals(everything, known.measurements, (), known.gates, known.contests)
     points = ((one, one.candidate) for one in found)
     wanted = {
-        What(point.precision, point.micro_batch_size, False, one.gate_steps > 0, bool(one.against))
+        What(point.precision, point.micro_batch_size, False, one.gate_steps > 0, False, bool(one.against))
         for one, point in points
     }
-    return [row["trial"] for row in died if (known.noise is None if what_of(row).noise else what_of(row) in wanted)]
+
+    def lacking(what: What) -> bool:
+        if what.noise or what.loaders:
+            return (known.noise if what.noise else known.loaders) is None
+        return what in wanted
+
+    return [row["trial"] for row in died if lacking(what_of(row))]

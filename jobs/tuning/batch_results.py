@@ -11,13 +11,14 @@ from rich.table import Table
 from jobs.tuning.batch_known import Known, still_wanted, weighed
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.kinds import of_kind
+from jobs.tuning.loaders import KEY, chosen_loaders
 from jobs.tuning.points import whole_mapping
 from jobs.tuning.results import close, draw, header_of, say_files
 from jobs.tuning.table import bytes_text, number_text, print_table
 from raytrain.config import TuneFound
 from raytrain.decode import encode
 from raytrain.errors import RunError
-from raytrain.planning.values import size_text
+from raytrain.planning.values import Resolved, size_text
 from raytrain.readers.tune_figures import batch_spec
 from raytrain.search.batch import decide
 from raytrain.search.decision import BatchDecision
@@ -63,8 +64,7 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     spec, sweep, workers = command.spec, command.the_sweep, search.workers
     for kind in search.kinds:
         caches[kind.name].keep(of_kind(sweep.ended(), kind.name))
-    goodput = spec.tune.objective == "goodput"
-    answer = answer_of(search, caches, goodput=goodput)
+    answer = answer_of(search, caches)
     chosen, known, decision = answer.candidate, caches[answer.binding].known, answer.decisions[answer.binding]
     size = chosen.micro_batch_size
     values: dict[str, Any] = {"precision.dtype": chosen.precision, "loop.micro_batch_size": size}
@@ -72,7 +72,11 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     if search.space.rows_per_step is None:
         values["loop.global_batch_size"] = size * workers
         reasons["loop.global_batch_size"] = f"micro-batches of {size} rows x {workers} workers, no accumulation"
+    loaders = chosen_loaders(search.loaders, [caches[kind.name].known.loaders for kind in search.kinds])
+    if isinstance(loaders, Resolved):
+        values[KEY], reasons[KEY] = loaders.value, loaders.reason
     found = measured(answer, caches, search)
+    memory = memory_used(found["peak_bytes"], next(k.budget_bytes for k in search.kinds if k.name == answer.binding))
     job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
     sweep.write_text(sweep.best, best_text(job, reasons, header=header_of(command)))
     advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)
@@ -83,33 +87,38 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     ]
     line = f"{answer.binding} {chosen.precision}".strip()
     draw(command, batch_spec(table, sizes=search.space.sizes, chosen=(line, size), budget=search.space.budget_bytes,
-                             name=spec.name, goodput=goodput))  # fmt: skip
+                             name=spec.name, goodput=search.goodput))  # fmt: skip
     for name, one in answer.decisions.items():
         print_table(command.console, decision_table(one, kind=name))
     command.say(f"precision   {chosen.precision}: {answer.precision.reason}")
     command.say(f"micro-batch {size}: {answer.micro_batch_size.reason}")
+    if memory["used"] is not None:
+        peak, limit = size_text(memory["peak_bytes"]), size_text(memory["limit_bytes"])
+        command.say(f"memory      {memory['used']:.1%} used: a peak of {peak}, a process may take {limit}")
+    command.say(f"{KEY} {f'{loaders.value}: {loaders.reason}' if isinstance(loaders, Resolved) else loaders.how}")
     for told in advice:
         command.say(told)
     kinds = {name: one.to_json() for name, one in answer.decisions.items()}
     close(command, {"kind": "batch", "values": values, "decision": decision.to_json(), "kinds": kinds, "found": found,
-                    "advice": advice, "from_cache": sum(len(cache.rows) for cache in caches.values())})  # fmt: skip
+                    "memory": memory, "loaders": loaders.to_json(), "advice": advice,
+                    "from_cache": sum(len(cache.rows) for cache in caches.values())})  # fmt: skip
     say_files(command, died=worth_again(command, search, caches))
 
 
 def worth_again(command: TuneCommand, search: BatchSearch, caches: Caches) -> list[int]:
     """Trials whose process died and that a search which goes on, without the word of their deaths, still wants: what
     others have measured meanwhile may do without them."""
-    sweep, goodput = command.the_sweep, command.spec.tune.objective == "goodput"
+    sweep = command.the_sweep
     found: list[int] = []
     for kind in search.kinds:
         known = caches[kind.name].known_with(of_kind(sweep.standing(), kind.name))
-        known.noise = caches[kind.name].known.noise
-        space = weighed(search.space_of(kind), known, goodput=goodput)
+        known.noise, known.loaders = caches[kind.name].known.noise, caches[kind.name].known.loaders
+        space = weighed(search.space_of(kind), known, goodput=search.goodput)
         found += still_wanted(of_kind(sweep.again(), kind.name), space, known)
     return sorted(found)
 
 
-def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDecision:
+def answer_of(search: BatchSearch, caches: Caches) -> KindsDecision:
     """What each kind of device decides by itself, and what follows for all of them.
 
     Raises:
@@ -118,7 +127,7 @@ def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDec
     decisions: dict[str, BatchDecision] = {}
     for kind in search.kinds:
         known = caches[kind.name].known
-        space = weighed(search.space_of(kind), known, goodput=goodput)
+        space = weighed(search.space_of(kind), known, goodput=search.goodput)
         try:
             decisions[kind.name] = decide(space, known.measurements, known.gates, known.contests)
         except RunError as error:
@@ -132,6 +141,11 @@ def answer_of(search: BatchSearch, caches: Caches, *, goodput: bool) -> KindsDec
         reference=search.space.lead,
         refused={gate.precision for gate in gates if gate_refusal(gate)},
     )
+
+
+def memory_used(peak: int | None, limit: int | None) -> dict[str, Any]:
+    """The part of what a process may take that the chosen micro-batch takes; None where one of the two is not known."""
+    return {"peak_bytes": peak, "limit_bytes": limit, "used": peak / limit if peak and limit else None}
 
 
 def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict[str, Any]:

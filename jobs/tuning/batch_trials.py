@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jobs.tuning.batch_known import IN_TURN, Known, What, weighed, what_of
+from jobs.tuning.batch_known import IN_TURN, LOADERS, Known, What, weighed, what_of
 from jobs.tuning.kinds import of_kind
+from jobs.tuning.loaders import NONE, LoaderSearch
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
 from raytrain.search.batch import BatchSpace, Proposal, next_proposals
@@ -19,8 +21,8 @@ from raytrain.sweep_folder import SweepFolder
 
 @dataclass(frozen=True)
 class Wanted:
-    """One trial: a proposal of the search with its number, or a reading of the gradient noise scale; on which `kind` of
-    device, where there are several."""
+    """One trial: a proposal of the search with its number, a reading of the gradient noise scale, or one of 0 to
+    `loaders` loader processes (`passes`: of a step); on which `kind` of device, where there are several."""
 
     number: int
     candidate: Candidate
@@ -29,12 +31,13 @@ class Wanted:
     gate_steps: int = 0
     against: tuple[Candidate, ...] = ()
     noise: bool = False
+    loaders: int | None = None
     kind: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Wanted:
         """The inverse of `to_json`."""
-        names = ("number", "passes", "with_memory", "gate_steps", "noise", "kind")
+        names = ("number", "passes", "with_memory", "gate_steps", "noise", "loaders", "kind")
         points = {"candidate": Candidate(**config["candidate"]),
                   "against": tuple(Candidate(**one) for one in config["against"])}  # fmt: skip
         return cls(**points, **{name: config[name] for name in names})
@@ -53,6 +56,8 @@ class Wanted:
         """In a word, for the table."""
         if self.noise:
             return "noise"
+        if self.loaders is not None:
+            return LOADERS
         if self.against:
             return f"{IN_TURN} + memory" if self.with_memory else IN_TURN
         if self.gate_steps:
@@ -60,7 +65,7 @@ class Wanted:
         return "time + memory" if self.passes and self.with_memory else "time" if self.passes else "memory"
 
 
-KINDS = ("measurement", "gate", "contest", "noise")
+KINDS = ("measurement", "gate", "contest", "noise", "loaders")
 """What a trial may report, one of them; a contest with a measurement of its winner's peak."""
 
 
@@ -80,16 +85,18 @@ class BatchTrials:
         known: what earlier searches and this sweep measured, which is not measured again.
         noise_at: the candidate whose gradients tell the noise scale; None: it is not asked for.
         goodput: the noise scale is read first, and decides; else it is read last, as advice.
+        loaders: how many processes may read the data; measured with what was chosen.
         most: trials of this sweep at most.
     """
 
     def __init__(
         self, space: BatchSpace, *, known: Known, sweep: SweepFolder, table: SweepTable, numbers: Numbers,
         kind: str = "", noise_at: Candidate | None = None, goodput: bool = False, most: int | None = None,
+        loaders: LoaderSearch = NONE,
     ) -> None:  # fmt: skip
         self.space, self.known = space, known
         self._sweep, self._table, self._noise_at, self._most = sweep, table, noise_at, most
-        self._goodput, self.stopping = goodput, False
+        self._goodput, self.stopping, self._loaders = goodput, False, loaders
         self._running: dict[int, Wanted] = {}
         self._began: dict[int, float] = {}
         self._numbers, self._kind = numbers, kind
@@ -131,8 +138,18 @@ class BatchTrials:
         found = next_proposals(space, self.known.measurements, running, self.known.gates, self.known.contests)
         if found:
             return self._numbered(Wanted(0, **vars(found[0])))
-        works = any(one.outcome == "ok" for one in self.known.measurements)
-        return self._numbered(noise) if noise is not None and works and not self._running else None
+        if self._running or not any(one.outcome == "ok" for one in self.known.measurements):
+            return None
+        last = noise or self._reading()
+        return None if last is None else self._numbered(last)
+
+    def _reading(self) -> Wanted | None:
+        """Of loader processes, with what has been chosen."""
+        chosen = self._loaders.ask(self.space, self.known, self._goodput)
+        if chosen is None:
+            return None
+        rows = self.space.rows_per_step or chosen.micro_batch_size
+        return Wanted(0, chosen, passes=math.ceil(rows / chosen.micro_batch_size), loaders=self._loaders.most)
 
     def _noise(self) -> Wanted | None:
         if self._noise_at is None or self.known.noise is not None:
@@ -191,6 +208,9 @@ class BatchTrials:
         if wanted.noise:
             self._noise_at = None  # an advice less; the search goes on
             return {"reason": reason}
+        if wanted.loaders is not None:
+            self._loaders = LoaderSearch(None, reason)
+            return {"reason": reason}
         if wanted.gate_steps:
             return {"gate": GateReport(wanted.candidate.precision, self.space.lead, error=reason).to_json()}
         outcome = "out_of_memory" if error is not None and ran_out(error) else "error"
@@ -236,4 +256,7 @@ class KindTrials:
 def _what(wanted: Wanted) -> What:
     """What is measured, however many passes it takes."""
     point = wanted.candidate
-    return What(point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, bool(wanted.against))
+    return What(
+        point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, wanted.loaders is not None,
+        bool(wanted.against),
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from jobs.tuning.space import told
 from raytrain.planning.values import size_text
 from raytrain.search.contest import Contest
+from raytrain.search.loaders import LoaderRates, choose_count
 from raytrain.search.measurement import Measurement
 from raytrain.search.precision import GateReport, gate_refusal
 from raytrain.search.space import BatchSpace
@@ -147,6 +148,9 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
         return [*cells, "", "", gate_refusal(GateReport.from_json(row["gate"])) or "loss and gradient norm agree"]
     if row.get("noise") is not None:
         return [*cells, "", "", f"noise scale {number_text(row['noise']['rows'])} rows"]
+    if row.get("loaders") is not None:
+        found = choose_count(LoaderRates.from_json(row["loaders"]))
+        return [*cells, "", "", f"{found.value} loader processes: {found.reason}"]
     if row.get("contest") is not None:
         peak = (row.get("measurement") or {}).get("peak_bytes")
         return [*cells, "", bytes_text(peak), contest_text(Contest.from_json(row["contest"]), space)]

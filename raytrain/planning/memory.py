@@ -168,13 +168,14 @@ def least_parts(
 
 def check_limit(
     limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool,
-    hosts: Resolved | None = None, shards: int = 1, key: str = "cluster.memory_limit",
+    hosts: Resolved | None = None, shards: int = 1, one_row: Choice | None = None, key: str = "cluster.memory_limit",
 ) -> None:  # fmt: skip
     """Whether what a worker may take is more than it takes for certain.
 
     Args:
         hosts: where the experts are; None: in the workers.
         shards: see `least_parts`.
+        one_row: what is estimated for a worker with one row; less may do, but hardly.
         key: which says how much.
 
     Raises:
@@ -184,10 +185,31 @@ def check_limit(
     parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, elsewhere=away, shards=shards)
     least = sum(parts.values())
     if limit is not None and least > limit:
+        likely = ""
+        if isinstance(one_row, Resolved) and one_row.value > least:
+            likely = f"; {size_text(one_row.value)} are estimated for one row"
         raise InputError(
-            key, seen=f"{size_text(limit)} for each process", expected=f"more than {size_text(least)}: {_told(parts)}",
+            key, seen=f"{size_text(limit)} for each process",
+            expected=f"more than {size_text(least)}, which no worker does without: {_told(parts)}{likely}",
             remedy="null leaves it to cluster.memory_fraction" if key == "cluster.memory_limit" else "",
         )  # fmt: skip
+
+
+def beyond(allowed: int | None, estimate: Choice, one_row: Choice, *, measured: bool) -> list[str]:
+    """A warning where an estimate is above what a worker may take, which is no certainty.
+
+    Args:
+        estimate, one_row: bytes of a worker as planned, and with one row at a time.
+        measured: memory decides at start how many rows there are.
+    """
+    if allowed is None or not isinstance(estimate, Resolved) or estimate.value <= allowed:
+        return []
+    if isinstance(one_row, Resolved) and one_row.value > allowed:
+        told = f"{size_text(one_row.value)} are estimated for a worker with one row at a time"
+        return [f"{told}, but it may take {size_text(allowed)}: it will hardly fit, which only the start can tell"]
+    remedy = "what fits is measured at start" if measured else "lower loop.micro_batch_size"
+    told = f"{size_text(estimate.value)} are estimated for each worker"
+    return [f"{told}, but it may take {size_text(allowed)}: {remedy}"]
 
 
 def doubt_of_memory(

@@ -22,7 +22,7 @@ import torch
 
 from raytrain.data.batches import Cursor
 from raytrain.data.contract import Split
-from raytrain.device import device_name
+from raytrain.device import device_name, seconds_of
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed
 from raytrain.memory import PeakMeter, exact_memory
 from raytrain.planning.values import size_text
@@ -31,7 +31,7 @@ from raytrain.probe.row_choice import RowChoice
 from raytrain.probe.together import tried
 from raytrain.probe.untouched import restored_steps, skipped_steps, untouched
 from raytrain.search.measurement import Candidate, Measurement, Outcome, alike
-from raytrain.step import TrainingStep
+from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import GlobalStep
 
 #: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
@@ -79,7 +79,7 @@ class StepProbe:
     ) -> Measurement:
         """See `Session.measure`."""
         found = _Found()
-        with self._computing_as(candidate):
+        with self.computing_as(candidate):
             if with_memory:
                 with untouched(self.step.trainable, self.device, worst=True), skipped_steps(self.step.optimizers):
                     self._read_memory(candidate.micro_batch_size, found, budget=budget)
@@ -104,7 +104,7 @@ class StepProbe:
                 at = number % len(candidates)
                 turn = self._begin if number < len(candidates) else self._pass
                 found += [_Found()] if number < len(candidates) else []
-                with self._computing_as(candidates[at], scales[at]):
+                with self.computing_as(candidates[at], scales[at]):
                     if not turn(rows[at], found[at], budget):
                         break
         for one in found:
@@ -112,7 +112,8 @@ class StepProbe:
         return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, found, strict=False))
 
     @contextlib.contextmanager
-    def _computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
+    def computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
+        """The step in a candidate's precision and micro-batches of its size; as they were afterwards."""
         step, batches = self.step, self.feed.batches
         kept = step.policy, step.scale, batches.micro_batch
         policy = policy_for(candidate.precision)
@@ -183,30 +184,32 @@ class StepProbe:
         found.update_s = [seconds + own for seconds in found.update_s]
 
     def _begin(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
-        """A pass and an update that are not timed."""
         return self._first(rows, found, budget) and self._try_update(found, budget)
 
     def _pass(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
         """A pass and an update that are."""
-        fits = self._try(partial(self._timed, partial(self._backward, rows), found.pass_s), found, budget)
-        return fits and self._try_update(found, budget, timed=True)
+        passed = self._try(partial(self._timed_pass, rows, found.pass_s), found, budget)
+        return passed and self._try_update(found, budget, timed=True)
 
     def _all_alike(self, seconds: list[float]) -> bool:
         """Whether the last two passes took the same time on every worker."""
         return not self.workers.sum_flags([int(not alike(seconds))])[0]
 
+    def _timed_pass(self, rows: list[np.ndarray], seconds: list[float]) -> None:
+        """Without the reading where processes read beside the run (`raytrain.probe.loader_rates` is of those)."""
+        read = [self.feed.one(part) for part in rows] if self.feed.pool else None
+        self._timed(partial(self._backward, rows, read), seconds)
+
     def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
-        self._synchronize()
-        begin = time.perf_counter()
+        begin = seconds_of(self.device)
         work()
-        self._synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(seconds_of(self.device) - begin)
 
     def _optimizer_seconds(self) -> float:
         """Of one real step of the optimizers, where `_update` takes skipped ones, which compute nothing; the same for
         every candidate, so it is taken once."""
-        if self._optimizer_s is None and not self.step.skips_on_device:
-            self._optimizer_s = 0.0
+        if not self.step.skips_on_device:
+            return 0.0
         if self._optimizer_s is None:
             one, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
             times: list[float] = []
@@ -234,20 +237,23 @@ class StepProbe:
     def _scored(self, rows: list[np.ndarray], found: _Found) -> None:
         found.loss = self._backward(rows)
 
-    def _backward(self, rows: list[np.ndarray]) -> float:
+    def _backward(self, rows: list[np.ndarray], read: list[MicroBatch] | None = None) -> float:
         """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
-        weight = sum(self.feed.weight(part) for part in rows)
-        micros = (self.feed.one(part) for part in rows)
+        weight = sum(self.feed.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
+        micros = (self.feed.one(part) for part in rows) if read is None else iter(read)
         loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
         return float(loss + aux)
 
     def _update(self, found: _Found) -> None:
-        """Norm and clip of the sum, and the optimizers' step, skipped where they can skip on the device."""
+        found.norm = float(self.update()) / self.workers.world  # each worker's gradient is of a mean over its own rows
+
+    def update(self) -> torch.Tensor:
+        """Norm and clip of the sum, and the optimizers' step, skipped where they can skip on the device; the norm."""
         step = self.step
         step.scale.unscale_(step.gradients.buffers)
         norm = step.gradients.sum_of_squares().sqrt()
         step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
-        found.norm = float(norm) / self.workers.world  # each worker's gradient is of a mean over its own rows
+        return norm
 
     # -- agreement --------------------------------------------------------------------------------
 
@@ -292,7 +298,3 @@ class StepProbe:
             loss=loss, grad_norm=found.norm, reason=reason, device=device_name(self.device),
             taken_at=max(row[2] for row in rows),
         )  # fmt: skip
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

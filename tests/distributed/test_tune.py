@@ -72,6 +72,76 @@ def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
     assert place.end(within=20) == []
 
 
+@pytest.mark.timeout(290)
+@pytest.mark.covers("TUNE-11", "PERF-04", "TRB-22")
+def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
+    run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
+) -> None:
+    """Twelve rows of 4 ms; the model takes next to nothing, so that every core's process helps."""
+    job = guest_job(
+        name="slow",
+        data={"source": "guest_code:slow_rows", "pause": 0.004, "storage": "stream"},
+        loop={"micro_batch_size": 12},
+        cluster={"memory_limit": 2000 * MIB},
+    )
+    tuned = run_cli("tune", str(place.write(job)), cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    assert tuned.code == 0, tuned.text
+    (sweep,) = sweeps(place)
+    (reading,) = [row["loaders"] for row in rows_of(sweep) if row["what"] == "loaders"]
+    cores = local_inventory().cpus
+    assert reading["most"] == cores and reading["candidate"] == {"precision": "fp32", "micro_batch_size": 12}
+    rates = {one["count"]: one["batches"] / one["seconds"] for one in reading["rates"]}
+    assert set(rates) >= {0, 1, min(2, cores)}
+    best = load_spec(sweep / "best.yaml").spec
+    assert best.data.loader_workers == min(count for count in rates if rates[count] >= 0.97 * max(rates.values()))
+    assert best.data.loader_workers == 0 or cores > 1
+    assert cores == 1 or rates[2] > 1.5 * rates[0], "two processes that sleep"
+    memory, text = json.loads((sweep / "tune.json").read_text())["memory"], (sweep / "best.yaml").read_text()
+    assert best.tune.found is not None and best.tune.found.peak_bytes == memory["peak_bytes"]
+    assert memory["limit_bytes"] == 2000 * MIB and memory["used"] == memory["peak_bytes"] / memory["limit_bytes"]
+    told, words = f"{memory['used']:.1%}", " ".join(text.replace("#", " ").split())
+    assert f"its peak is {told} of what" in words and f"memory      {told} used: a peak of " in tuned.out
+    assert "batches/s of 12 rows" in words, "and the table of the other counts"
+    assert all(f"{count}: {rate:.3g}" in words for count, rate in rates.items() if count != best.data.loader_workers)
+    assert f"data.loader_workers {best.data.loader_workers}: " in tuned.out
+    assert place.end(within=20) == []
+
+
+@pytest.mark.timeout(590)
+def test_whole_runs_find_the_micro_batch_of_shards(
+    run_cli: Callable[..., Any], tiny_text: Path, place: Any
+) -> None:
+    """Trials are runs of both workers, which shard; a search that measures in one process says that it cannot."""
+    job = {
+        "name": "shards",
+        "model": {"builder": "raytrain.models.gpt:gpt", "layers": 2, "heads": 2, "width": 16, "context": 16},
+        "data": {"source": "text", "path": str(tiny_text)},
+        "precision": {"dtype": "fp32"},
+        "loop": {"global_batch_size": 8, "max_steps": 4, "log_every": 1},
+        "scale": {"strategy": "fsdp", "workers": 2, "threads": 1},
+        "telemetry": {"tensorboard": False},
+    }
+    file = str(place.write(job))
+    refused = run_cli("tune", file, cwd=place.folder, env=place.env)
+    assert refused.code == 2 and "scale.strategy" in refused.text and "tune.space=" in refused.text
+    space = "tune.space={loop.micro_batch_size: [1, 4]}"
+    tuned = run_cli("tune", file, space, "tune.metric=samples_per_s", cwd=place.folder, env=place.env, timeout=LIMIT_S)
+    assert tuned.code == 0, tuned.text
+    (sweep,) = sweeps(place)
+    rows = rows_of(sweep)
+    assert [(row["values"]["loop.micro_batch_size"], row["outcome"], row["steps"]) for row in rows] == [
+        (1, "ok", 4), (4, "ok", 4),
+    ]  # fmt: skip
+    for row in rows:
+        (attempt,) = place.run_at(row["run"]).events("attempt")
+        assert attempt["sharded"]["own"] < attempt["sharded"]["whole"], "each worker held its rows alone"
+    best = load_spec(sweep / "best.yaml").spec
+    fastest = max(rows, key=lambda row: row["samples_per_s"])
+    assert best.loop.micro_batch_size == fastest["values"]["loop.micro_batch_size"]
+    assert best.scale.strategy == "fsdp" and best.scale.workers == 2
+    assert place.end(within=20) == []
+
+
 def timed_steadily(rows: list[dict[str, Any]]) -> set[tuple[str, int]]:
     """Precisions and sizes that a cache may answer for."""
     timed = [row for row in rows if row["outcome"] == "ok" and row.get("measurement") and not row.get("contest")]
@@ -109,11 +179,14 @@ def check_best(sweep: Path, limit: int, text: str) -> None:
     assert outcome["status"] == "done" and outcome["values"]["loop.micro_batch_size"] == found.micro_batch_size
     table = outcome["decision"]["table"]
     assert {row["precision"] for row in table} == precisions_here() and len(table) >= 4, "the result table is saved"
+    share = outcome["memory"]["used"]
+    assert outcome["memory"]["limit_bytes"] == limit and share == found.peak_bytes / limit
     contests = [row["contest"] for row in rows_of(sweep) if row.get("contest")]
     assert contests and outcome["decision"]["contest"] is not None
     words = " ".join((sweep / "best.yaml").read_text().replace("#", " ").split())
     assert "rows/s" in words and " times as fast as " in words and "of what a process may take" in words
     assert (sweep / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"its peak is {share:.1%} of what a process may take" in words and f"memory      {share:.1%} used" in text
     assert "predicted peak: " in text and " at 2x of this micro-batch" in text
 
 

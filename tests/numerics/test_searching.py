@@ -11,7 +11,7 @@ from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
-from raytrain.probe import step_probe
+from raytrain import device
 from raytrain.probe.carried_out import carry_out
 from raytrain.probe.gate import run_gate
 from raytrain.search.batch import BatchDecision, BatchSpace, decide, next_proposals
@@ -79,13 +79,13 @@ class Paced(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.inner(x), labels) * (1 + self.off * half)}
 
 
-@pytest.mark.covers("TUNE-05", "TUNE-06")
+@pytest.mark.covers("TUNE-05", "TUNE-06", "FUT-02")
 @pytest.mark.parametrize(("off", "taken"), [(0.0, "bf16"), (0.05, "fp32")])
 def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times(
     off: float, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 to 128 rows in fp32 and bf16: 64 rows have 0.99 of the throughput of 128, 32 have 0.967, 16 have 0.93."""
-    monkeypatch.setattr(step_probe, "time", CLOCK)
+    monkeypatch.setattr(device, "time", CLOCK)
     torch.manual_seed(3)
     data = {"train": class_rows(160), "eval_fraction": 0.0}
     loop = {"global_batch_size": 128, "micro_batch_size": 8, "max_steps": 4}

@@ -115,6 +115,25 @@ def test_accumulation_on_a_cpu_with_the_output_elsewhere(
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.covers("CLI-13", "CLI-36")
+def test_an_automatic_batch_is_measured_by_real_steps_and_the_run_takes_it(
+    train_shared: Callable[..., Path], tiny_text: Path, tmp_path: Path
+) -> None:
+    """A limit near what is estimated leaves the micro-batch to a measurement; the batch of a step stays what it is."""
+    (tmp_path / "job.yaml").write_text(SANITY.format(path=tiny_text))
+    flags = ("loop.micro_batch_size=auto", "experts.hosts=0", f"cluster.memory_limit={900 << 20}")
+    run = train_shared(tmp_path / "job.yaml", *flags, timeout=LIMIT_S)
+    assert (read(run, "result.json")["status"], read(run, "result.json")["steps"]) == ("done", 3)
+    planned = read(run, "plan.json")["choices"]["micro_batch_size"]
+    found = read(run, "memory_probe.json")["micro_batch"]
+    assert planned["how"] and planned["bounds"][0] <= found["value"] <= planned["bounds"][-1]
+    assert found["trials"] and found["peak_bytes"] <= found["budget_bytes"] <= 900 << 20
+    assert "one real step of" in found["reason"]
+    decided = [row for row in rows_of(run, "events.jsonl", "decision") if row["what"] == "micro_batch"]
+    assert decided[-1]["value"] == found["value"], "once more where another precision won"
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.covers("SRC-05")
 def test_the_python_of_the_readme_runs_as_a_script(shared_driver: Any, tmp_path: Path) -> None:
     """The README's lines, with a net and a dataset before them and the result said after them."""

@@ -31,6 +31,25 @@ def rows(count: int = 240, bad: int | None = None) -> dict[str, Any]:
     }
 
 
+class Slow:
+    """The rows of a table one by one, each of which takes its time."""
+
+    def __init__(self, table: dict[str, Tensor], pause: float) -> None:
+        self.table, self.pause = table, pause
+
+    def __len__(self) -> int:
+        return len(self.table["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(self.pause)
+        return {name: column[index] for name, column in self.table.items()}
+
+
+def slow_rows(pause: float) -> dict[str, Any]:
+    """`rows`, asked for one by one."""
+    return {name: Slow(table, pause if name == "train" else 0.0) for name, table in rows().items()}
+
+
 class Net(nn.Module):
     """Two layers with dropout, in the transformers convention; counts its training passes in a buffer."""
 

@@ -69,11 +69,14 @@ def test_the_disk_of_an_object_store_is_not_asked() -> None:
 
 
 def test_memory_counts_every_process_of_a_node() -> None:
-    need = 1 << 30
-    assert check_memory(need, inventory=machine(4 << 30), local_workers=2, on_gpu=False).status == "ok"
-    short = check_memory(need, inventory=machine(3 << 30), local_workers=2, on_gpu=False)
+    need = 3 << 29
+    enough = check_memory(need, inventory=machine(3 << 30), local_workers=2, on_gpu=False)
+    assert enough.status == "ok" and "3.0 GiB for 2 workers of 1.5 GiB" in enough.expected, "the process is in it"
+    short = check_memory(need, inventory=machine((3 << 30) - 1), local_workers=2, on_gpu=False)
     assert (short.status, short.key) == ("warn", "loop.micro_batch_size")
-    assert check_memory(need, inventory=machine(3 << 30), local_workers=2, on_gpu=True).status == "ok"
+    assert check_memory(need, inventory=machine(2 << 30), local_workers=2, on_gpu=True).status == "ok"
+    unknown = check_memory(None, inventory=machine(2 << 30), local_workers=2, on_gpu=False)
+    assert "for 2 workers of 600 MiB" in unknown.expected
     assert check_memory(need, inventory=machine(0), local_workers=2, on_gpu=False).status == "na"
 
 

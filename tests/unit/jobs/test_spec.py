@@ -66,6 +66,9 @@ def mistake(*args: Any, **named: Any) -> InputError:
         pytest.param("model.context", None, 256, 128, marks=pytest.mark.covers("CFG-14")),
         pytest.param("precision.dtype", "auto", "fp32", "bf16", marks=pytest.mark.covers("CFG-02")),
         pytest.param("precision.dtype", "auto", "fp16", "fp32", marks=pytest.mark.covers("CFG-11")),
+        pytest.param("cluster.memory_fraction", 0.9, 0.8, 0.5, marks=pytest.mark.covers("CFG-04")),
+        pytest.param("loop.micro_batch_size", "auto", 4, "auto", marks=pytest.mark.covers("CFG-07")),
+        pytest.param("data.loader_workers", "auto", 0, 4, marks=pytest.mark.covers("CFG-09")),
         ("loop.epochs", None, 10, 3),
         ("optim.betas", (0.9, 0.99), [0.9, 0.95], [0.8, 0.9]),
         ("experts.hosts", "auto", 0, {"A100": 4}),
@@ -89,8 +92,8 @@ def test_default_gives_way_to_file_and_file_to_command_line(
 
     section, _, name = key.partition(".")
     line = f"{section}: {in_file}\n" if not name else f"{section}: {{{name}: {in_file}}}\n"
-    inside = MINIMAL.replace("width: 64", f"width: 64, {name}: {in_file}")
-    text = inside if section == "model" else MINIMAL + line
+    last = {"model": "width: 64", "data": "path: input.txt"}.get(section)  # sections that are there already
+    text = MINIMAL + line if last is None else MINIMAL.replace(last, f"{last}, {name}: {in_file}")
     flag = f"{key}={in_flag}".replace("'", "")
 
     bare, filed = load_spec(write(tmp_path, MINIMAL)), load_spec(write(tmp_path, text))

@@ -12,16 +12,21 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.inventory import Device, Inventory, Node
+from jobs.plan import plan_job
 from jobs.spec import load_spec
 from jobs.tuning.batch_known import Known, still_wanted
 from jobs.tuning.batch_results import answer_of
 from jobs.tuning.batch_trials import BatchTrials, KindTrials, Numbers
 from jobs.tuning.kinds import Kind, find_kinds, of_kind
+from jobs.tuning.loaders import LoaderSearch, chosen_loaders, find_loaders
 from jobs.tuning.points import Point
 from jobs.tuning.searcher import DONE
 from jobs.tuning.table import BATCH_COLUMNS, WHOLE_COLUMNS, SweepTable
 from jobs.tuning.whole_trials import WholeTrials
 from raytrain.errors import InputError
+from raytrain.plan import Deferred
+from raytrain.planning.values import DataFacts
+from raytrain.search.loaders import LoaderRate, LoaderRates
 from raytrain.search.measurement import Candidate, Measurement
 from raytrain.search.space import BatchSpace
 from raytrain.sweep_folder import SweepFolder
@@ -95,6 +100,58 @@ def test_of_the_trials_that_died_only_those_are_told_again_that_a_search_still_w
     assert still_wanted(dead, SPACE, standing) == [], "it was measured meanwhile, if not by this sweep"
     assert still_wanted([died(7, 2), died(8, 4, what="in turn")], SPACE, standing) == []
     assert still_wanted([died(9, 1, what="noise")], SPACE, standing) == [9]
+
+
+def test_loader_processes_are_measured_last_with_what_was_chosen_and_once(tmp_path: Path) -> None:
+    sweep, loaders = SweepFolder(str(tmp_path)), LoaderSearch(2)
+    trials, configs = batch_trials(sweep, loaders=loaders), []
+    rates = tuple(LoaderRate(count, 10, 1.0 / (1 + count)) for count in (0, 1, 2))
+    while isinstance(config := trials.propose(), dict):
+        configs.append(config)
+        assert trials.propose() is None, "one device"
+        chosen = Candidate(**config["candidate"])
+        told = {"loaders": LoaderRates(chosen, 2, rates).to_json()}
+        trials.ended(config, measured(config) if config["loaders"] is None else told, None)
+    *others, last = configs
+    assert all(one["loaders"] is None for one in others) and last["loaders"] == 2
+    size = last["candidate"]["micro_batch_size"]
+    assert size == 4 and last["passes"] == 1, "the fastest, which is a whole step of four rows"
+    assert trials.known.loaders is not None and sweep.ended()[-1]["what"] == "loaders"
+    assert chosen_loaders(loaders, [trials.known.loaders, None]).value == 2  # type: ignore[union-attr]
+    again = batch_trials(sweep, loaders=loaders)
+    assert again.propose() == DONE, "what a sweep has measured is not measured again"
+    more = batch_trials(sweep, loaders=LoaderSearch(4)).propose()
+    assert isinstance(more, dict) and more["loaders"] == 4, "on a machine with more cores it is"
+
+
+def test_loader_processes_whose_measurement_fails_are_left_as_they_are(tmp_path: Path) -> None:
+    sweep, loaders = SweepFolder(str(tmp_path)), LoaderSearch(2)
+    trials = batch_trials(sweep, loaders=loaders)
+    while isinstance(config := trials.propose(), dict):
+        failed = config["loaders"] is not None
+        trials.ended(config, {} if failed else measured(config), RuntimeError("a bad row") if failed else None)
+    assert sweep.ended()[-1]["reason"].endswith("a bad row") and sweep.ended()[-1]["outcome"] == "error"
+    told = chosen_loaders(loaders, [trials.known.loaders])
+    assert isinstance(told, Deferred) and "not measured" in told.how
+
+
+def test_loader_processes_are_searched_where_a_run_would_have_any() -> None:
+    def found(*, cpus: int = 8, kind: str = "items", **data: Any) -> tuple[int | None, str]:
+        job = {"model": {"builder": "raytrain.models.mlp:mlp", "num_classes": 4}, "scale": {"workers": 2},
+               "data": {"source": "mine:rows", "storage": "stream", **data}, "loop": {"max_steps": 4}}  # fmt: skip
+        facts = DataFacts(100, 10, 40, None, 4400, None, "a test", kind)
+        inventory = Inventory((Node("a", cpus, 1 << 34),), source="test", cpu_model="cpu", cpu_flags={})
+        loaded = load_spec(mapping=job)
+        plan = plan_job(loaded, inventory=inventory, data_facts=facts)
+        search = find_loaders(loaded.spec, plan, inventory, facts)
+        return search.most, search.reason
+
+    assert found() == (4, ""), "each of two workers has half of the cores"
+    assert found(cpus=1) == (None, "not searched, there are fewer cores than workers")
+    assert found(kind="memory") == (None, "not searched, rows are in memory")
+    assert found(kind="groups") == (None, "not searched, row groups are read by a thread")
+    assert found(storage="resident")[1] == "not searched, every item is read once, before the first step"
+    assert found(loader_workers=3) == (None, "3, given")
 
 
 def test_out_of_memory_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
@@ -184,10 +241,10 @@ def test_a_kind_weighs_as_much_as_it_has_workers_of_the_run() -> None:
     kinds = found_kinds(node("a", "H100", gib=80, gpus=4), node("b", "T4", gib=16, gpus=2), workers=5)
     assert {one.name: (one.devices, one.workers) for one in kinds} == {"H100": (4, 4), "T4": (2, 1)}
     search: Any = SimpleNamespace(
-        kinds=kinds, space=SPACE, space_of=lambda kind: replace(SPACE, budget_bytes=kind.budget_bytes)
+        kinds=kinds, space=SPACE, space_of=lambda kind: replace(SPACE, budget_bytes=kind.budget_bytes), goodput=False
     )
     caches: Any = {one.name: SimpleNamespace(known=Known(done())) for one in kinds}
-    answer = answer_of(search, caches, goodput=False)
+    answer = answer_of(search, caches)
     each = answer.decisions["T4"].rows_per_s
     assert answer.rows_per_s == pytest.approx(5 * each) and "all 5 workers" in answer.precision.reason
 

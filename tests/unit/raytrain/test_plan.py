@@ -494,6 +494,7 @@ def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
     assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
 
 
+@pytest.mark.covers("CFG-17")
 def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
     items = replace(DATA, kind="items", total_bytes=1000 * GIB)
     for cores, workers, expected in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (3, 1, 2), (16, 1, 4), (16, 8, 1), (8, 2, 3)):
@@ -504,6 +505,10 @@ def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
     assert value(plan(data_facts=DATA), "loader_workers") == 0
     asked = plan(machines(node(cpus=2)), data_facts=items, data={"loader_workers": 3})
     assert value(asked, "loader_workers") == 3 and any("3 loader processes on the 2 cores" in w for w in asked.warnings)
+    for cores, warned in ((6, False), (5, False), (4, True)):
+        made = plan(machines(node(cpus=cores)), data_facts=items, data={"loader_workers": 4})
+        assert value(made, "loader_workers") == 4
+        assert any(f"4 loader processes on the {cores} cores" in one for one in made.warnings) is warned
     fits = plan(data_facts=replace(DATA, kind="items"))
     assert (value(fits, "storage"), value(fits, "loader_workers")) == ("resident", 0)
 
@@ -537,6 +542,9 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
 
 def test_more_than_the_memory_is_a_warning() -> None:
     large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
+    hopeless = plan(machines(node(memory=10 * GIB)), model_facts=large)
+    assert any("with one row at a time, but it may take 9 GiB: it will hardly fit" in one for one in hopeless.warnings)
+    large = ModelFacts(1000, 4000, 2 * GIB, None, "a test")
     made = plan(machines(node(memory=10 * GIB)), model_facts=large, loop={"micro_batch_size": 8})
     assert any("lower loop.micro_batch_size" in warning for warning in made.warnings)
     left_open = plan(machines(node(memory=10 * GIB)), model_facts=large)
@@ -550,14 +558,20 @@ def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
     """The process, 16 MB of weights, gradients and moments, and half of the row's 1 MiB: 417 + 15.3 + 0.5 MiB."""
     needed = LEAST_PROCESS_BYTES + 16_000_000 + (1 << 19)
     told = (
-        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB: the process 418 MiB"
-        r" \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512 KiB; null leaves"
+        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB, which no worker does without"
+        r": the process 418 MiB \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512 KiB;"
+        r" 480 MiB are estimated for one row; null leaves"
     )
     with pytest.raises(InputError, match=told):
         plan(model_facts=KNOWN, cluster={"memory_limit": 300 << 20})
     with pytest.raises(InputError, match=r"cluster\.memory_limit"):
         plan(model_facts=KNOWN, cluster={"memory_limit": needed - 1})
     assert plan(model_facts=KNOWN, cluster={"memory_limit": needed}).memory.value
+    # between what is certain and what is estimated the start decides, and the plan says so
+    between = plan(model_facts=KNOWN, cluster={"memory_limit": 470 << 20})
+    assert any("480 MiB are estimated for a worker with one row" in one for one in between.warnings)
+    above = plan(model_facts=KNOWN, cluster={"memory_limit": 481 << 20})
+    assert not any("are estimated for a worker with one row" in one for one in above.warnings)
     recomputed = plan(
         model_facts=KNOWN, cluster={"memory_limit": needed - (1 << 19)}, loop={"activation_checkpointing": True}
     )
