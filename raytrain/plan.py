@@ -25,6 +25,7 @@ from raytrain.planning.hosts import (
     beside_hosts,
     choose_hosts,
     choose_inflight,
+    choose_overlap,
     choose_strategy,
     hosts_by_node,
     taken_by_hosts,
@@ -65,8 +66,8 @@ __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `compile` and
-    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap`
+    where nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked
     for, `resident_rows` where not a part of the rows is kept on the device.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
@@ -80,6 +81,7 @@ class Plan:
     placement: Choice
     strategy: Choice
     backend: Choice
+    overlap: Choice | None = field(default=None, kw_only=True)
     threads: Choice
     precision: Choice
     fp32_layers: Choice | None = field(default=None, kw_only=True)
@@ -177,6 +179,7 @@ def make_plan(
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
+    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     sharded = scale.strategy == "fsdp"
     check_limit(
@@ -209,7 +212,7 @@ def make_plan(
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        **kept, hosts=hosts, inflight=inflight, sources={},
+        **kept, hosts=hosts, inflight=inflight, overlap=overlap, sources={},
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},

@@ -1,0 +1,169 @@
+"""Runs with and without overlap, for processes of a gang; they return numbers, never tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lab import GPT, MOE, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from shortages import Planted
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import raytrain.reduction
+from raytrain.bucket_sums import BucketSums
+from raytrain.errors import CollectiveFailed
+from raytrain.search.shares import Shares
+from raytrain.session import Session
+
+ROWS, STEPS = 54, 9
+"""Windows of 16 rows in micro-batches of 2; the fourth has 6, so that of three workers each has one pass, and of two the
+second has one and the first two."""
+BUCKET = 4096
+EXPERTS = {"num_experts": 4, "top_k": 2, "hosts": 0}
+
+
+def session_of(overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any) -> Session:
+    """A session with buckets of so many bytes, overlapping or not."""
+    raytrain.reduction.BUCKET_BYTES = {"cpu": bucket}
+    given = {"model": GPT, "precision": "fp64", **sections}
+    model = given.pop("model")
+    tokens = {"train": token_rows(ROWS, ragged=True, empty=range(3)), "eval": token_rows(9, seed=5)}
+    data = given.pop("data", tokens)
+    loop = {"max_steps": STEPS, "micro_batch_size": 2, "grow_after": 1, "eval_every": 1000, **given.pop("loop", {})}
+    scale = {"overlap": overlap, **given.pop("scale", {})}
+    session = make_session(model, data, loop=loop, scale=scale, optim={"max_grad_norm": 0.3}, **given)
+    if shares is not None:
+        session.feed.batches.shares = Shares.from_json(shares)
+    return session
+
+
+class Seen:
+    """Which buckets a worker began in which step, and how many of them inside a backward."""
+
+    def __init__(self, session: Session) -> None:
+        self.order: list[list[int]] = [[]]
+        self.inside: list[int] = [0]
+        self._sums: BucketSums = session.step.reduction.sums  # pyright: ignore[reportAttributeAccessIssue]
+        self._inner = self._sums._begin
+        self._sums._begin = self._begin  # type: ignore[method-assign]
+
+    def _begin(self, bucket: int) -> None:
+        self.order[-1].append(bucket)
+        self.inside[-1] += self._sums._open
+        self._inner(bucket)
+        if len(self.order[-1]) == len(self._sums._left):
+            self.order.append([])
+            self.inside.append(0)
+
+
+def found(session: Session) -> dict[str, Any]:
+    """Train; the numbers of it, and what began when."""
+    seen = Seen(session)
+    rows, outcome = train(session)
+    return {
+        "losses": rows.losses,
+        "norms": rows.of("train", "grad_norm"),
+        "scales": rows.of("train", "loss_scale"),
+        "skipped": rows.of("train", "skipped_steps"),
+        "digest": digest(session.trainable.module.state_dict(), optimizer_state(session), session.generator_state()),
+        "weights": weights_of(session),
+        "outcome": outcome.kind,
+        "events": [event for event in rows.events if event["kind"] == "out_of_memory"],
+        "overlaps": session.step.reduction.sums.overlaps,  # pyright: ignore[reportAttributeAccessIssue]
+        "order": seen.order[:-1],
+        "inside": seen.inside[:-1],
+    }
+
+
+def both(_rank: int, _world: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each case without overlap and with it."""
+    return {
+        name: {"without": found(session_of(False, **sections)), "with": found(session_of(True, **sections))}
+        for name, sections in cases.items()
+    }
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def short(rank: int, _world: int, planted: list[Any]) -> dict[str, dict[str, Any]]:
+    """Runs with shortages in forwards and backwards, one of them when buckets are on their way already."""
+    made = {}
+    for name, overlap in (("without", False), ("with", True)):
+        session = session_of(overlap)
+        mine = Planted(session, [place for place in planted if place[2] == rank])
+        made[name] = {**found(session), "met": mine.met}
+    session = session_of(True)
+    late = AtTheEnd(session) if rank == 1 else None
+    made["at the end"] = {**found(session), "met": late.met if late else 0}
+    return made
+
+
+class AtTheEnd:
+    """In its third step the worker has no memory, in the backward, after its second-last bucket has begun."""
+
+    def __init__(self, session: Session) -> None:
+        self.met, self._session = 0, session
+        self._first = next(iter(session.trainable.module.parameters()))
+        self._first.register_hook(self._fail)
+        self._last = session.step.reduction.last_pass
+        self._is_last = False
+        session.step.reduction.last_pass = self._told  # type: ignore[method-assign]
+
+    def _told(self) -> None:
+        self._is_last = True
+        self._last()
+
+    def _fail(self, gradient: Tensor) -> None:
+        last, self._is_last = self._is_last, False
+        if last and self._session.state.step == 2 and not self.met:
+            self.met = len(self._session.step.reduction.sums._begun)  # pyright: ignore[reportAttributeAccessIssue]
+            raise torch.OutOfMemoryError("planted in the first layer's gradient")
+
+
+def broken(rank: int, _world: int) -> str:
+    """The second worker fails in the middle of a backward, with buckets on their way; what each of them says."""
+    session = session_of(True)
+    first = next(iter(session.trainable.module.parameters()))
+
+    def fail(gradient: Tensor) -> None:
+        if rank == 1 and session.state.step == 3:
+            raise ValueError("planted")
+
+    first.register_hook(fail)
+    try:
+        train(session)
+    except ValueError as error:
+        torch.distributed.destroy_process_group()  # as a worker that ends does
+        return str(error)
+    except CollectiveFailed as error:
+        return type(error).__name__
+    return "nothing"
+
+
+class Twice(nn.Module):
+    """One linear layer in two reentrant checkpoints, each of which has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 64)
+        self.shared = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x).relu()
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=True).relu()  # type: ignore[union-attr]
+        logits = self.last(hidden)
+        loss = nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss} if self.training else {"loss": loss, "logits": logits}
+
+
+def twice() -> nn.Module:
+    """The builder."""
+    return Twice()
+
+
+MOE_CASE = {"model": MOE, "experts": EXPERTS}
+TWICE_CASE = {"model": {"builder": "overlaps:twice"}, "data": {"train": class_rows(ROWS), "eval_fraction": 0.0}}
