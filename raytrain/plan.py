@@ -66,9 +66,9 @@ __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap`
-    where nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked
-    for, `resident_rows` where not a part of the rows is kept on the device.
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap` where
+    nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
+    `fp32_layers` where none is asked for, `resident_rows` where not a part of the rows is kept on the device.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
