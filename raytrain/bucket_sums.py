@@ -67,7 +67,7 @@ class BucketSums:
         while self._hooks:
             self._hooks.pop().remove()
         if wanted and could_overlap(self._gradients, self._workers):
-            own = weakref.ref(self)  # a parameter that held this object would be held by it for ever
+            own: weakref.ref[BucketSums] = weakref.ref(self)  # held by parameters, it would keep them for ever
             for bucket, parameters in enumerate(self._gradients.members):
                 self._hooks += [
                     parameter.register_post_accumulate_grad_hook(partial(_tell, own, bucket, place))

@@ -179,7 +179,6 @@ def make_plan(
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
-    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     sharded = scale.strategy == "fsdp"
     check_limit(
@@ -212,7 +211,7 @@ def make_plan(
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        **kept, hosts=hosts, inflight=inflight, overlap=overlap, sources={},
+        **kept, hosts=hosts, inflight=inflight, sources={},
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},
@@ -230,6 +229,7 @@ def _machine_choices(
     asked = choose_precision(precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     beside = hosts_by_node(hosts, counts, machines, inventory)
+    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -238,6 +238,7 @@ def _machine_choices(
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
+        **({} if overlap is None else {"overlap": overlap}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
         "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
     }

@@ -130,22 +130,21 @@ class AtTheEnd:
             raise torch.OutOfMemoryError("planted in the first layer's gradient")
 
 
-def broken(rank: int, _world: int, overlap: bool = True) -> str:
+def broken(rank: int, _world: int) -> str:
     """The second worker fails in the middle of a backward, with buckets on their way; what each of them says."""
-    session = session_of(overlap)
-    first = next(iter(session.trainable.module.parameters()))
+    session: Session | None = session_of(True)
 
     def fail(gradient: Tensor) -> None:
-        if rank == 1 and session.state.step == 3:
+        if rank == 1 and session is not None and session.state.step == 3:
             raise ValueError("planted")
 
-    first.register_hook(fail)
+    next(iter(session.trainable.module.parameters())).register_hook(fail)
     said = "nothing"
     try:
         train(session)
     except (ValueError, CollectiveFailed) as error:
         said = type(error).__name__
-    del first, session
+    session = None
     gc.collect()
     torch.distributed.destroy_process_group()  # as a worker that ends does
     return said
