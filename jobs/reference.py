@@ -19,6 +19,7 @@ PLAIN: dict[str, Any] = {
     "optim.fused": False,
     "data.storage": "stream",
     "experts.inflight": 1,
+    "scale.overlap": False,
     "precision.dtype": "fp32",
     "precision.fp32_layers": [],
 }

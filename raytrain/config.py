@@ -206,6 +206,7 @@ class ScaleConfig(Section):
     accelerator: Text | None = Field(default=None, description="cpu, cuda, cuda:0, or a type such as H100")
     threads: Count | Auto = Field(default="auto", description="CPU threads of each worker")
     shares: Literal["auto", "equal"] = Field(default="equal", description="micro-batches per worker")
+    overlap: bool | Auto = Field(default="auto", description="sum gradients while the last backward still runs")
 
 
 class RetryConfig(Section):

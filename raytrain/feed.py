@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -91,9 +92,10 @@ class Feed:
         guard = self._guard(split, "train")
         for number, wanted in enumerate(own):
             if self._ahead is None:
-                yield self._given(guard, self._gather(split, wanted.rows))
+                micro = self._given(guard, self._gather(split, wanted.rows))
             else:
-                yield self._ahead.take(wanted, then=lambda n=number: chain(own[n:], self._later(following)))
+                micro = self._ahead.take(wanted, then=lambda n=number: chain(own[n:], self._later(following)))
+            yield micro if number + 1 < len(own) else replace(micro, last=True)
 
     def _later(self, cursor: Cursor) -> Iterator[Wanted]:
         """This rank's micro-batches from `cursor` on, without end."""

@@ -40,6 +40,7 @@ class GradientBuffers:
 
     Attributes:
         buffers: the gradients. payloads: the same memory as it is summed, the word included.
+        members: the parameters of each buffer, in order.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GradientBuffers:
         self._with_word = with_word
         self.buffers: list[Tensor] = []
         self.payloads: list[Tensor] = []
+        self.members: list[list[nn.Parameter]] = []
         bucket: list[nn.Parameter] = []
         size = 0
         for parameter in parameters:
@@ -72,6 +74,7 @@ class GradientBuffers:
         flat = payload[:size]
         self.buffers.append(flat)
         self.payloads.append(payload)
+        self.members.append(bucket)
         start = 0
         for parameter in bucket:
             own = self.own(parameter)
@@ -196,11 +199,20 @@ class Workers:
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over the workers in place, in the order given."""
+        for tensor in tensors:
+            self.begin_sum(tensor)()
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Start a sum of a tensor in place and return at once; calling what comes back waits (a GPU's stream does)."""
         if self.world == 1:
-            return
+            return lambda: None
         with self._together():
-            for tensor in tensors:
-                self._of(tensor).allreduce([tensor]).wait()
+            work = self._of(tensor).allreduce([tensor])
+        return lambda: self._finished(work)
+
+    def _finished(self, work: Any) -> None:
+        with self._together():
+            work.wait()
 
     def sum_flags(self, values: list[int]) -> list[int]:
         """Sum small host integers over the workers; never touches the device."""
@@ -218,8 +230,7 @@ class Workers:
             work = self._flags.allreduce([vector])
 
         def finish() -> list[int]:
-            with self._together():
-                work.wait()
+            self._finished(work)
             # numpy shares memory with a CPU tensor: no device read is made or counted
             return [int(value) for value in vector.numpy()]
 
@@ -251,9 +262,11 @@ class Workers:
         """Rank 0's values on every worker."""
         if self.world == 1:
             return
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
         with self._together():
             for tensor in tensors:
-                self._of(tensor).broadcast([tensor.detach()], _from_first()).wait()
+                self._of(tensor).broadcast([tensor.detach()], options).wait()
 
     def _of(self, tensor: Tensor) -> Any:
         return self._flags if tensor.device.type == "cpu" else self._payload
@@ -285,9 +298,3 @@ class Workers:
     def close(self) -> None:
         """Forget the groups (torch destroys its own)."""
         self._payload = self._flags = None
-
-
-def _from_first() -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return options

@@ -25,6 +25,7 @@ from raytrain.planning.hosts import (
     beside_hosts,
     choose_hosts,
     choose_inflight,
+    choose_overlap,
     choose_strategy,
     hosts_by_node,
     taken_by_hosts,
@@ -64,9 +65,9 @@ __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `compile` and
-    `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked
-    for, `resident_rows` where not a part of the rows is kept on the device.
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap` where
+    nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
+    `fp32_layers` where none is asked for, `resident_rows` where not a part of the rows is kept on the device.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -79,6 +80,7 @@ class Plan:
     placement: Choice
     strategy: Choice
     backend: Choice
+    overlap: Choice | None = field(default=None, kw_only=True)
     threads: Choice
     precision: Choice
     fp32_layers: Choice | None = field(default=None, kw_only=True)
@@ -226,6 +228,7 @@ def _machine_choices(
     asked = choose_precision(precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     beside = hosts_by_node(hosts, counts, machines, inventory)
+    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -234,6 +237,7 @@ def _machine_choices(
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
+        **({} if overlap is None else {"overlap": overlap}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
         "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
     }

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from raytrain.bucket_sums import BUCKET_BYTES, BucketSums
 from raytrain.gradients import GradientBuffers, Workers
 from raytrain.oom import Shortage, StepDropped, attempt, heard, told
 from raytrain.trainable import Trainable
@@ -23,7 +24,7 @@ Losses = tuple[Tensor, Tensor]
 
 
 class Reduction(Protocol):
-    """Every verb but `attempt` is one of all workers at the same moment.
+    """Every verb but `attempt` and `last_pass` is one of all workers at the same moment.
 
     Attributes:
         gradients: where backward accumulates, and what norm, clip and optimizer see after `passed`.
@@ -49,6 +50,14 @@ class Reduction(Protocol):
         """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
         ...
 
+    def overlap(self, wanted: bool) -> None:
+        """Whether sums begin inside the last backward of a step, from the next step on, where that can be."""
+        ...
+
+    def last_pass(self) -> None:
+        """The next backward is the last one of this worker's passes. Its word alone: no meeting."""
+        ...
+
     def sum_of_squares(self) -> Tensor:
         """Of the gradients of all workers after `passed`: a float64 scalar on the device, the same for everybody."""
         ...
@@ -59,12 +68,19 @@ class Reduction(Protocol):
 
 
 class FlatReduction:
-    """Passes without communication, then one sum over the workers, buffer by buffer in registration order."""
+    """Passes without communication, then one sum over the workers, buffer by buffer; or a buffer's sum as soon as the
+    last pass has made it whole (`raytrain.bucket_sums`).
+
+    Attributes:
+        sums: who adds the buffers up.
+    """
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
-        self.gradients = GradientBuffers(own, with_word=True)
+        size = BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
+        self.gradients = GradientBuffers(own, bucket_bytes=size, with_word=True)
         self.workers = workers
+        self.sums = BucketSums(self.gradients, workers=workers)
         self._trainable, self._device = trainable, device
 
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
@@ -75,13 +91,14 @@ class FlatReduction:
         """
         workers, inside = self.workers, self._device.type == "cpu"
         begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
-        came = self.attempt(passes)
+        with self.sums.inside():
+            came = self.attempt(passes)
         begun = begun or workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
         if isinstance(came, Shortage):
             self.gradients.say_short()
         else:  # its gradients may be finite, the step is none all the same
             self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
-        workers.sum_(self.gradients.payloads)
+        self.sums.finish(learn=not isinstance(came, Shortage))
         summed = begun()
         short = self.gradients.some_were_short() if inside and workers.world > 1 else not inside and summed.pop() > 0
         if short or isinstance(came, Shortage):
@@ -102,6 +119,14 @@ class FlatReduction:
         if self._trainable.elsewhere is not None:
             self._trainable.elsewhere.discard()
         return StepDropped(shortages)
+
+    def overlap(self, wanted: bool) -> None:
+        """As in `Reduction`."""
+        self.sums.overlaps = wanted
+
+    def last_pass(self) -> None:
+        """As in `Reduction`."""
+        self.sums.last_pass()
 
     def sum_of_squares(self) -> Tensor:
         """As in `Reduction`: they have been summed, so each worker has all of them."""

@@ -109,9 +109,10 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
-            inflight=self._inflight(),
+            inflight=self._chosen("inflight", 1),
             **self.layout.for_step(lambda: self.feed),
         )
+        self.step.reduction.overlap(self._chosen("overlap", False))
         self.feed = self._open_feed()
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
@@ -129,16 +130,17 @@ class Session:
             self.feed.close()
 
     def settle(self, **choices: Resolved) -> None:
-        """Take over what was measured of `fp32_layers`, `shares` or `inflight`: from now on, and in whatever session
-        follows this one after a rewind."""
+        """Take over what was measured of `fp32_layers`, `shares`, `inflight` or `overlap`: from now on, and in whatever
+        session follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, **choices))
         self.layers.keep(kept_in_fp32(self.job.plan.fp32_layers))
         self.feed.batches.shares = shares_in_force(self.job.plan.shares)
-        self.step.inflight = self._inflight()
+        self.step.inflight = self._chosen("inflight", 1)
+        self.step.reduction.overlap(self._chosen("overlap", False))
 
-    def _inflight(self) -> int:
-        planned = self.job.plan.inflight
-        return planned.value if isinstance(planned, Resolved) else 1
+    def _chosen(self, name: str, unsettled: Any) -> Any:
+        planned = self.job.plan.choices().get(name)
+        return planned.value if isinstance(planned, Resolved) else unsettled
 
     def use_precision(self, precision: str) -> None:
         """Change how the step computes; weights and optimizer state keep their dtype."""

@@ -39,10 +39,12 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens)."""
+    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens), whether
+    it is the `last` of its step as far as is known."""
 
     batch: Batch
     weight: int
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ def in_eval(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _total(output: LossOutput) -> Tensor:
+    return output.loss if output.aux is None else output.loss + output.aux
 
 
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
@@ -171,13 +177,12 @@ class TrainingStep:
             passes -= 1
             output = self.forward(micro.batch, global_weight=global_weight)
             share = 1.0 if self.trainable.takes_global_count else micro.weight / global_weight
-            loss, aux = output.loss, output.aux
-            total = loss if aux is None else loss + aux
-            if share != 1.0:
-                total = total * share
-            loss_sum += loss.detach().double() * share
-            if aux is not None:
-                aux_sum += aux.detach().double() * share
+            total = _total(output) if share == 1.0 else _total(output) * share
+            loss_sum += output.loss.detach().double() * share
+            if output.aux is not None:
+                aux_sum += output.aux.detach().double() * share
+            if micro.last and not self.meets:
+                self.reduction.last_pass()
             yield self.scale.scale(total)
         for _ in range(passes if self.meets else 0):
             # until its backward is over, which may compute blocks again: nothing is drawn, counted or learned of these
@@ -208,9 +213,7 @@ class TrainingStep:
             with self.policy.autocast(self.device):
                 return self.trainable.elsewhere.idle()
         assert self.filler is not None
-        output = self.forward(self.filler(), global_weight=1)
-        total = output.loss if output.aux is None else output.loss + output.aux
-        return total * 0.0
+        return _total(self.forward(self.filler(), global_weight=1)) * 0.0
 
     def run(
         self,
@@ -221,10 +224,7 @@ class TrainingStep:
         passes: int = 0,
         flags: Callable[[], list[int]] = list,
     ) -> StepOutput:
-        """Take optimizer step number `step` (1-based). Collective over the workers.
-
-        Args:
-            flags: small host numbers of this worker; their sums travel with the step.
+        """Take optimizer step number `step` (1-based); the sums of the workers' `flags` travel with it. Collective.
 
         Raises:
             StepDropped: a worker had no memory for its passes. Nothing was committed, on any of them.

@@ -66,6 +66,12 @@ class ShardedReduction:
         shortages = heard(self._workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
         return StepDropped(shortages)
 
+    def overlap(self, wanted: bool) -> None:
+        """As in `raytrain.reduction.Reduction`: each block is summed inside each backward anyway."""
+
+    def last_pass(self) -> None:
+        """As in `raytrain.reduction.Reduction`: every pass is alike."""
+
     def sum_of_squares(self) -> Tensor:
         """As in `raytrain.reduction.Reduction`: over all shards, and not finite where the loss of a worker was not."""
         squares = self.gradients.sum_of_squares()

@@ -178,6 +178,31 @@ def choose_inflight(
     return Deferred("measured with 1 and 2 at the start", (1, 2), "2 keeps the activations of two micro-batches")
 
 
+def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Choice | None:
+    """Whether gradients are summed while the last backward of a step still runs; None where nothing can overlap.
+
+    Raises:
+        InputError: asked for together with experts elsewhere, naming both keys.
+    """
+    elsewhere = hosts.value not in ("none", 0)
+    if scale.overlap is True and elsewhere:
+        raise InputError(
+            "scale.overlap", seen=f"true with experts.hosts {hosts.value}", expected="auto or false with it",
+            remedy="a step whose experts live elsewhere sums its gradients after the vote; experts.hosts 0 keeps them"
+            " in every worker",
+        )  # fmt: skip
+    why = "there is one worker" if workers == 1 else "fsdp sums each block inside each backward"
+    if workers == 1 or scale.strategy == "fsdp":
+        if scale.overlap is True:
+            warnings.append(f"scale.overlap true changes nothing: {why}")
+        return None
+    if elsewhere:
+        return None
+    if scale.overlap != "auto":
+        return Resolved(scale.overlap, "scale.overlap")
+    return Deferred("measured with and without at the start", (False, True))
+
+
 def _auto(machines: Machines, inventory: Inventory) -> Resolved:
     if not machines.on_gpu:
         if inventory.cpus < CPU_HOSTS:

@@ -1,0 +1,250 @@
+"""Runs with and without overlap, for processes of a gang; they return numbers, never tensors."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lab import GPT, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
+from shortages import Planted
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from unequal import everything
+
+import raytrain.reduction
+from raytrain.bucket_sums import BucketSums
+from raytrain.errors import CollectiveFailed
+from raytrain.plan import Deferred, Resolved
+from raytrain.probe.settled_overlap import settle_overlap
+from raytrain.run_folder import RunFolder
+from raytrain.search.shares import Shares
+from raytrain.session import Session
+
+ROWS, STEPS = 54, 9
+"""Windows of 16 rows in micro-batches of 2; the fourth has 6, of which two workers have two passes and one."""
+BUCKET = 4096
+EXPERTS = {"num_experts": 4, "top_k": 2, "hosts": 0}
+
+
+def session_of(
+    overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any
+) -> Session:
+    """A session with buckets of so many bytes, overlapping or not."""
+    raytrain.reduction.BUCKET_BYTES = {"cpu": bucket}
+    given = {"model": GPT, "precision": "fp64", **sections}
+    model = given.pop("model")
+    tokens = {"train": token_rows(ROWS, ragged=True, empty=range(3)), "eval": token_rows(9, seed=5)}
+    data = given.pop("data", tokens)
+    loop = {"max_steps": STEPS, "micro_batch_size": 2, "grow_after": 1, "eval_every": 1000, **given.pop("loop", {})}
+    scale = {"overlap": overlap, **given.pop("scale", {})}
+    session = make_session(model, data, loop=loop, scale=scale, optim={"max_grad_norm": 0.3}, **given)
+    if shares is not None:
+        session.feed.batches.shares = Shares.from_json(shares)
+    return session
+
+
+class Seen:
+    """Which buckets a worker began in which step, and how many of them inside a backward."""
+
+    def __init__(self, session: Session) -> None:
+        self.order: list[list[int]] = [[]]
+        self.inside: list[int] = [0]
+        self._sums = sums(session)
+        self._inner = self._sums._begin
+        self._sums._begin = self._begin  # type: ignore[method-assign]
+
+    def _begin(self, bucket: int) -> None:
+        self.order[-1].append(bucket)
+        self.inside[-1] += self._sums._open
+        self._inner(bucket)
+        if len(self.order[-1]) == len(self._sums._left):
+            self.order.append([])
+            self.inside.append(0)
+
+
+def found(session: Session) -> dict[str, Any]:
+    """Train; the numbers of it, and what began when."""
+    seen = Seen(session)
+    rows, outcome = train(session)
+    return {
+        "losses": rows.losses,
+        "norms": rows.of("train", "grad_norm"),
+        "scales": rows.of("train", "loss_scale"),
+        "skipped": rows.of("train", "skipped_steps"),
+        "digest": digest(session.trainable.module.state_dict(), optimizer_state(session), session.generator_state()),
+        "model": digest(session.trainable.module.state_dict()),
+        "outcome": outcome.kind,
+        "events": [event for event in rows.events if event["kind"] == "out_of_memory"],
+        "overlaps": sums(session).overlaps,
+        "order": seen.order[:-1],
+        "inside": seen.inside[:-1],
+    }
+
+
+def both(_rank: int, _world: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each case without overlap and with it."""
+    return {
+        name: {"without": found(session_of(False, **sections)), "with": found(session_of(True, **sections))}
+        for name, sections in cases.items()
+    }
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def short(rank: int, _world: int, planted: list[Any]) -> dict[str, dict[str, Any]]:
+    """Runs with shortages in forwards and backwards, one of them when buckets are on their way already."""
+    made = {}
+    for name, overlap in (("without", False), ("with", True)):
+        session = session_of(overlap)
+        mine = Planted(session, [place for place in planted if place[2] == rank])
+        made[name] = {**found(session), "met": mine.met}
+    session = session_of(True)
+    late = AtTheEnd(session) if rank == 1 else None
+    made["at the end"] = {**found(session), "met": late.met if late else 0}
+    return made
+
+
+class AtTheEnd:
+    """In its third step the worker has no memory, in the backward, after its second-last bucket has begun."""
+
+    def __init__(self, session: Session) -> None:
+        self.met, self._session = 0, session
+        self._first = next(iter(session.trainable.module.parameters()))
+        self._first.register_hook(self._fail)
+        self._last = session.step.reduction.last_pass
+        self._is_last = False
+        session.step.reduction.last_pass = self._told  # type: ignore[method-assign]
+
+    def _told(self) -> None:
+        self._is_last = True
+        self._last()
+
+    def _fail(self, gradient: Tensor) -> None:
+        last, self._is_last = self._is_last, False
+        if last and self._session.state.step == 2 and not self.met:
+            self.met = len(sums(self._session)._begun)
+            raise torch.OutOfMemoryError("planted in the first layer's gradient")
+
+
+def broken(rank: int, _world: int) -> str:
+    """The second worker fails in the middle of a backward, with buckets on their way; what each of them says."""
+    session: Session | None = session_of(True)
+
+    def fail(gradient: Tensor) -> None:
+        if rank == 1 and session is not None and session.state.step == 3:
+            raise ValueError("planted")
+
+    next(iter(session.trainable.module.parameters())).register_hook(fail)
+    said = "nothing"
+    try:
+        train(session)
+    except (ValueError, CollectiveFailed) as error:
+        said = type(error).__name__
+    session = None
+    gc.collect()
+    torch.distributed.destroy_process_group()  # as a worker that ends does
+    return said
+
+
+class Twice(nn.Module):
+    """One linear layer in two reentrant checkpoints, each of which has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 64)
+        self.shared = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x).relu()
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=True).relu()  # type: ignore[union-attr]
+        logits = self.last(hidden)
+        loss = nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss} if self.training else {"loss": loss, "logits": logits}
+
+
+def twice() -> nn.Module:
+    """The builder."""
+    return Twice()
+
+
+MOE_CASE = {"model": MOE, "experts": EXPERTS}
+TWICE_CASE = {"model": {"builder": "overlaps:twice"}, "data": {"train": class_rows(ROWS), "eval_fraction": 0.0}}
+
+
+# ---------------------------------------------------------------- auto
+
+
+def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
+    """Measured at a start; found again by the next attempt, whichever it was; and where nothing can be measured."""
+    run = RunFolder(folder)
+    said: list[Any] = []
+    session = session_of(True)
+    defer(session)
+    before = everything(session)
+    overlapped = sums(session).overlaps
+    reporter = Rows()
+    settle_overlap(session, run, reporter=reporter, push=said.append)
+    untouched = before == everything(session)
+    plan = session.job.plan.overlap
+    assert isinstance(plan, Resolved)
+    value, reason = sums(session).overlaps, plan.reason
+    again = session_of(True)
+    defer(again)
+    settle_overlap(again, run, reporter=reporter, push=said.append)
+    session.workers.sum_flags([0])
+    if rank == 0:
+        run.write_json(run.memory_probe, {"overlap": {"value": True, "reason": "given"}})
+    session.workers.sum_flags([0])
+    other = session_of(False)
+    defer(other)
+    settle_overlap(other, run, reporter=reporter, push=said.append)
+    told = {"other": (sums(other).overlaps, other.job.planned("overlap"))}
+    other.prepare("fp64")
+    assert sums(other).overlaps, "a session prepared anew, as after a roll-back, keeps it"
+    return {
+        "untouched": untouched, "before": overlapped, "taken": plan.value, "value": value, "reason": reason,
+        "again": sums(again).overlaps, "said": len(said), "single": refused(f"{folder}/single", rank, bucket=1 << 30),
+        "batch norm": refused(f"{folder}/norm", rank, model={"builder": "overlaps:normed"}, data=CLASSES), **told,
+    }  # fmt: skip
+
+
+def refused(folder: str, rank: int, **sections: Any) -> str:
+    """Why overlap is not even measured."""
+    os.makedirs(folder, exist_ok=True)
+    session = session_of(True, **sections)
+    defer(session)
+    settle_overlap(session, RunFolder(folder), reporter=Rows(), push=_unheard)
+    assert not sums(session).overlaps
+    plan = session.job.plan.overlap
+    assert isinstance(plan, Resolved)
+    return plan.reason
+
+
+def defer(session: Session) -> None:
+    """As a plan with `auto` leaves it."""
+    session.job = replace(session.job, plan=replace(session.job.plan, overlap=Deferred("measured", (False, True))))
+    session.step.reduction.overlap(False)
+
+
+def sums(session: Session) -> BucketSums:
+    return session.step.reduction.sums  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def normed() -> nn.Module:
+    """A builder with a layer that meets the other workers inside its passes."""
+    model = Twice()
+    model.norm = nn.SyncBatchNorm(4)  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+def _unheard(_status: dict[str, Any]) -> None:
+    return None
+
+
+CLASSES = {"train": class_rows(ROWS), "eval_fraction": 0.0}
