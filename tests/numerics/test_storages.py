@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lab import GPT, MLP, Rows, class_rows, make_job, token_rows, train
@@ -32,11 +34,20 @@ class Items:
         return {name: column[index] for name, column in self.columns.items()}
 
 
+class Drawn(Items):
+    """Items with noise from each of the global generators."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        return {**row, "x": row["x"] + 0.1 * torch.randn(()) + 0.1 * random.random() + 0.1 * np.random.rand()}
+
+
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "columns": (MLP, lambda: class_rows(70)),
     "tokens": (GPT, lambda: token_rows(70, ragged=True)),
     "items": ({**MLP, "num_classes": 4}, lambda: Items(class_rows(70))),
 }
+DRAWN = ({**MLP, "num_classes": 4, "dropout": 0.2}, lambda: Drawn(class_rows(70)))
 STORAGES = {
     "resident": {}, "partial": {"resident_rows": 20}, "stream": {}, "pinned": {},
     "stream, one process": {"loader_workers": 1}, "stream, three processes": {"loader_workers": 3},
@@ -44,7 +55,7 @@ STORAGES = {
 
 
 def session_of(kind: str, storage: str, **sections: Any) -> Session:
-    model, rows = KINDS[kind]
+    model, rows = DRAWN if kind == "drawn" else KINDS[kind]
     loop = {"max_steps": STEPS, "micro_batch_size": 8, "eval_every": 5, **sections.pop("loop", {})}
     data = {"train": rows(), "eval_fraction": 0.3, **sections.pop("data", {})}
     job, source = make_job(model, data, loop=loop, **sections)
@@ -85,6 +96,17 @@ def test_every_storage_gives_bit_equal_losses(kind: str, opened: Any) -> None:
         assert (session.feed.pool is not None) == ("process" in storage)
     assert len(losses["resident"]) == STEPS + 3
     assert all(found == losses["resident"] for found in losses.values()), losses
+
+
+def test_who_reads_changes_neither_what_items_draw_nor_what_the_model_draws(opened: Any) -> None:
+    storages = ["stream", "stream, one process", "stream, three processes"]
+    losses = [series(train(opened("drawn", storage))[0]) for storage in storages]
+    assert losses[0] == losses[1] == losses[2]
+    again = opened("drawn", "stream")
+    torch.rand(3), random.random(), np.random.rand()  # another start of the loop's generators, other masks of dropout
+    assert series(train(again)[0]) != losses[0]
+    partial = [series(train(opened("drawn", "partial"))[0]) for _ in range(2)]
+    assert partial[0] == partial[1] != losses[0], "rows that are kept are drawn once"
 
 
 @pytest.mark.parametrize("storage", STORAGES)
