@@ -25,7 +25,7 @@ from raytrain.data.ahead import Wanted
 from raytrain.data.contract import Batch
 from raytrain.data.dataset import DatasetSplit
 from raytrain.data.draws import seeded_batch
-from raytrain.data.shared import Packed, pack, receive, send, unpack
+from raytrain.data.shared import receive, send
 from raytrain.errors import InputError, RunError
 
 ENDING_S = 5.0
@@ -61,7 +61,7 @@ class LoaderPool:
             process.start()
             theirs.close()
             self._processes.append(process)
-        self._arrived: dict[int, tuple[str, Packed]] = {}
+        self._arrived: dict[int, tuple[str, Any]] = {}
         self._unwanted: set[int] = set()
         self._open: set[int] = set()
         self._asked = 0
@@ -96,8 +96,7 @@ class LoaderPool:
             while number not in self._arrived:
                 self._receive()
             self._open.discard(number)
-            kind, packed = self._arrived.pop(number)
-        value = unpack(packed)
+            kind, value = self._arrived.pop(number)
         if kind == "input":
             raise InputError(value[0], seen=value[1], expected=value[2], remedy=value[3])
         if kind == "error":
@@ -119,13 +118,13 @@ class LoaderPool:
             if not isinstance(line, Connection):
                 continue
             try:
-                (number, kind), packed = receive(line)
+                (number, kind), value = receive(line)
             except (EOFError, OSError) as error:
                 raise self._death(self._lines.index(line)) from error
             if number in self._unwanted:
                 self._unwanted.discard(number)
             else:
-                self._arrived[number] = (kind, packed)
+                self._arrived[number] = (kind, value)
         dead = [ends[end] for end in ready if isinstance(end, int)]
         if dead and not any(isinstance(line, Connection) for line in ready):
             raise self._death(dead[0])
@@ -190,9 +189,15 @@ def _serve(line: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
     threading.Thread(target=_take, args=(line, asked), daemon=True).start()
     while True:
         number, wanted = asked.get()
-        kind, packed = _answered(splits[wanted.split], wanted, seed)
+        split = splits[wanted.split]
         try:
-            send(line, (number, kind), packed)
+            kind, value = _answered(split, wanted, seed)
+            try:
+                send(line, (number, kind), value)
+            except OSError:
+                raise
+            except Exception:  # an object in it cannot be sent; told to the training process, which raises it
+                send(line, (number, "error"), _failed(split, wanted))
         except (BrokenPipeError, ConnectionResetError):
             os._exit(0)
 
@@ -205,12 +210,17 @@ def _take(line: Connection, asked: queue.SimpleQueue[tuple[int, Wanted]]) -> Non
             os._exit(0)
 
 
-def _answered(split: DatasetSplit, wanted: Wanted, seed: int) -> tuple[str, Packed]:
+def _answered(split: DatasetSplit, wanted: Wanted, seed: int) -> tuple[str, Any]:
     try:
-        return "batch", pack(seeded_batch(split, wanted.rows, seed=seed, epoch=wanted.epoch))
+        return "batch", seeded_batch(split, wanted.rows, seed=seed, epoch=wanted.epoch)
     except InputError as error:
-        return "input", pack((error.key, error.seen, error.expected, error.remedy))
+        return "input", (error.key, error.seen, error.expected, error.remedy)
     except Exception:  # told to the training process, which raises it
-        rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
-        more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""
-        return "error", pack(f"{split.key} failed while rows {rows}{more} were read:\n{traceback.format_exc()}")
+        return "error", _failed(split, wanted)
+
+
+def _failed(split: DatasetSplit, wanted: Wanted) -> str:
+    """What went wrong just now, with its traceback."""
+    rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
+    more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""
+    return f"{split.key} failed while rows {rows}{more} were read:\n{traceback.format_exc()}"

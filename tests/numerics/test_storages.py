@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from raytrain.data.batches import Cursor
 from raytrain.gradients import Workers
 from raytrain.plan import Resolved
 from raytrain.session import Session
+from raytrain.step import TrainingStep
 
 STEPS = 13
 
@@ -137,6 +140,42 @@ def test_resident_items_are_converted_once_for_all_epochs(opened: Any) -> None:
     before = streamed.job.data.train.asked
     train(streamed)
     assert streamed.job.data.train.asked - before > 5 * 49
+
+
+class Worked(Items):
+    """Each item takes the thread that asks 2 ms of a core."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        end = time.thread_time() + 2e-3
+        while time.thread_time() < end:
+            pass
+        return super().__getitem__(index)
+
+
+@pytest.mark.covers("DATA-08", "DATA-16")
+def test_rows_are_in_place_before_the_first_step_and_then_take_the_process_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    run = TrainingStep.run
+    monkeypatch.setattr(TrainingStep, "run", lambda self, *a, **k: order.append("step") or run(self, *a, **k))
+    shares = {}
+    for storage in ("resident", "stream"):
+        model, data = {**MLP, "num_classes": 4}, {"train": Worked(class_rows(70)), "eval_fraction": 0.3}
+        job, source = make_job(model, data, loop={"max_steps": STEPS, "micro_batch_size": 8})
+        plan = replace(job.plan, storage=Resolved(storage, "this test"), loader_workers=None)
+        session = Session(replace(job, plan=plan), workers=Workers(), source=source)
+        session.say = lambda kind, **told: order.append(f"{kind} {told['phase']}")
+        session.prepare("fp32")
+        rows = train(session)[0]
+        session.close()
+        shares[storage] = rows.of("train", "data_cpu_share")
+        prepared = ["preparation start", *["preparation progress"] * (order.count("preparation progress"))]
+        assert order == [*prepared, "preparation finished", *["step"] * STEPS], "all uploads end before the first step"
+        order.clear()
+    assert all(0 <= share <= 1.05 for share in (*shares["resident"], *shares["stream"]))
+    resident, streamed = (statistics.median(shares[storage]) for storage in ("resident", "stream"))
+    assert resident < streamed / 3, shares
 
 
 @pytest.mark.parametrize("budget", [24, 60, 1000])

@@ -41,8 +41,8 @@ class Items:
         if how == "odd":
             return ["no", "row"]  # type: ignore[return-value]
         drawn = torch.rand(1).item() + random.random() + np.random.rand()
-        return {"x": torch.full((2,), float(index)), "drawn": drawn, "pid": os.getpid(), "name": f"row {index}",
-                "labels": index % 3}  # fmt: skip
+        return {"x": torch.full((2,), float(index)), "drawn": drawn, "pid": os.getpid(),
+                "name": (lambda: None) if how == "unsendable" else f"row {index}", "labels": index % 3}  # fmt: skip
 
 
 @pytest.fixture
@@ -152,6 +152,8 @@ def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, upload
         windows(feed, 5)
     with pytest.raises(InputError, match=r"data\.train: seen an item that is a list"):
         windows(feed_of(pools(Items(breaks={17: "odd"}))), 5)
+    with pytest.raises(RunError, match=r"(?s)data.train failed while rows .*17.* were read.*lambda"):
+        windows(feed_of(pools(Items(breaks={17: "unsendable"}))), 5)
     feed.close()
 
 
