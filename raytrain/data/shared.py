@@ -10,9 +10,9 @@ tensor in it.
 
 from __future__ import annotations
 
-import mmap
 import os
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -46,27 +46,14 @@ def send(line: Connection, head: Any, value: Any) -> None:
         OSError: no memory is left.
         Exception: what Python raises of an object that cannot be sent; nothing was.
     """
-    parts: list[np.ndarray] = []
-    end = 0
-
-    def apart(part: Any) -> Any:
-        nonlocal end
-        if type(part) is not Tensor or not _is_plain(part):
-            return part if isinstance(part, PackedSequence) else rebuild(part, apart)
-        tensor = dense(part)
-        last = not tensor.is_contiguous()  # then it is in an order of channels that `dense` leaves alone
-        tensor = tensor.movedim(1, -1) if last else tensor
-        parts.append(tensor.reshape(-1).view(torch.uint8).numpy())
-        stands = _Part(end, tensor.dtype, tuple(tensor.shape), last)
-        end += parts[-1].nbytes + -parts[-1].nbytes % ALIGNED
-        return stands
-
-    rest = apart(value)
+    parts: list[tuple[int, np.ndarray]] = []
+    rest = _apart(value, parts)
+    end = _end(parts)
     if not end:
         line.send((head, rest, 0))
         return
     with open(os.memfd_create("batch", os.MFD_CLOEXEC), "wb") as file:
-        for part in parts:
+        for _, part in parts:
             file.write(part.data)
             file.write(bytes(-part.nbytes % ALIGNED))
         file.flush()
@@ -81,25 +68,45 @@ def receive(line: Connection) -> tuple[Any, Any]:
         EOFError, OSError: the other end is gone.
     """
     head, rest, size = line.recv()
-    memory: Any = b""
+    memory = torch.UntypedStorage(0)
     if size:
         descriptor = recv_handle(line)
-        try:
-            memory = mmap.mmap(descriptor, size)
+        try:  # torch keeps no descriptor of what it maps; Python's mmap keeps one for as long as it lives
+            memory = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
         finally:
             os.close(descriptor)
 
-    def together(part: Any) -> Any:
-        if not isinstance(part, _Part):
-            return part if isinstance(part, PackedSequence) else rebuild(part, together)
-        count = int(np.prod(part.shape, dtype=np.int64))
-        tensor = torch.empty(0, dtype=part.dtype)
-        if count:
-            tensor = torch.frombuffer(memory, dtype=part.dtype, count=count, offset=part.begin)
-        tensor = tensor.reshape(part.shape)
-        return tensor.movedim(-1, 1) if part.last else tensor
+    return head, _together(rest, memory)
 
-    return head, together(rest)
+
+# Functions of the module, not closures: those refer to themselves, and would hold the memory until Python looks for
+# such circles.
+
+
+def _apart(value: Any, parts: list[tuple[int, np.ndarray]]) -> Any:
+    """`value` with a `_Part` in place of each plain tensor; (begin, bytes) of each go to the end of `parts`."""
+    if type(value) is not Tensor or not _is_plain(value):
+        return value if isinstance(value, PackedSequence) else rebuild(value, partial(_apart, parts=parts))
+    tensor = dense(value)
+    last = not tensor.is_contiguous()  # then it is in an order of channels that `dense` leaves alone
+    tensor = tensor.movedim(1, -1) if last else tensor
+    parts.append((_end(parts), tensor.reshape(-1).view(torch.uint8).numpy()))
+    return _Part(parts[-1][0], tensor.dtype, tuple(tensor.shape), last)
+
+
+def _together(value: Any, memory: torch.UntypedStorage) -> Any:
+    if not isinstance(value, _Part):
+        return value if isinstance(value, PackedSequence) else rebuild(value, partial(_together, memory=memory))
+    tensor = torch.empty(0, dtype=value.dtype)  # not a view: each counts the writes to itself alone
+    tensor.set_(memory, value.begin // tensor.element_size(), value.shape)
+    return tensor.movedim(-1, 1) if value.last else tensor
+
+
+def _end(parts: list[tuple[int, np.ndarray]]) -> int:
+    if not parts:
+        return 0
+    begin, part = parts[-1]
+    return begin + part.nbytes + -part.nbytes % ALIGNED
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -64,8 +64,10 @@ def test_every_kind_of_tensor_and_of_nesting_arrives_as_it_was() -> None:
     assert torch.equal(zero, torch.zeros(1)) and (none, text) == (None, "text")
     assert got["array"].tolist() == [0, 1, 2, 3, 4]
     assert isinstance(got["sequence"], PackedSequence) and torch.equal(got["sequence"].data, torch.ones(5))
+    x, other = got["x"]._version, got["complex"]._version
     got["x"].add_(1)
     assert got["x"].sum() == 21.0, "it may be written to"
+    assert got["x"]._version == x + 1 and got["complex"]._version == other  # autograd looks at them
 
 
 def test_memory_goes_with_the_last_tensor_and_no_file_stays_open() -> None:
