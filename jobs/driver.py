@@ -52,7 +52,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     load_observers(spec.telemetry.observers, resolve)
     sent = hand_over(spec.data)
     source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
-    check_budget(source.train, spec.data.tokens_per_batch)
+    check_budget(source.train, source.eval, spec.data.tokens_per_batch)
     shapes = source_facts(source)
     trainable, where = build(spec, shapes)
     parameters = list(trainable.module.parameters())

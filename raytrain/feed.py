@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.ahead import Ahead, Pending, Wanted, begun_ahead
+from raytrain.data.ahead import Ahead, Pending, Wanted, begun_ahead, results
 from raytrain.data.batches import Cursor, StepBatches, Window, eval_batches, part_of_rank
 from raytrain.data.contract import Batch, Split
+from raytrain.data.draws import gathered
 from raytrain.data.guard import Guard
 from raytrain.data.loader import LoaderPool
 from raytrain.data.misplaced import verify_placement
@@ -92,7 +93,7 @@ class Feed:
         guard = self._guard(split, "train")
         for number, wanted in enumerate(own):
             if self._ahead is None:
-                micro = self._given(guard, self._gather(split, wanted.rows))
+                micro = self._given(guard, self._gather(split, wanted))
             else:
                 micro = self._ahead.take(wanted, then=lambda n=number: chain(own[n:], self._later(following)))
             yield micro if number + 1 < len(own) else replace(micro, last=True)
@@ -122,13 +123,12 @@ class Feed:
         """This rank's share of the eval split, in file order. `limit` counts global batches, so that the same rows are
         scored by any number of workers in micro-batches of any size."""
         guard = self._guard(split, "eval")
-        if self._ahead is None:
-            for own in self._eval_handles(split, limit):
-                yield self._given(guard, self._gather(split, own))
-            return
         wanted = (Wanted("eval", 0, own) for own in self._eval_handles(split, limit))
-        for _, pending in self._begun(split, wanted):
-            yield pending.result()
+        if self._ahead is None:
+            for one in wanted:
+                yield self._given(guard, self._gather(split, one))
+            return
+        yield from results(self._begun(split, wanted))
 
     def _eval_handles(self, split: Split, limit: int | None) -> list[np.ndarray]:
         batches, rows = self.batches, None if limit is None else limit * self.batches.global_batch
@@ -147,7 +147,7 @@ class Feed:
 
     def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
         """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""
-        return self._gather(self.batches.split if split is None else split, rows)
+        return self._gather(self.batches.split if split is None else split, Wanted("", self._at.epoch, rows))
 
     def weight(self, rows: np.ndarray) -> int:
         """The weight of these training rows, gathered only where nothing else tells."""
@@ -174,14 +174,15 @@ class Feed:
 
     # -- one batch --------------------------------------------------------------------------------
 
-    def _gather(self, split: Split, rows: np.ndarray, *, read: Callable[[], Batch] | None = None) -> MicroBatch:
-        known = None if self._weight is not None else split.weights(rows)
+    def _gather(self, split: Split, one: Wanted, *, read: Callable[[], Batch] | None = None) -> MicroBatch:
+        known = None if self._weight is not None else split.weights(one.rows)
+        drawn = {"seed": self.batches.seed, "epoch": one.epoch}
         if isinstance(split, StreamSplit):  # weigh on the host, then move: no device value is read
-            host = split.split.gather(rows) if read is None else read()
+            host = gathered(split.split, one.rows, **drawn) if read is None else read()
             weight = self._weigh(host) if known is None else known
             batch = split.moved(host)
         else:
-            batch = split.gather(rows)
+            batch = gathered(split, one.rows, **drawn)
             weight = self._weigh(batch) if known is None else known
         if not self._verified:
             verify_placement(batch, self.device)
@@ -198,18 +199,18 @@ class Feed:
             assert uploads is not None, "nothing is begun ahead without the one or the other"
             make = self._gather
             yield from begun_ahead(
-                wanted, lambda one: uploads.begin(partial(make, split, one.rows)), depth=AHEAD + 1
+                wanted, lambda one: uploads.begin(partial(make, split, one)), depth=AHEAD
             )
             return
         read = begun_ahead(wanted, pool.begin, depth=pool.depth)
         if uploads is None:
             for one, loading in read:
-                yield one, _OnHost(loading, partial(self._gather, split, one.rows))
+                yield one, _OnHost(loading, partial(self._gather, split, one))
             return
         copied = begun_ahead(
             read,
-            lambda pair: uploads.begin(partial(self._gather, split, pair[0].rows, read=pair[1].result), pair[1].cancel),
-            depth=AHEAD + 1,
+            lambda pair: uploads.begin(partial(self._gather, split, pair[0], read=pair[1].result), pair[1].cancel),
+            depth=AHEAD,
         )
         for (one, _), uploading in copied:
             yield one, uploading

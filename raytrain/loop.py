@@ -19,7 +19,7 @@ import torch
 from raytrain.errors import RunError
 from raytrain.feed import Feed
 from raytrain.loop_memory import LoopMemory
-from raytrain.loop_state import Clock, LoopLimits, LoopState, NonFinite, Outcome, Reporter, Saver
+from raytrain.loop_state import Clock, Fetching, LoopLimits, LoopState, NonFinite, Outcome, Reporter, Saver
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.oom import Shortage, attempt
 from raytrain.record import EvalRecord, StepRecord
@@ -75,9 +75,7 @@ class TrainingLoop:
         self._nonfinite = NonFinite(step.device)
         self._culprit = ""
         self._skipped_before = 0
-        self._times: list[float] = []
-        self._data_s = self._samples = self._tokens = 0.0
-        self._since = time.perf_counter()
+        self._begin_row()
         self._told: list[int] | None = None
         self._switches = switches
 
@@ -114,7 +112,7 @@ class TrainingLoop:
     def _one_step(self, state: LoopState) -> StepOutput:
         begin = time.perf_counter()
         handles, following = self.feed.window(state.cursor)
-        self._fetch_s = 0.0
+        self._fetching = fetching = Fetching()
         output = self._memory.taken(lambda: self._taken(handles, step=state.step + 1), step=state.step + 1)
         self._memory.clean(step=state.step + 1)
         state.step += 1
@@ -126,10 +124,11 @@ class TrainingLoop:
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)
         taken = time.perf_counter() - begin - self._compiled(state.step)
         self._times.append(taken)
-        self.clock.add("data", self._fetch_s)
+        self.clock.add("data", fetching.seconds)
         self.clock.add("communication", output.communication_s)
-        self.clock.add("compute", taken - self._fetch_s - output.communication_s)
-        self._data_s += self._fetch_s
+        self.clock.add("compute", taken - fetching.seconds - output.communication_s)
+        self._data_s += fetching.seconds
+        self._data_cpu_s += fetching.cpu_s
         self._samples += len(handles)
         self._tokens += len(handles) * self.feed.tokens_per_row
         return output
@@ -169,13 +168,10 @@ class TrainingLoop:
 
     def _micro_batches(self, handles: Any) -> Iterator[MicroBatch]:
         """This worker's micro-batches, with the seconds spent waiting for them kept apart."""
-        begin = time.perf_counter()
-        for micro in self.feed.micro_batches(handles):
-            self._fetch_s += time.perf_counter() - begin
+        for micro in self._fetching.timed(self.feed.micro_batches(handles)):
             if self._switches is not None:
                 self._switches.saw(micro.batch)
             yield micro
-            begin = time.perf_counter()
 
     def _charge(self, purpose: str, begin: float, *, step: int) -> None:
         spent = time.perf_counter() - begin - self._compiled(step)
@@ -232,6 +228,7 @@ class TrainingLoop:
                 "step_time_s_max": max(step_s),
                 "data_time_s_min": min(data_s),
                 "data_time_s_max": max(data_s),
+                "data_cpu_share": self._data_cpu_s / elapsed,
                 "peak_memory_bytes_min": int(min(peak)),
                 "peak_memory_bytes_mean": sum(peak) / len(peak),
                 "skipped_steps": self._skipped_before + int(skipped),
@@ -248,10 +245,15 @@ class TrainingLoop:
                 self.reporter.event(kind, **fields)
         if skip and (not scaler.enabled or scale <= 1.0):
             self._name_nonfinite(state.step, loss)
-        self._times, self._data_s, self._samples, self._tokens = [], 0.0, 0.0, 0.0
+        self._begin_row()
         self._nonfinite.longest = torch.zeros_like(self._nonfinite.longest)
-        self._since = time.perf_counter()
         return int(longest)
+
+    def _begin_row(self) -> None:
+        """Nothing is added up any more, from now on."""
+        self._times: list[float] = []
+        self._data_s = self._data_cpu_s = self._samples = self._tokens = 0.0
+        self._since = time.perf_counter()
 
     def _name_nonfinite(self, step: int, loss: float) -> None:
         """Say what was not finite in the step that was just skipped; its gradients are still there."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from raytrain.data.batches import Cursor
+
+Got = TypeVar("Got")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,30 @@ class NeverSaves:
 
     def save(self, state: LoopState, *, final: bool) -> None:
         """Nothing is written."""
+
+
+class Fetching:
+    """What getting batches takes from the process that trains.
+
+    Attributes:
+        seconds: in which it waited for them, or made them.
+        cpu_s: of these, in which it computed itself.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.cpu_s = 0.0
+
+    def timed(self, batches: Iterator[Got]) -> Iterator[Got]:
+        """The same batches, what each takes added up."""
+        came: Got | None = None
+        while True:
+            begin, cpu = time.perf_counter(), time.thread_time()
+            came = next(batches, None)
+            self.seconds += time.perf_counter() - begin
+            self.cpu_s += time.thread_time() - cpu
+            if came is None:
+                return
+            yield came
 
 
 class Clock:

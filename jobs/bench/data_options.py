@@ -27,8 +27,8 @@ class CloneOptions(BenchOptions):
     """What cloning each batch, moving what is in place, and reading in the training process cost."""
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "rows": 64, "batch": 16, "values": 32, "hidden": 8, "blocks": 2, "block_steps": 4, "load_batches": 3,
-        "load_batch": 2, "calls": 200,
+        "rows": 64, "batch": 16, "values": 32, "hidden": 8, "blocks": 2, "block_steps": 4, "load_batches": 4,
+        "load_batch": 2, "load_blocks": 2, "calls": 200,
     }  # fmt: skip
 
     blocks: Count = Field(15, description="repetitions that are kept; each runs one block of every arm")
@@ -38,6 +38,7 @@ class CloneOptions(BenchOptions):
     hidden: Count = Field(16, description="width of the perceptron that is trained")
     block_steps: Count = Field(32, description="steps of one block")
     calls: Count = Field(5000, description="moves of one batch that are timed together")
-    transform_ms: NonNegative = Field(5.0, description="what an item of the loader's dataset computes")
+    transform_ms: NonNegative = Field(5.0, description="what an item of the loader's dataset computes, alone")
     load_batch: Count = Field(8, description="rows of a step of the loader's part")
     load_batches: Count = Field(12, description="steps of one of its blocks")
+    load_blocks: Count = Field(7, description="repetitions of it that are kept")

@@ -42,7 +42,8 @@ class Pending(Protocol[Made]):
 def begun_ahead(
     items: Iterable[Given], begin: Callable[[Given], Pending[Made]], *, depth: int
 ) -> Generator[tuple[Given, Pending[Made]]]:
-    """Each item with what was begun for it, `depth` of them begun at a time, the one that is handed out included.
+    """Each item with what was begun for it, `depth` of them begun at a time, the one that is handed out included: who
+    asks for the next one as soon as a result is there has `depth` of them made beside the one in use (`results`).
 
     What is left is cancelled where the generator is closed.
     """
@@ -59,6 +60,20 @@ def begun_ahead(
             pending.cancel()
 
 
+def results(running: Generator[tuple[Given, Pending[Made]]]) -> Generator[Made]:
+    """The results one by one, the next ones begun before each of them is used."""
+    came = next(running, None)
+    try:
+        while came is not None:
+            made, came = came[1].result(), None
+            came = next(running, None)
+            yield made
+    finally:
+        if came is not None:
+            came[1].cancel()
+        running.close()
+
+
 class Ahead(Generic[Made]):
     """Batches of training, made ready while those before them are used.
 
@@ -71,25 +86,29 @@ class Ahead(Generic[Made]):
     ) -> None:
         self._start = start
         self._running: Generator[tuple[Wanted, Pending[Made]]] | None = None
+        self._next: tuple[Wanted, Pending[Made]] | None = None
         self.restarts = 0
 
     def take(self, wanted: Wanted, *, then: Callable[[], Iterator[Wanted]]) -> Made:
         """The batch that is wanted now. `then` gives it and all that will be wanted after it: asked only where what was
         made ready is something else."""
-        came = None if self._running is None else next(self._running, None)
-        if came is not None and came[0].same(wanted):
-            return came[1].result()
-        if came is not None:
-            came[1].cancel()
-        self.stop()
-        self.restarts += 1
-        self._running = self._start(then())
-        first, pending = next(self._running)
-        assert first.same(wanted), "what follows begins with what is wanted"
-        return pending.result()
+        if self._next is None or not self._next[0].same(wanted):
+            self.stop()
+            self.restarts += 1
+            self._running = self._start(then())
+            self._next = next(self._running)
+            assert self._next[0].same(wanted), "what follows begins with what is wanted"
+        (_, pending), self._next = self._next, None
+        made = pending.result()
+        if self._running is not None:
+            self._next = next(self._running, None)  # before this one is used: nobody who makes them waits for that
+        return made
 
     def stop(self) -> None:
         """Throw away what was made ready."""
+        if self._next is not None:
+            self._next[1].cancel()
+            self._next = None
         if self._running is not None:
             self._running.close()
             self._running = None

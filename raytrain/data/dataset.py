@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,6 @@ class DatasetSplit:
         self.key = key
         self._many = getattr(dataset, "__getitems__", None)
 
-    @property
-    def reads_many(self) -> bool:
-        """Whether the dataset reads many items at once."""
-        return self._many is not None
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -58,8 +54,21 @@ class DatasetSplit:
         indices = self.rows[handles].tolist()
         return self._many(indices) if self._many is not None else [self.dataset[index] for index in indices]
 
+    def read(self, handles: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+        """The items as rows (`as_row`). `before` is called with each handle before its item is asked for; with the
+        first one alone where the dataset reads many at once."""
+        if before is None or self._many is not None:
+            if before is not None and len(handles):
+                before(int(handles[0]))
+            return [as_row(item, key=self.key) for item in self.items(handles)]
+        rows = []
+        for handle in handles:
+            before(int(handle))
+            rows.append(as_row(self.dataset[int(self.rows[handle])], key=self.key))
+        return rows
+
     def gather(self, handles: np.ndarray) -> Batch:
-        return collate_rows([as_row(item, key=self.key) for item in self.items(handles)], key=self.key)
+        return collate_rows(self.read(handles), key=self.key)
 
     def weights(self, handles: np.ndarray) -> None:
         """Not known without reading the items."""
@@ -76,7 +85,7 @@ class DatasetSplit:
         A random transform inside the dataset is drawn once and for all by this. (`raytrain.data.prepared.read_whole`
         does it with progress, and draws from seeds.)
         """
-        rows = [as_row(item, key=self.key) for item in self.items(np.arange(len(self.rows)))]
+        rows = self.read(np.arange(len(self.rows)))
         split = tensor_split(rows, key=self.key) or ItemSplit(rows, key=self.key)
         return split.to(device)
 
@@ -86,14 +95,20 @@ class DatasetSplit:
 
 
 class PartlyKept:
-    """A dataset whose first items are kept on a device, converted, and whose others are read when their turn comes."""
+    """A dataset whose first items are kept on a device, converted, and whose others are read when their turn comes.
+
+    Args:
+        before: see `DatasetSplit.read`, for the items that are kept.
+    """
 
     tokens_per_row: int | None = None
 
-    def __init__(self, split: DatasetSplit, *, device: torch.device, rows: int) -> None:
-        self.split, self.device = split, device
-        first = split.items(np.arange(min(rows, len(split))))
-        self._kept = [to_device(as_row(item, key=split.key), device) for item in first]
+    def __init__(
+        self, split: DatasetSplit, *, device: torch.device, rows: int, before: Callable[[int], None] | None = None
+    ) -> None:
+        self.split, self.device, self.key = split, device, split.key
+        first = split.read(np.arange(min(rows, len(split))), before=before)
+        self._kept = [to_device(row, device) for row in first]
 
     def __len__(self) -> int:
         return len(self.split)
@@ -109,14 +124,16 @@ class PartlyKept:
     def eval_order(self) -> np.ndarray:
         return self.split.eval_order()
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        others = iter(self.split.items(handles[handles >= len(self._kept)]))
-        key, kept = self.split.key, self._kept
-        rows = [
-            kept[handle] if handle < len(kept) else to_device(as_row(next(others), key=key), self.device)
-            for handle in handles.tolist()
+    def read(self, handles: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+        """Rows on the device; `before` as in `DatasetSplit.read`, for those that are not kept."""
+        others = iter(self.split.read(handles[handles >= len(self._kept)], before=before))
+        kept = self._kept
+        return [
+            kept[handle] if handle < len(kept) else to_device(next(others), self.device) for handle in handles.tolist()
         ]
-        return collate_rows(rows, key=key)
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        return collate_rows(self.read(handles), key=self.key)
 
     def weights(self, handles: np.ndarray) -> None:
         """Not known without reading the items."""

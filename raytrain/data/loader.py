@@ -1,16 +1,15 @@
 """Processes that read a map-style dataset beside training: persistent, in order, bounded.
 
 They are forks of the training process, so that a dataset need not be picklable and is not copied. What an item draws at
-random is seeded from (seed, epoch, row): the same for any number of processes, workers and micro-batches, and after a
-resume.
+random does not depend on them (`raytrain.data.draws`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import queue
-import random
 import signal
 import threading
 import traceback
@@ -20,14 +19,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
 import torch
-import torch.multiprocessing  # its reductions pass tensors in shared memory
 
 from raytrain.data.ahead import Wanted
-from raytrain.data.collate import as_row, collate_rows
 from raytrain.data.contract import Batch
 from raytrain.data.dataset import DatasetSplit
+from raytrain.data.draws import seeded_batch
+from raytrain.data.shared import receive, send
 from raytrain.errors import InputError, RunError
 
 ENDING_S = 5.0
@@ -50,7 +48,7 @@ class LoaderPool:
         self.depth = workers * prefetch
         """Batches that are asked for at a time."""
         self.high_water = 0
-        context = torch.multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("fork")
         self._lines: list[Any] = []  # of Connection, which is another class on Windows
         self._processes: list[BaseProcess] = []
         for number in range(workers):
@@ -120,7 +118,7 @@ class LoaderPool:
             if not isinstance(line, Connection):
                 continue
             try:
-                number, kind, value = line.recv()
+                (number, kind), value = receive(line)
             except (EOFError, OSError) as error:
                 raise self._death(self._lines.index(line)) from error
             if number in self._unwanted:
@@ -136,9 +134,8 @@ class LoaderPool:
         process.join(ENDING_S)
         code = process.exitcode
         how = f"with exit code {code}" if code is None or code >= 0 else f"by {signal.Signals(-code).name}"
-        full = "; shared memory (/dev/shm) may be full" if code == -signal.SIGBUS else ""
         return RunError(
-            f"loader process {number} (pid {process.pid}) ended {how} while it read data{full}; "
+            f"loader process {number} (pid {process.pid}) ended {how} while it read data; "
             "data.loader_workers: 0 reads in the training process"
         )
 
@@ -192,10 +189,16 @@ def _serve(line: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
     threading.Thread(target=_take, args=(line, asked), daemon=True).start()
     while True:
         number, wanted = asked.get()
-        answer = _answered(splits[wanted.split], wanted, seed)
+        split = splits[wanted.split]
         try:
-            line.send((number, *answer))
-        except OSError:
+            kind, value = _answered(split, wanted, seed)
+            try:
+                send(line, (number, kind), value)
+            except OSError:
+                raise
+            except Exception:  # an object in it cannot be sent; told to the training process, which raises it
+                send(line, (number, "error"), _failed(split, wanted))
+        except (BrokenPipeError, ConnectionResetError):
             os._exit(0)
 
 
@@ -209,30 +212,15 @@ def _take(line: Connection, asked: queue.SimpleQueue[tuple[int, Wanted]]) -> Non
 
 def _answered(split: DatasetSplit, wanted: Wanted, seed: int) -> tuple[str, Any]:
     try:
-        return "batch", seeded_batch(split, wanted, seed=seed)
+        return "batch", seeded_batch(split, wanted.rows, seed=seed, epoch=wanted.epoch)
     except InputError as error:
         return "input", (error.key, error.seen, error.expected, error.remedy)
     except Exception:  # told to the training process, which raises it
-        rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
-        more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""
-        return "error", f"{split.key} failed while rows {rows}{more} were read:\n{traceback.format_exc()}"
+        return "error", _failed(split, wanted)
 
 
-def seeded_batch(split: DatasetSplit, wanted: Wanted, *, seed: int) -> Batch:
-    """A batch whose items draw from generators seeded by (seed, epoch, row)."""
-    if split.reads_many:
-        seed_item(seed, wanted.epoch, int(wanted.rows[0]))
-        return split.gather(wanted.rows)
-    rows = []
-    for handle in wanted.rows.tolist():
-        seed_item(seed, wanted.epoch, handle)
-        rows += [as_row(item, key=split.key) for item in split.items(np.array([handle]))]
-    return collate_rows(rows, key=split.key)
-
-
-def seed_item(seed: int, epoch: int, row: int) -> None:
-    """Seed Python's, numpy's and torch's generators of this process for one item."""
-    drawn = int(np.random.SeedSequence([seed % 2**64, epoch, row]).generate_state(1, np.uint64)[0])
-    random.seed(drawn)
-    np.random.seed(drawn % 2**32)
-    torch.default_generator.manual_seed(drawn % 2**63)
+def _failed(split: DatasetSplit, wanted: Wanted) -> str:
+    """What went wrong just now, with its traceback."""
+    rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
+    more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""
+    return f"{split.key} failed while rows {rows}{more} were read:\n{traceback.format_exc()}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from raytrain.data.collate import as_row, tensor_bytes
+from raytrain.data.collate import tensor_bytes
 from raytrain.data.contract import Split
 from raytrain.data.dataset import DatasetSplit, PartlyKept
+from raytrain.data.draws import generators_kept
 from raytrain.data.ragged import RaggedSplit
 from raytrain.data.resident import StreamSplit
-from raytrain.device import rng_state, set_rng_state
 
 #: Items of a user's dataset are asked for one by one: so many of them, spread evenly, are looked at.
 LOOKED_AT = 256
@@ -35,9 +34,8 @@ def longest_row(split: Split) -> LongestRow | None:
         return LongestRow(handle, int(lengths[handle]))
     if isinstance(split, DatasetSplit):
         handles = np.unique(np.linspace(0, len(split) - 1, LOOKED_AT).astype(np.int64))
-        generators = rng_state(torch.device("cpu"))
-        sizes = [tensor_bytes(as_row(item, key=split.key)) for item in split.items(handles)]
-        set_rng_state(generators, torch.device("cpu"))
+        with generators_kept():
+            sizes = [tensor_bytes(row) for row in split.read(handles)]
         at = int(np.argmax(sizes))
         return LongestRow(int(handles[at]), sizes[at]) if min(sizes) < max(sizes) else None
     return None

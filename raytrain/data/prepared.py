@@ -9,18 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from raytrain.data.collate import as_row, tensor_split
+from raytrain.data.collate import tensor_split
 from raytrain.data.contract import RowSplit, Source, Split
-from raytrain.data.dataset import DatasetSplit, ItemSplit
-from raytrain.data.loader import LoaderPool, seed_item
+from raytrain.data.dataset import DatasetSplit, ItemSplit, PartlyKept
+from raytrain.data.draws import generators_kept, seed_item
+from raytrain.data.loader import LoaderPool
 from raytrain.data.resident import Storage, StreamSplit, place
 from raytrain.data.transfer import COPIES
-from raytrain.device import device_name, rng_state, set_rng_state
+from raytrain.device import device_name
 
 Say = Callable[..., None]
 """(kind, **fields): events of a run."""
@@ -89,7 +91,12 @@ def _placed(
 ) -> Split:
     if storage == "resident" and type(split) is DatasetSplit:
         return read_whole(split, seed=plan.seed, say=say).to(device)
-    placed = place(split, storage, device, resident_rows=plan.resident_rows)
+    if storage == "partial" and type(split) is DatasetSplit:
+        with generators_kept():
+            seeds = partial(seed_item, plan.seed, 0)
+            placed = PartlyKept(split, device=device, rows=plan.resident_rows, before=seeds)
+    else:
+        placed = place(split, storage, device, resident_rows=plan.resident_rows)
     say(len(split), len(split))
     return placed
 
@@ -111,16 +118,12 @@ def read_whole(split: DatasetSplit, *, seed: int, say: Callable[[int, int], None
     back.
     """
     count = len(split)
-    generators = rng_state(torch.device("cpu"))
     rows: list[dict[str, Any]] = []
-    try:
+    with generators_kept():
         for part in np.array_split(np.arange(count), min(SAID_TIMES, count)):
-            for handle in part:
-                seed_item(seed, 0, int(handle))
-                rows += [as_row(item, key=split.key) for item in split.items(handle.reshape(1))]
+            for handle in part:  # one by one: what an item draws does not depend on its neighbours
+                rows += split.read(handle.reshape(1), before=partial(seed_item, seed, 0))
             say(len(rows), count)
-    finally:
-        set_rng_state(generators, torch.device("cpu"))
     return tensor_split(rows, key=split.key) or ItemSplit(rows, key=split.key)
 
 

@@ -61,24 +61,27 @@ def _waste(parts: Sequence[np.ndarray]) -> float:
     return 1.0 - sum(int(part.sum()) for part in parts) / computed if computed else 0.0
 
 
-def check_budget(split: Split, budget: int | None) -> None:
-    """Whether rows of this split can be put together by tokens.
+def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> None:
+    """Whether rows of these splits can be put together by tokens.
 
     Raises:
-        InputError: nobody knows their lengths beforehand, or one is longer than the budget.
+        InputError: nobody knows their lengths beforehand, or one to train on is longer than the budget.
     """
     if budget is None:
         return
-    lengths = split.lengths(split.eval_order())
-    if lengths is None:
-        raise InputError(
-            "data.tokens_per_batch", seen=f"{budget} tokens, and rows whose tokens are not known",
-            expected="rows with input_ids in memory (text, a table, a dict of columns)",
-            remedy="null leaves micro-batches to loop.micro_batch_size",
-        )  # fmt: skip
-    longest = int(np.argmax(lengths))
-    if lengths[longest] > budget:
-        raise InputError(
-            "data.tokens_per_batch", seen=str(budget),
-            expected=f"at least {int(lengths[longest])}, the tokens of row {longest}, the longest",
-        )  # fmt: skip
+    for name, split in (("train", train), ("eval", evaluation)):
+        lengths = None if split is None else split.lengths(split.eval_order())
+        if split is not None and lengths is None:
+            raise InputError(
+                "data.tokens_per_batch", seen=f"{budget} tokens, and {name} rows whose tokens are not known",
+                expected="rows with input_ids in memory (text, a table, a dict of columns) for both",
+                remedy="null leaves micro-batches to loop.micro_batch_size",
+            )  # fmt: skip
+        if lengths is None or name == "eval":  # a row that is longer is evaluated alone
+            continue
+        longest = int(np.argmax(lengths))
+        if lengths[longest] > budget:
+            raise InputError(
+                "data.tokens_per_batch", seen=str(budget),
+                expected=f"at least {int(lengths[longest])}, the tokens of row {longest}, the longest",
+            )  # fmt: skip

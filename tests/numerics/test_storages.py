@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lab import GPT, MLP, Rows, class_rows, make_job, token_rows, train
@@ -14,6 +18,7 @@ from raytrain.data.batches import Cursor
 from raytrain.gradients import Workers
 from raytrain.plan import Resolved
 from raytrain.session import Session
+from raytrain.step import TrainingStep
 
 STEPS = 13
 
@@ -32,11 +37,20 @@ class Items:
         return {name: column[index] for name, column in self.columns.items()}
 
 
+class Drawn(Items):
+    """Items with noise from each of the global generators."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        return {**row, "x": row["x"] + 0.1 * torch.randn(()) + 0.1 * random.random() + 0.1 * np.random.rand()}
+
+
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "columns": (MLP, lambda: class_rows(70)),
     "tokens": (GPT, lambda: token_rows(70, ragged=True)),
     "items": ({**MLP, "num_classes": 4}, lambda: Items(class_rows(70))),
 }
+DRAWN = ({**MLP, "num_classes": 4, "dropout": 0.2}, lambda: Drawn(class_rows(70)))
 STORAGES = {
     "resident": {}, "partial": {"resident_rows": 20}, "stream": {}, "pinned": {},
     "stream, one process": {"loader_workers": 1}, "stream, three processes": {"loader_workers": 3},
@@ -44,7 +58,7 @@ STORAGES = {
 
 
 def session_of(kind: str, storage: str, **sections: Any) -> Session:
-    model, rows = KINDS[kind]
+    model, rows = DRAWN if kind == "drawn" else KINDS[kind]
     loop = {"max_steps": STEPS, "micro_batch_size": 8, "eval_every": 5, **sections.pop("loop", {})}
     data = {"train": rows(), "eval_fraction": 0.3, **sections.pop("data", {})}
     job, source = make_job(model, data, loop=loop, **sections)
@@ -87,6 +101,17 @@ def test_every_storage_gives_bit_equal_losses(kind: str, opened: Any) -> None:
     assert all(found == losses["resident"] for found in losses.values()), losses
 
 
+def test_who_reads_changes_neither_what_items_draw_nor_what_the_model_draws(opened: Any) -> None:
+    storages = ["stream", "stream, one process", "stream, three processes"]
+    losses = [series(train(opened("drawn", storage))[0]) for storage in storages]
+    assert losses[0] == losses[1] == losses[2]
+    again = opened("drawn", "stream")
+    torch.rand(3), random.random(), np.random.rand()  # another start of the loop's generators, other masks of dropout
+    assert series(train(again)[0]) != losses[0]
+    partial = [series(train(opened("drawn", "partial"))[0]) for _ in range(2)]
+    assert partial[0] == partial[1] != losses[0], "rows that are kept are drawn once"
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_any_position_is_where_an_unbroken_run_would_be(storage: str, opened: Any) -> None:
     late, unbroken, cursor = opened("items", storage), opened("items", storage), Cursor()
@@ -115,6 +140,42 @@ def test_resident_items_are_converted_once_for_all_epochs(opened: Any) -> None:
     before = streamed.job.data.train.asked
     train(streamed)
     assert streamed.job.data.train.asked - before > 5 * 49
+
+
+class Worked(Items):
+    """Each item takes the thread that asks 2 ms of a core."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        end = time.thread_time() + 2e-3
+        while time.thread_time() < end:
+            pass
+        return super().__getitem__(index)
+
+
+@pytest.mark.covers("DATA-08", "DATA-16")
+def test_rows_are_in_place_before_the_first_step_and_then_take_the_process_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    run = TrainingStep.run
+    monkeypatch.setattr(TrainingStep, "run", lambda self, *a, **k: order.append("step") or run(self, *a, **k))
+    shares = {}
+    for storage in ("resident", "stream"):
+        model, data = {**MLP, "num_classes": 4}, {"train": Worked(class_rows(70)), "eval_fraction": 0.3}
+        job, source = make_job(model, data, loop={"max_steps": STEPS, "micro_batch_size": 8})
+        plan = replace(job.plan, storage=Resolved(storage, "this test"), loader_workers=None)
+        session = Session(replace(job, plan=plan), workers=Workers(), source=source)
+        session.say = lambda kind, **told: order.append(f"{kind} {told['phase']}")
+        session.prepare("fp32")
+        rows = train(session)[0]
+        session.close()
+        shares[storage] = rows.of("train", "data_cpu_share")
+        prepared = ["preparation start", *["preparation progress"] * (order.count("preparation progress"))]
+        assert order == [*prepared, "preparation finished", *["step"] * STEPS], "all uploads end before the first step"
+        order.clear()
+    assert all(0 <= share <= 1.05 for share in (*shares["resident"], *shares["stream"]))
+    resident, streamed = (statistics.median(shares[storage]) for storage in ("resident", "stream"))
+    assert resident < streamed / 3, shares
 
 
 @pytest.mark.parametrize("budget", [24, 60, 1000])

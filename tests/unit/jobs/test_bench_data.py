@@ -67,7 +67,11 @@ def test_clones_moves_and_a_process_that_reads(tmp_path: Path) -> None:
     ]  # fmt: skip
     values = found["values"]
     assert values["microseconds_per_tensor"]["looked at"] > 0 and values["microseconds_per_tensor"]["moved"] > 0
-    assert len(values["hidden_share_of_reading"]["values"]) == 3 and len(found["claims"]) == 3
+    hidden = values["hidden_share_of_reading"]
+    assert len(hidden["values"]) == 2 and hidden["process_start_s"] > 0 and len(found["claims"]) == 3
+    assert {name: len(blocks) for name, blocks in hidden["seconds_of_blocks"].items()} == {
+        "0 processes": 2, "1 process": 2
+    }  # fmt: skip
 
 
 @pytest.mark.covers("PERF-19")

@@ -41,8 +41,8 @@ class Items:
         if how == "odd":
             return ["no", "row"]  # type: ignore[return-value]
         drawn = torch.rand(1).item() + random.random() + np.random.rand()
-        return {"x": torch.full((2,), float(index)), "drawn": drawn, "pid": os.getpid(), "name": f"row {index}",
-                "labels": index % 3}  # fmt: skip
+        return {"x": torch.full((2,), float(index)), "drawn": drawn, "pid": os.getpid(),
+                "name": (lambda: None) if how == "unsendable" else f"row {index}", "labels": index % 3}  # fmt: skip
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def pools() -> Iterator[Any]:
 
     def make(dataset: Any, *, workers: int = 1, prefetch: int = 2) -> LoaderPool:
         named = {"train": DatasetSplit(dataset), "eval": DatasetSplit(Items(20), key="data.eval")}
-        made.append(LoaderPool(named, workers=workers, prefetch=prefetch, seed=7))
+        made.append(LoaderPool(named, workers=workers, prefetch=prefetch, seed=3))
         return made[-1]
 
     yield make
@@ -107,14 +107,28 @@ def test_processes_stay_from_epoch_to_epoch_and_share_the_work(pools: Any) -> No
 
 
 def test_what_an_item_draws_depends_on_seed_epoch_and_row_alone(pools: Any) -> None:
-    one, two = feed_of(pools(Items(), workers=1)), feed_of(pools(Items(), workers=3), micro=3)
-    left, right = draws(windows(one, 5)), draws(windows(two, 5))
-    assert left == right and len({drawn for _, drawn in left}) == 50
+    here = feed_of(None)
+    one, two = feed_of(pools(Items(), workers=1)), feed_of(pools(Items(), workers=2), micro=3)
+    state = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+    left, right, plain = draws(windows(one, 5)), draws(windows(two, 5)), draws(windows(here, 5))
+    assert left == right == plain and len({drawn for _, drawn in left}) == 50
+    assert state[:2] == (random.getstate(), np.random.get_state()[1].tolist()), "the training process draws as before"
+    assert torch.equal(state[2], torch.get_rng_state())
     later = dict(draws(windows(one, 5, cursor=Cursor(1))))
     assert all(later[name] != drawn for name, drawn in left), "another epoch draws anew"
-    resumed = feed_of(pools(Items(), workers=2))
-    again = windows(resumed, 2, cursor=Cursor(0, 24))
-    assert shown(again, "drawn") == shown(windows(feed_of(pools(Items())), 4)[2:], "drawn"), "so does no resume"
+    for workers in (0, 1, 2):
+        resumed = feed_of(pools(Items(), workers=workers) if workers else None)
+        assert draws(windows(resumed, 2, cursor=Cursor(0, 24))) == left[24:48], "so does no resume in mid-epoch"
+
+
+def test_a_dataset_that_reads_many_at_once_draws_the_same_in_any_process(pools: Any) -> None:
+    class Many(Items):
+        def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+            return [self[index] for index in indices]
+
+    readers = (None, pools(Many()), pools(Many(), workers=2))
+    found = [draws(windows(feed_of(pool, dataset=Many()), 10)) for pool in readers]
+    assert found[0] == found[1] == found[2] and found[0][:50] != found[0][50:]
 
 
 def test_another_micro_batch_size_or_position_throws_away_what_is_ahead(pools: Any) -> None:
@@ -138,6 +152,8 @@ def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, upload
         windows(feed, 5)
     with pytest.raises(InputError, match=r"data\.train: seen an item that is a list"):
         windows(feed_of(pools(Items(breaks={17: "odd"}))), 5)
+    with pytest.raises(RunError, match=r"(?s)data.train failed while rows .*17.* were read.*lambda"):
+        windows(feed_of(pools(Items(breaks={17: "unsendable"}))), 5)
     feed.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raytrain.accounting import account
+from raytrain.data import prepared
 from raytrain.data.dataset import DatasetSplit, ItemSplit
 from raytrain.data.memory import memory_source, object_split
 from raytrain.data.prepared import DataPlan, prepare_source, read_whole
@@ -47,14 +48,14 @@ class Told:
 @pytest.mark.covers("DATA-14")
 def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() -> None:
     source, told = memory_source(Slow(1000), Slow(20), fraction=0.0), Told()
-    prepared = prepare_source(source, DataPlan("resident", seed=1), device=CPU, say=told)
+    placed = prepare_source(source, DataPlan("resident", seed=1), device=CPU, say=told)
     phases = [row["phase"] for row in told.rows]
     assert phases == ["start", *["progress"] * (len(phases) - 2), "finished"] and len(phases) > 10
     assert [row["done"] for row in told.rows[1:11]] == list(range(100, 1001, 100)) and told.rows[1]["of"] == 1000
     last = told.rows[-1]
     assert last["megabytes"] == pytest.approx(1020 * (16 + 8) / 1e6) and last["device"] == "cpu" and last["seconds"] > 0
     assert "1,000 rows (train) and 20 rows (eval) prepared in" in last["reason"] and "MB stay on cpu" in last["reason"]
-    assert prepare_source(prepared, DataPlan("resident"), device=CPU, say=told) is prepared
+    assert prepare_source(placed, DataPlan("resident"), device=CPU, say=told) is placed
     assert len(told.rows) == len(phases), "once"
 
 
@@ -78,6 +79,18 @@ def test_what_is_drawn_while_rows_are_prepared_leaves_the_generators_alone() -> 
     assert torch.equal(before[2], torch.get_rng_state())
     odd = [{"x": torch.zeros(2), "name": str(i)} for i in range(3)]
     assert isinstance(read_whole(DatasetSplit(odd), seed=0, say=lambda done, of: None), ItemSplit)
+
+
+@pytest.mark.covers("DATA-08")
+def test_the_device_is_waited_for_once_after_all_rows_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(prepared, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(prepared, "_placed", lambda split, *plan, **named: order.append("uploaded") or split)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
+    data = {"x": torch.rand(40, 2), "labels": torch.arange(40)}
+    source, gpu = memory_source(data, data, fraction=0.0), torch.device("cuda")
+    prepare_source(source, DataPlan("resident"), device=gpu, say=lambda kind, **told: order.append(told["phase"]))
+    assert order == ["start", "uploaded", "uploaded", "synchronize", "finished"]
 
 
 @pytest.mark.covers("MEM-14")
