@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raytrain.data.ahead import Ahead, Pending, Wanted, begun_ahead, results
-from raytrain.data.batches import Cursor, StepBatches, Window, eval_batches, part_of_rank
+from raytrain.data.batches import Cursor, StepBatches, Window, part_of_rank, rank_micro_batches
 from raytrain.data.contract import Batch, Split
 from raytrain.data.draws import gathered
 from raytrain.data.guard import Guard
@@ -113,11 +113,10 @@ class Feed:
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
-        rows = len(split) if limit is None else min(len(split), limit * self.batches.global_batch)
+        rows = self._scored(split, limit)
         if self.batches.tokens_per_batch is not None:
-            parts = self.batches.parts(split.eval_order()[:rows], split, times=EVAL_MICRO_BATCHES)
-            return math.ceil(len(parts) / self.batches.world)
-        return self._most_passes(rows, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
+            return math.ceil(len(self.batches.parts(rows, split, times=EVAL_MICRO_BATCHES)) / self.batches.world)
+        return self._most_passes(len(rows), micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """This rank's share of the eval split, in file order. `limit` counts global batches, so that the same rows are
@@ -131,12 +130,17 @@ class Feed:
         yield from results(self._begun(split, wanted))
 
     def _eval_handles(self, split: Split, limit: int | None) -> list[np.ndarray]:
-        batches, rows = self.batches, None if limit is None else limit * self.batches.global_batch
+        batches, rows = self.batches, self._scored(split, limit)
+        place = {"rank": batches.rank, "world": batches.world}
         if batches.tokens_per_batch is not None:
-            parts = batches.parts(split.eval_order()[:rows], split, times=EVAL_MICRO_BATCHES)
-            return parts[part_of_rank(len(parts), rank=batches.rank, world=batches.world)]
-        place = {"rank": batches.rank, "world": batches.world, "shares": batches.shares}
-        return eval_batches(split, micro_batch=EVAL_MICRO_BATCHES * self.micro_batch, rows=rows, **place)
+            parts = batches.parts(rows, split, times=EVAL_MICRO_BATCHES)
+            return parts[part_of_rank(len(parts), **place)]
+        micro = EVAL_MICRO_BATCHES * self.micro_batch
+        return rank_micro_batches(rows, micro_batch=micro, shares=batches.shares, **place)
+
+    def _scored(self, split: Split, limit: int | None) -> np.ndarray:
+        """Rows of an evaluation: not as many as `len`, which is a training epoch's."""
+        return split.eval_order()[: None if limit is None else limit * self.batches.global_batch]
 
     def _most_passes(self, rows: int, *, micro_batch: int) -> int:
         shares = self.batches.shares

@@ -42,7 +42,8 @@ def build_optimizers(
     """The optimizers of `optim.name` over `module`'s trainable parameters.
 
     The fused kernels are used where the parameters' device has them: one pass over memory, and they take the
-    "skip this step" flag as a tensor, so that a non-finite gradient costs no device read.
+    "skip this step" flag as a tensor, so that a non-finite gradient costs no device read. torch has none of SGD for
+    sharded parameters.
 
     Args:
         blocks: parts of `module` whose matrices are Muon's; AdamW has the rest, under the same learning rate.
@@ -63,7 +64,8 @@ def build_optimizers(
         return found
     fused = optim.fused is not False and fused_available(module)
     if optim.name == "sgd":
-        return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)]
+        sharded = any(hasattr(parameter, "to_local") for _, parameter in rest)
+        return [SGD(groups, lr=lr, momentum=optim.momentum, fused=fused and not sharded)]
     return [*found, AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=fused)]
 
 

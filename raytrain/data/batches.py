@@ -162,16 +162,3 @@ class StepBatches:
         while cursor.epoch == epoch:
             handles, cursor = self.window(cursor)
             yield from self.rank_handles(handles)
-
-
-def eval_batches(
-    split: Split, *, micro_batch: int, rank: int = 0, world: int = 1, rows: int | None = None,
-    shares: Shares | None = None,
-) -> list[np.ndarray]:  # fmt: skip
-    """This rank's handles of an evaluation, one array for each batch, in file order.
-
-    Together the ranks cover the split exactly once, or its first `rows`: what is scored does not depend on the number
-    of workers.
-    """
-    order = split.eval_order()[:rows]
-    return rank_micro_batches(order, micro_batch=micro_batch, rank=rank, world=world, shares=shares)

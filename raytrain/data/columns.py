@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.contract import IGNORED_LABEL, nonfinite
-from raytrain.data.tables import Choice, column_kind
+from raytrain.data.tables import Choice, column_kind, no_label
 from raytrain.errors import InputError
 
 
@@ -49,7 +49,7 @@ def convert(table: Any, choice: Choice, *, classes: tuple[str, ...] | None, key:
 def _numbers(table: Any, name: str, *, key: str) -> np.ndarray:
     """A column of numbers: int64 or float32, every value there and finite."""
     column = table[name]
-    _check_present(column, name, key=key)
+    check_present(column, name, key=key)
     values = _values(column)
     _check_finite(values, name, key=key)
     return values
@@ -69,7 +69,8 @@ def _row_of(at: int, offsets: np.ndarray | None) -> int:
     return at if offsets is None else int(np.searchsorted(offsets, at, side="right")) - 1
 
 
-def _check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | None = None) -> None:
+def check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | None = None) -> None:
+    """Raises InputError where a value of a column is missing, by its row."""
     if column.null_count:
         row = _row_of(int(np.argmax(column.is_null().to_numpy())), offsets)
         raise InputError(
@@ -91,11 +92,11 @@ def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
     from pyarrow import compute, types
 
     column = table[name]
-    _check_present(column, name, key=key)
+    check_present(column, name, key=key)
     flat = compute.call_function("list_flatten", [column])  # by name: pyarrow makes its functions at import
     lengths = compute.call_function("list_value_length", [column]).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    _check_present(flat, name, key=key, offsets=offsets)
+    check_present(flat, name, key=key, offsets=offsets)
     values = _values(flat)
     _check_finite(values, name, key=key, offsets=offsets)
     if types.is_fixed_size_list(column.type):
@@ -109,16 +110,12 @@ def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str)
     import pyarrow as pa
 
     column = table[name]
-    _check_present(column, name, key=key)
+    check_present(column, name, key=key)
     if classes is not None:
         numbers = {text: number for number, text in enumerate(classes)}
         return np.array([numbers[text] for text in column.to_pylist()], dtype=np.int64)
     if column_kind(column.type) != "number":
-        raise InputError(
-            "data.label",
-            seen=f"column '{name}' of type {column.type}",
-            expected="whole numbers or strings for classes, fractions for regression",
-        )
+        raise no_label(name, column.type)
     values = _values(column)
     _check_finite(values, name, key=key)
     if not (pa.types.is_floating(column.type) or pa.types.is_decimal(column.type)):

@@ -1,9 +1,9 @@
 """Parquet sets larger than memory: row groups read as their turn comes, in an order that is a pure function.
 
 An epoch permutes the row groups by (seed, epoch), takes them `window` at a time, and permutes the rows of each such
-window. So any position is reached by its number alone, by any number of workers, and only two windows are in memory:
-the one in use, and the next, which a thread reads meanwhile. Each worker reads every group: the rows of a step come
-from the whole window, whoever takes them.
+window. So any position is reached by its number alone, by any number of workers, and only three windows are in memory:
+the one in use, the next, which a thread reads meanwhile, and the one before, of which batches that are made ahead may
+still want rows. Each worker reads every group: the rows of a step come from the whole window, whoever takes them.
 
 pyarrow reads the groups itself. Ray Data's own iterator was measured at 18-33 thousand rows a second over short epochs
 on one node, promises no order, and cannot begin in the middle; a Ray Dataset is therefore written as Parquet first
@@ -12,10 +12,11 @@ on one node, promises no order, and cannot begin in the middle; a Ray Dataset is
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from raytrain.data.splits import TensorSplit
 from raytrain.data.tables import Choice
 from raytrain.errors import RunError
 
-#: Rows are shuffled within so many bytes of row groups; two such windows are in memory.
+#: Rows are shuffled within so many bytes of row groups; three such windows are in memory.
 WINDOW_BYTES = 256 << 20
 
 
@@ -80,7 +81,7 @@ class GroupOrder:
         self._windows = [pieces[at : at + window].tolist() for at in range(0, len(pieces), window)]
         sizes = [sum(int(starts[n + 1] - starts[n]) for n in part) for part in self._windows]
         self._bounds = np.concatenate([[0], np.cumsum(sizes)])
-        self._known: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._known: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -96,13 +97,15 @@ class GroupOrder:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _rows(self, number: int) -> np.ndarray:
-        if self._known[0] != number:
+        if number not in self._known:
             self._expect([n for part in self._windows[number : number + 2] for n in part])
             spans = [(int(self._starts[n]), int(self._starts[n + 1])) for n in self._windows[number]]
             rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
             draw = np.random.SeedSequence([self._seed % 2**64, self._epoch, 1 + number])
-            self._known = number, np.random.Generator(np.random.PCG64(draw)).permutation(rows)
-        return self._known[1]
+            self._known[number] = np.random.Generator(np.random.PCG64(draw)).permutation(rows)
+            while len(self._known) > 2:  # that of a step, and that of the batches made ahead of it
+                del self._known[next(iter(self._known))]
+        return self._known[number]
 
 
 class GroupSplit:
@@ -127,7 +130,7 @@ class GroupSplit:
         self._starts = np.concatenate([[0], np.cumsum([piece.rows for piece in self.pieces], dtype=np.int64)])
         mean = max(1, int(self._starts[-1]) * row_bytes // len(self.pieces))
         self.window = max(1, min(len(self.pieces), window_bytes // mean))
-        self._read = _Reader(self.pieces, self._split_of, columns=_names(choice), most=2 * self.window + 1)
+        self._read = _Reader(self.pieces, self._split_of, columns=_names(choice), most=3 * self.window + 1)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -250,8 +253,10 @@ class _Reader:
         self._files: dict[str, Any] = {}
 
     def piece(self, number: int) -> RowSplit:
-        """One piece; waits for it."""
-        return self._begun(number).result()
+        """One piece; waits for it. Any thread may ask: what another's rows push out unread is begun again."""
+        while True:
+            with contextlib.suppress(CancelledError):
+                return self._begun(number).result()
 
     def expect(self, numbers: list[int]) -> None:
         """These will be asked for, in about this order."""

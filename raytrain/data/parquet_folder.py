@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raytrain.data.columns import check_present
 from raytrain.data.contract import IGNORED_LABEL, Source, facts_of
 from raytrain.data.files import locate
 from raytrain.data.keys import as_paths
-from raytrain.data.tables import Choice, choose, class_names, column_kind, parquet_sizes
+from raytrain.data.tables import Choice, choose, class_names, column_kind, is_text, no_label, parquet_sizes
 from raytrain.errors import InputError
 
 #: `order: auto` shuffles by row groups from so many bytes on; of the files alone, so that it is the same everywhere.
@@ -126,9 +127,12 @@ def _is_float(schema: Any, name: str) -> bool:
 
 
 def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[str, ...] | None:
-    """The names of string labels: that column alone is read, file by file."""
-    if label is None or column_kind(schema.field(label).type) == "number":
+    """The names of string labels: that column alone is read, file by file. Raises InputError: no column of labels."""
+    kind = None if label is None else schema.field(label).type
+    if label is None or column_kind(kind) == "number":
         return None
+    if not is_text(kind):
+        raise no_label(label, kind)
     found: set[str] = set()
     for path in files:
         found |= set(class_names([_opened(path).read(columns=[label])], label) or ())
@@ -136,7 +140,8 @@ def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[
 
 
 def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
-    """The least and the largest whole number of a label; read from the files' statistics where they have them."""
+    """The least and the largest whole number of a label; read from the files' statistics where they have them.
+    Raises InputError: a label is missing."""
     if _is_float(schema, label):
         return 0, -1
     low, high = 0, IGNORED_LABEL
@@ -145,8 +150,10 @@ def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
         at = [file.metadata.schema.column(n).path for n in range(file.metadata.num_columns)].index(label)
         for group in range(file.metadata.num_row_groups):
             told = file.metadata.row_group(group).column(at).statistics
-            if told is None or not told.has_min_max:
-                values = file.read_row_group(group, columns=[label])[label].to_numpy()
+            if told is None or not told.has_min_max or told.null_count:
+                column = file.read_row_group(group, columns=[label])[label]
+                check_present(column, label, key=f"data.path, row group {group} of {path}")
+                values = column.to_numpy()
                 least, most = int(values.min()), int(values.max())
             else:
                 least, most = int(told.min), int(told.max)

@@ -68,7 +68,7 @@ def receive(line: Connection) -> tuple[Any, Any]:
         EOFError, OSError: the other end is gone.
     """
     head, rest, size = line.recv()
-    memory = torch.UntypedStorage(0)
+    memory: Any = torch.UntypedStorage(0)
     if size:
         descriptor = recv_handle(line)
         try:  # torch keeps no descriptor of what it maps; Python's mmap keeps one for as long as it lives
@@ -98,7 +98,8 @@ def _together(value: Any, memory: torch.UntypedStorage) -> Any:
     if not isinstance(value, _Part):
         return value if isinstance(value, PackedSequence) else rebuild(value, partial(_together, memory=memory))
     tensor = torch.empty(0, dtype=value.dtype)  # not a view: each counts the writes to itself alone
-    tensor.set_(memory, value.begin // tensor.element_size(), value.shape)
+    offset = value.begin // tensor.element_size()
+    tensor.set_(memory, offset, value.shape)  # pyright: ignore[reportCallIssue]  (torch names every kind of storage)
     return tensor.movedim(-1, 1) if value.last else tensor
 
 

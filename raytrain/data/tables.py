@@ -159,7 +159,14 @@ def column_kind(kind: Any) -> str:
     return "list" if is_list and column_kind(kind.value_type) == "number" else "other"
 
 
-def _is_text(kind: Any) -> bool:
+def no_label(name: str, kind: Any) -> InputError:
+    """The message for a column of a type that no label has."""
+    expected = "whole numbers or strings for classes, fractions for regression"
+    return InputError("data.label", seen=f"column '{name}' of type {kind}", expected=expected)
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a pyarrow type is that of strings, as they are or by their numbers in a dictionary."""
     from pyarrow import types
 
     value = kind.value_type if types.is_dictionary(kind) else kind
@@ -169,7 +176,7 @@ def _is_text(kind: Any) -> bool:
 def class_names(tables: Sequence[Any], label: str | None) -> tuple[str, ...] | None:
     """The sorted names of a label of strings over all tables; None where the label is no string."""
     if label is None or not all(
-        label in table.column_names and _is_text(table[label].type) for table in tables
+        label in table.column_names and is_text(table[label].type) for table in tables
     ):
         return None
     return tuple(

@@ -7,8 +7,11 @@ optimizer of a process, more than torch itself takes. Nothing here compiles an o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
+
+_sgd_step = inspect.unwrap(torch.optim.SGD.step)
 
 
 class Eager:
@@ -27,6 +30,21 @@ class AdamW(Eager, torch.optim.AdamW):
 
 
 class SGD(Eager, torch.optim.SGD):
-    """torch's SGD."""
+    """torch's SGD, which may skip its first step too.
 
-    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+    torch's own fused one allocates momentum unset for the kernel to fill at the first step; one that is skipped fills
+    nothing, and the next step moves by whatever was there.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update; momentum begins at zero, which the first step makes its gradient, as torch does."""
+        for group in self.param_groups:
+            if group["fused"] and group["momentum"] != 0:
+                assert group["dampening"] == 0, "else a first step from zero is another"
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        if state.get("momentum_buffer") is None:
+                            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return _sgd_step(self, closure)

@@ -17,7 +17,7 @@ def choose_speed(
 ) -> dict[str, Any]:  # fmt: skip
     """The choices of this module by name; arguments and errors as `choose_compile`."""
     return {
-        "optimizer_impl": choose_update(optim, machines),
+        "optimizer_impl": choose_update(optim, machines, strategy),
         "compile": choose_compile(loop, strategy, missing=missing, warnings=warnings),
         "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
     }
@@ -76,8 +76,10 @@ def choose_cudnn_benchmark(loop: LoopConfig, machines: Machines) -> Resolved | N
     return Resolved(loop.cudnn_benchmark, "loop.cudnn_benchmark")
 
 
-def choose_update(optim: OptimConfig, machines: Machines) -> Resolved:
+def choose_update(optim: OptimConfig, machines: Machines, strategy: Choice) -> Resolved:
     """How the optimizer goes over its tensors: "fused" or "plain"."""
     if optim.fused is False:
-        return Resolved("plain", "optim.fused false: each skipped step costs a device read")
+        return Resolved("plain", "optim.fused false: each step costs a device read")
+    if optim.name == "sgd" and isinstance(strategy, Resolved) and strategy.value == "fsdp":
+        return Resolved("plain", "torch has no fused SGD for the shards of scale.strategy fsdp")
     return Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}")

@@ -35,6 +35,15 @@ def test_shards_train_as_data_parallel_does(whole: dict[str, Any], world: int) -
         assert max(shares) < total / world * 1.1
 
 
+def test_momentum_of_shards_is_that_of_the_whole() -> None:
+    """torch has no fused SGD for shards: the plain one of theirs follows the fused one of the whole."""
+    sections = {"optim": {"name": "sgd", "lr": 0.1}}
+    one = run_gang(sharded.trained, "data_parallel", sections, world=2)[0]
+    ranks = run_gang(sharded.trained, "fsdp", sections, world=3)
+    assert sharded.close(one, ranks[0]) < 1e-12
+    assert sum(rank["held"]["moments"] for rank in ranks) == one["held"]["moments"] == one["held"]["weights"]
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "experts"])
 def test_muon_gathers_what_it_orthogonalises_and_changes_nothing(model: dict[str, Any], world: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from raytrain.data.batches import Cursor, StepBatches, eval_batches, rank_micro_batches
+from raytrain.data.batches import Cursor, StepBatches, rank_micro_batches
 from raytrain.data.dataset import DatasetSplit
 from raytrain.data.misplaced import find_misplaced, verify_placement
 from raytrain.data.resident import place
@@ -126,16 +126,6 @@ def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) ->
     hashes = {epoch: order_hash(ours(epoch)) for epoch in (0, 1)}
     assert hashes[0] != hashes[1]
     assert {epoch: order_hash(theirs(epoch)) for epoch in (0, 1)} == hashes
-
-
-def test_evaluation_covers_the_split_once_in_file_order() -> None:
-    for world in (1, 2, 5):
-        parts = [eval_batches(rows(), micro_batch=8, rank=rank, world=world) for rank in range(world)]
-        assert np.array_equal(np.concatenate([p for rank in parts for p in rank]), np.arange(103))
-    limited = [eval_batches(rows(), micro_batch=8, rank=rank, world=2, rows=24) for rank in range(2)]
-    assert [[len(p) for p in rank] for rank in limited] == [[8, 8], [8]]
-    assert np.array_equal(np.concatenate([p for rank in limited for p in rank]), np.arange(24))
-    assert eval_batches(rows(3), micro_batch=8, rank=1, world=2) == []
 
 
 def test_global_weight_is_known_before_the_batches_are() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raytrain.data.batches import Cursor, StepBatches
 from raytrain.data.memory import object_split
+from raytrain.data.splits import TextSplit
 from raytrain.errors import DevicePlacementError
 from raytrain.feed import EVAL_MICRO_BATCHES, Feed, cast_floating
 
@@ -119,6 +120,23 @@ def test_evaluation_takes_each_row_once_over_the_ranks_in_larger_batches(
             assert micro.weight == len(micro.batch["x"]) <= 4 * EVAL_MICRO_BATCHES
             seen += micro.batch["x"].flatten().tolist()
     assert seen == list(range(rows))
+
+
+@pytest.mark.parametrize("budget", [None, 24])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("tokens", [13, 24, 25, 60, 107, 108, 109, 117, 120, 121, 264, 265])
+def test_all_workers_take_as_many_passes_in_an_evaluation_as_the_busiest(
+    tokens: int, micro: int, budget: int | None
+) -> None:
+    """Of a text, whose windows of an evaluation are not as many as an epoch's."""
+    split = TextSplit(np.arange(tokens) % 7, context=12)
+    for world in (1, 2, 3, 5):
+        for limit in (None, 1, 2):
+            feeds = [feed_of(ROWS, rank=rank, world=world) for rank in range(world)]
+            for feed in feeds:
+                feed.micro_batch, feed.batches.tokens_per_batch = micro, budget
+            taken = [len(list(feed.eval_batches(split, limit=limit))) for feed in feeds]
+            assert [feed.eval_passes(split, limit=limit) for feed in feeds] == [max(taken)] * world, (world, limit)
 
 
 def test_a_limited_evaluation_scores_the_same_rows_in_micro_batches_of_any_size() -> None:

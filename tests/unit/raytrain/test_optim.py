@@ -201,3 +201,31 @@ def test_ours_step_as_torchs_do_bit_for_bit_hooks_and_state_included(kind: str) 
         assert all(parameter.requires_grad and parameter.grad is None for parameter in parameters)
         ends.append([parameter.detach() for parameter in parameters])
     assert all(torch.equal(one, two) for one, two in zip(*ends, strict=True)) and len(hooks) == 8
+
+
+def test_momentum_after_a_skipped_first_step_begins_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory was before: here each new tensor that torch leaves unset holds NaN."""
+    unset = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda like, **kw: unset(like, **kw).fill_(math.nan))
+    ends = []
+    for skipped in (True, False):
+        parameter, late = nn.Parameter(torch.tensor([1.0, -2.0])), nn.Parameter(torch.ones(1))
+        optimizer = raytrain.optimizers.eager.SGD([parameter, late], lr=0.1, momentum=0.9, fused=True)
+        for step, found in enumerate([1.0] * skipped + [0.0] * 3):
+            parameter.grad = torch.full((2,), math.inf) if found else parameter.detach().cos()
+            late.grad = torch.ones(1) if step == skipped + 1 else None  # of which nothing was used before
+            optimizer.found_inf = torch.tensor(found)
+            optimizer.step()
+        ends.append(torch.cat([parameter.detach(), late.detach()]))
+    assert torch.equal(*ends) and ends[0].isfinite().all() and ends[0][2] == pytest.approx(0.9)
+
+
+def test_the_shards_of_fsdp_take_every_optimizer_and_the_plan_says_how() -> None:
+    data = {"train": token_rows(32), "eval_fraction": 0.0}
+    for name, way in (("sgd", "plain"), ("adamw", "fused"), ("muon", "fused")):
+        section = {"name": name, "lr": 0.1 if name == "sgd" else 0.01}
+        made = make_session(GPT, data, scale={"strategy": "fsdp"}, optim=section, loop={"max_steps": 6})
+        assert made.job.planned("optimizer_impl") == way
+        assert made.optimizers[-1].param_groups[0]["fused"] is (way == "fused")
+        rows, _ = train(made)
+        assert rows.losses[-1] < rows.losses[0], name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from raytrain.data.contract import Source
 from raytrain.data.groups import GroupOrder, GroupSplit, Piece, held_out
 from raytrain.data.resident import place
 from raytrain.data.sources import describe_shapes, describe_source, open_source
+from raytrain.data.upload import Uploads
 from raytrain.errors import InputError, RunError
+from raytrain.feed import Feed
+from raytrain.step import MicroBatch
 
 ROWS, PER_GROUP, FILES = 1000, 60, 3
 
@@ -112,13 +117,18 @@ def test_any_position_is_reached_without_what_came_before(folder: Path) -> None:
         assert [row for part in parts for row in part] == walked[448:512]
 
 
-def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) -> None:
+def in_windows_of_two(folder: Path) -> GroupSplit:
     source = opened(folder, eval_fraction=0.0).train
     assert isinstance(source, GroupSplit)
     split = GroupSplit(
         source.pieces, source._choice, classes=source._classes, row_bytes=40, weighs_rows=True, window_bytes=5000
     )
     assert split.window == 2
+    return split
+
+
+def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) -> None:
+    split = in_windows_of_two(folder)
     order = split.order(0, 0)
     handles = order[0:10]
     threads = {thread.name for thread in threading.enumerate()}
@@ -127,8 +137,51 @@ def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) 
     split.gather(handles)
     for at in range(0, len(order), 10):
         split.gather(order[at : at + 10])
-    assert len(split._read._kept) <= 5
+    assert len(split._read._kept) <= 7, "these, and the window before"
     assert split.weights(handles) == 10 and split.lengths(handles) is None
+
+
+def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split, read = in_windows_of_two(folder), []
+    table_to_split = split._read._make
+    monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
+    batches = StepBatches(split, seed=5, global_batch=16, micro_batch=16, storage="pinned")
+    uploads = Uploads[MicroBatch](torch.device("cpu"), parts=lambda micro: micro.batch)
+    feed = Feed(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
+    found: dict[int, list[int]] = {epoch: [] for epoch in range(5)}
+    cursor = Cursor()
+    while cursor.epoch < len(found):
+        handles, following = feed.window(cursor)
+        for micro in feed.micro_batches(handles):
+            found[cursor.epoch] += micro.batch["x"][:, 0].long().tolist()
+        cursor = following
+    feed.close()
+    assert all(sorted(rows) == list(range(ROWS)) for rows in found.values()) and found[0] != found[1]
+    ahead = 2 * split.window
+    assert len(read) <= len(found) * len(split.pieces) + ahead
+
+
+def test_rows_wanted_by_one_thread_survive_what_another_expects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = in_windows_of_two(folder)
+    reader, make, begun = split._read, split._read._make, split._read._begun
+    go_on, asked = threading.Event(), threading.Event()
+
+    def told(number: int) -> Any:
+        future = begun(number)
+        if number == 1:
+            asked.set()
+        return future
+
+    monkeypatch.setattr(reader, "_begun", told)
+    monkeypatch.setattr(reader, "_make", lambda piece, table: go_on.wait(60) and make(piece, table))
+    reader.expect([0])  # the reader's thread waits in it
+    with ThreadPoolExecutor(1) as thread:
+        wanted = thread.submit(reader.piece, 1)
+        assert asked.wait(60)
+        reader.expect([*range(2, 10), 0])
+        assert len(reader._kept) == reader._most, "the one that is wanted was pushed out"
+        go_on.set()
+        assert len(wanted.result(timeout=60)) == split.pieces[1].rows
 
 
 def test_what_is_held_out_reads_few_groups_and_no_seed_changes_it() -> None:
@@ -164,3 +217,23 @@ def test_mistakes_name_the_file(folder: Path, tmp_path: Path) -> None:
     (folder / "part-2.parquet").write_bytes(b"gone")
     with pytest.raises(RunError, match=r"row group \d+ of .*part-2\.parquet cannot be read"):
         broken.gather(np.array([len(broken) - 1]))
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([date(2020, 1, 1)] * 8, r"data\.label: seen column 'y' of type date32\[day\], expected whole numbers or str"),
+        ([[1]] * 8, r"data\.label: seen column 'y' of type list<.*>, expected whole numbers or strings"),
+        ([b"a"] * 8, r"data\.label: seen column 'y' of type binary"),
+        ([1] * 4 + [None] * 4, r"data\.path, row group 1 of .*: seen a missing value in column 'y' row 0"),
+        ([1] * 7 + [None], r"data\.path, row group 1 of .*: seen a missing value in column 'y' row 3"),
+    ],
+)
+def test_labels_that_are_none_are_refused_at_the_opening(
+    labels: list[Any], said: str, statistics: bool, tmp_path: Path
+) -> None:
+    table = pa.table({"a": np.arange(8.0), "y": labels})
+    parquet.write_table(table, tmp_path / "odd.parquet", row_group_size=4, write_statistics=statistics)
+    with pytest.raises(InputError, match=said):
+        opened(tmp_path / "odd.parquet", eval_fraction=0.0)

@@ -72,5 +72,9 @@ def test_cudnn_searches_where_there_is_a_gpu_and_nothing_forbids_it() -> None:
 
 
 def test_fused_is_the_rule_and_plain_a_choice() -> None:
-    assert choose_update(OptimConfig(), machines("cpu")).value == "fused"
-    assert choose_update(OptimConfig(fused=False), machines("cpu")).value == "plain"
+    def value(strategy: Resolved = PARALLEL, **optim: Any) -> Any:
+        return choose_update(OptimConfig(**optim), machines("cpu"), strategy).value
+
+    assert value() == "fused" and value(fused=False) == "plain"
+    shards = Resolved("fsdp", "scale.strategy")
+    assert [value(shards, name=name) for name in ("adamw", "sgd", "muon")] == ["fused", "plain", "fused"]
