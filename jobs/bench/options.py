@@ -233,7 +233,7 @@ class LrOptions(BenchOptions):
     QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
     IN_ALL: ClassVar[bool] = False
 
-    job: Text | None = Field(None, description="a JOB.yaml; null is the built-in recipe")
+    job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
     changes: list[Text] = Field([], description="section.key=value over the job, also as arguments")
     steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
     lowest: Positive = Field(1e-6, description="learning rate of the first step")
