@@ -30,7 +30,7 @@ from raytrain.planning.hosts import (
     taken_by_hosts,
 )
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.planning.memory import ShareOut, check_limit, doubt_of_memory, estimate_bytes
+from raytrain.planning.memory import ShareOut, advise_recomputing, check_limit, doubt_of_memory, estimate_bytes
 from raytrain.planning.sharding import leave_to_shards, refuse_unmeasured, settled_precision
 from raytrain.planning.shares import choose_shares, splits
 from raytrain.planning.speed import choose_speed
@@ -195,15 +195,15 @@ def make_plan(
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
     _warn_of_memory(estimates["memory"], allowed, warnings, measured=not sharded and settled is not batches)
+    warnings += advise_recomputing(model_facts, estimates["memory"], allowed, loop, rows=_rows_kept(batches, inflight))
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
     )
-    known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
-        step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
+        step_time=predict_step(model_facts, machines, inventory, known | ({"shares": shares} if shares else {}), hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),

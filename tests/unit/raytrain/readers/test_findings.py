@@ -132,6 +132,14 @@ def test_the_part_of_time_that_limits(part: str, title: str):
     assert title not in seen and seen["Limited by compute"] == "good"
 
 
+def test_graph_breaks_are_told_with_their_number_and_reason():
+    event = {"kind": "compile", "achieved": "2 of 2 parts", "graph_breaks": 4, "breaks_at": ["Data dependent operator"]}
+    found = {one.title: one for one in diagnose(records(events=[{**event, "graph_breaks": 1}, event]))}
+    told = found["Compiled code is cut by Python"]
+    assert told.severity == "info" and told.evidence == "4 times in 2 of 2 parts: Data dependent operator"
+    assert "Compiled code is cut by Python" not in titles(records(events=[{**event, "graph_breaks": 0}]))
+
+
 def test_clipping_counts_only_with_the_configured_limit():
     name = "Gradients are clipped nearly always"
     high = rows(FALLING, grad_norm=3.0)
