@@ -149,9 +149,10 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 
 
 @main.command()
-@click.argument("runs", nargs=-1, metavar="[RUN_DIR ...]")
+@click.argument("runs", nargs=-1, metavar="[RUN_DIR | FILE.json ...]")
 def report(runs: tuple[str, ...]) -> None:
-    """Write the report of a run folder (default: runs/latest); of several, a comparison too."""
+    """Write the report of a run folder (default: runs/latest); of several, a comparison too; a bench's FILE.json as
+    tables."""
     from jobs.report import report as write
 
     sys.exit(write(list(runs)))

@@ -200,19 +200,19 @@ def make_plan(
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
     )
+    known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
-        step_time=predict_step(model_facts, machines, inventory, known | ({"shares": shares} if shares else {}), hosts=hosts),
+        step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        **kept, hosts=hosts, inflight=inflight, sources={},
-        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
+        **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
+        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
-        warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},
     )  # fmt: skip
 
 

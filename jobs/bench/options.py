@@ -9,7 +9,7 @@ from pydantic import Field
 from cluster.config import Count, NonNegativeInt, Positive, Text
 from jobs.bench.bench_options import BenchOptions
 from jobs.bench.data_options import CloneOptions, DataOptions
-from jobs.bench.speed_options import AttentionOptions, CompileOptions
+from jobs.bench.speed_options import AttentionOptions, CompileOptions, PinnedOptions
 
 
 class LoopOptions(BenchOptions):
@@ -277,6 +277,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "data": (DataOptions, "rows converted once and kept, against converting, cloning and copying in every epoch; busy "
              "shares"),
     "clone": (CloneOptions, "what cloning batches, moving what is in place and reading in the training process cost"),
+    "pinned": (PinnedOptions, "copies to a GPU out of pinned and out of pageable memory"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
     "peers": (PeersOptions, "a step of ours against Lightning and Accelerate, where they are installed"),

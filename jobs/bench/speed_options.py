@@ -50,3 +50,12 @@ class CompileOptions(BenchOptions):
     )
     block_steps: Count = Field(20, description="steps of one block")
     reference: bool = Field(True, description="also a job with every default against loop.reference")
+
+
+class PinnedOptions(BenchOptions):
+    """Copies to a GPU: out of pinned memory, out of pageable memory, and pinned on the way."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"megabytes": 0.25, "batches": 2, "blocks": 3}
+
+    megabytes: float = Field(16.0, gt=0, description="of one batch")
+    batches: Count = Field(16, description="copied in one block")

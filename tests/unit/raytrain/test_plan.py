@@ -265,7 +265,7 @@ def with_capability(capability: tuple[int, int] | None) -> Inventory:
     return machines(node(gpus=[gpu(0, capability=capability)]))
 
 
-@pytest.mark.covers("PREC-05")
+@pytest.mark.covers("PREC-05", "BP-09")
 @pytest.mark.parametrize(
     ("inventory", "expected"),
     [
