@@ -212,7 +212,7 @@ def make_plan(
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
         **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
-        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
+        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"), sources={}, config={},
     )  # fmt: skip
 
 

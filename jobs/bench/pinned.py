@@ -1,4 +1,4 @@
-"""Bench `pinned`: copies to a GPU out of memory that was pinned before, out of ordinary memory, and pinned on the way."""
+"""Bench `pinned`: copies to a GPU out of memory that was pinned before, of pageable memory, and pinned on the way."""
 
 from __future__ import annotations
 
