@@ -222,9 +222,18 @@ class TopKRouter(nn.Module):
     @torch.no_grad()
     def _note(self, routed_BE: Tensor, kept_BSK: Tensor | None, valid_BS: Tensor | None) -> None:
         """Add to the pending counts: training forwards only, and never what backward computes again."""
-        if not self.training or inside_backward():
+        compiled = torch.compiler.is_compiling()
+        if not self.training or (not compiled and inside_backward()):
             return
-        self.pending_counts[: self.num_experts] += routed_BE.sum(0)
+        add = _add_unless_again if compiled else Tensor.add_
+        add(self.pending_counts[: self.num_experts], routed_BE.sum(0))
         if kept_BSK is not None:
             dropped = ~kept_BSK if valid_BS is None else ~kept_BSK & valid_BS.unsqueeze(-1)
-            self.pending_counts[self.num_experts] += dropped.sum()
+            add(self.pending_counts[self.num_experts], dropped.sum())
+
+
+@torch.library.custom_op("raytrain::add_unless_again", mutates_args=("pending",))
+def _add_unless_again(pending: Tensor, more: Tensor) -> None:
+    """`pending += more`, but not inside backward: compiled code is the same in both passes, and asks when it runs."""
+    if not inside_backward():
+        pending += more

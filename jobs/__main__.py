@@ -43,7 +43,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """(JOB.yaml or None, `section.key=value` overrides) of a verb's arguments.
+    """(JOB.yaml, a recipe's name or None, `section.key=value` overrides) of a verb's arguments.
 
     Raises:
         InputError: two files.
@@ -68,6 +68,7 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
     return Command
 
 
+JOB = "[JOB.yaml | RECIPE] [section.key=value ...]"
 ALL = (
     "name", "seed", "model", "data", "optim", "precision", "loop", "save", "scale", "retry", "experts",
     "telemetry", "cluster",
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 @main.command(cls=_keys_option(ALL))
-@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
+@click.argument("arguments", nargs=-1, metavar=JOB)
 @click.option("--resume", metavar="RUN_DIR", help="go on with this run; `auto`: with the newest unfinished one")
 @click.option("--from-tune", "sweep", metavar="DIR", help="train what this sweep found: its best.yaml")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
@@ -105,7 +106,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
 
 
 @main.command(cls=_keys_option(("tune", *ALL)))
-@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
+@click.argument("arguments", nargs=-1, metavar=JOB)
 @click.option("--resume", metavar="DIR", help="go on with this sweep; trials that died are run once more")
 @click.option("--fresh", is_flag=True, help="measure anew what an earlier search has measured")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
@@ -125,7 +126,7 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 
 
 @main.command(cls=_keys_option(ALL))
-@click.argument("arguments", nargs=-1, metavar="[JOB.yaml] [section.key=value ...]")
+@click.argument("arguments", nargs=-1, metavar=JOB)
 @click.option("--json", "as_json", is_flag=True, help="print plan.json instead of a table")
 @click.option("--build", is_flag=True, help="import torch and build the model to know its size")
 @click.option("--full", is_flag=True, help="list the keys left at their defaults too")
@@ -148,12 +149,22 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 
 
 @main.command()
-@click.argument("runs", nargs=-1, metavar="[RUN_DIR ...]")
+@click.argument("runs", nargs=-1, metavar="[RUN_DIR | FILE.json ...]")
 def report(runs: tuple[str, ...]) -> None:
-    """Write the report of a run folder (default: runs/latest); of several, a comparison too."""
+    """Write the report of a run folder (default: runs/latest); of several, a comparison too; a bench's FILE.json as
+    tables."""
     from jobs.report import report as write
 
     sys.exit(write(list(runs)))
+
+
+@main.command()
+@click.argument("name", required=False)
+def recipes(name: str | None) -> None:
+    """List the packaged recipes, which stand for a JOB.yaml by their names; with a NAME print that one."""
+    from jobs.job_file import read_recipe, recipe_lines
+
+    click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
 
 
 class _BenchCommand(click.Command):

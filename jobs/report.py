@@ -1,6 +1,8 @@
-"""`raytrain report [RUN ...]`: run folders in, pages out."""
+"""`raytrain report [RUN | FILE.json ...]`: run folders and measurements in, pages out."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from raytrain.errors import InputError
 from raytrain.readers.report import build_report, compare
@@ -10,14 +12,22 @@ NEWEST = "runs/latest"
 
 
 def report(paths: list[str]) -> int:
-    """Writes the report of each run folder and, for several, a comparison; prints where the pages are.
+    """Writes the report of each run folder, for several a comparison, and of each bench's JSON a summary; prints where
+    the pages are.
 
     Args:
-        paths: run folders (local paths or URIs); none, or `latest`, means the newest of `runs`.
+        paths: run folders (local paths or URIs) and JSON files of `raytrain bench`; none, or `latest`, means the
+            newest of `runs`.
 
-    Errors: InputError for a path that is no run folder; nothing is written then.
+    Errors: InputError for a path that is neither; of the runs nothing is written then.
     """
-    runs = [_open(NEWEST if path == "latest" else path) for path in paths or [NEWEST]]
+    measured = [path for path in paths if path.endswith(".json")]
+    for path in measured:
+        from jobs.bench.summary import write_summary
+
+        print(write_summary(Path(path)))
+    folders = [path for path in paths if path not in measured] or ([] if measured else [NEWEST])
+    runs = [_open(NEWEST if path == "latest" else path) for path in folders]
     for run in runs:
         print(build_report(run))
     if len(runs) > 1:

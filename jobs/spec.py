@@ -17,7 +17,7 @@ from pydantic import Field
 from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
 from experts.plan import check_section, check_used
-from jobs.job_file import read_job
+from jobs.job_file import RECIPES, read_job, recipe_named
 from jobs.reference import as_reference
 from raytrain.config import (
     DataConfig,
@@ -35,7 +35,7 @@ from raytrain.decode import apply_overrides, decode, dump_yaml, encode, load_yam
 from raytrain.errors import InputError
 from raytrain.expected import describe
 
-DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
+DEFAULT_RECIPE = RECIPES / "default.yaml"
 
 RESUME_MAY_CHANGE = (
     "loop.max_steps", "loop.epochs", "loop.micro_batch_size",
@@ -87,7 +87,7 @@ class LoadedSpec:
         mapping: what was given, overrides merged in; objects of Python stand in it as they are.
         text: the job as given: the file's own text, or YAML of the mapping.
         merged_text: YAML of the mapping, overrides included; a resume reads this one.
-        path: the file, None for a mapping.
+        path: the file or the packaged recipe's, None for a mapping.
     """
 
     spec: JobSpec
@@ -101,11 +101,11 @@ class LoadedSpec:
 def load_spec(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None
 ) -> LoadedSpec:
-    """Reads a job: default < file (or mapping) < command line. Without either, the built-in recipe, whose model and
+    """Reads a job: default < file (or mapping) < command line. Without either, the recipe `default`, whose model and
     experts give way whole to another `model.builder` of the command line, and whose data to another `data.source`.
 
     Args:
-        path: a JOB.yaml; it never inherits the built-in recipe.
+        path: a JOB.yaml, which never inherits the built-in recipe; a packaged recipe's name stands for its file.
         overrides: ``section.key=value``, the last of equal ones winning.
         mapping: a job from Python, which may hold objects in `model.module`, `data.train` and `data.eval`.
 
@@ -115,13 +115,13 @@ def load_spec(
     if path is not None and mapping is not None:
         raise InputError("mapping", seen="a file and a mapping", expected="one of them")
     text, origin = None, "python"
-    path = None if path is None else Path(path)
+    given_path = path = None if path is None else Path(path)
     if mapping is None:
-        origin = "recipe" if path is None else "file"
-        path = path or DEFAULT_RECIPE
+        path = DEFAULT_RECIPE if given_path is None else recipe_named(given_path) or given_path
+        origin = "file" if path is given_path else "recipe"
         text = read_job(path)
         mapping = load_yaml(text, origin=str(path))
-    if origin == "recipe":
+    if origin == "recipe" and path == DEFAULT_RECIPE:
         mapping = _without_replaced(mapping, overrides)
     merged, touched = apply_overrides(mapping, overrides)
     spec = decode(JobSpec, merged)

@@ -34,8 +34,8 @@ def train(
     """Train a job from Python, in a script or a notebook.
 
     Args:
-        job: the YAML as a mapping (objects allowed as `model.module`, `data.train`, `data.eval`), or a path to one;
-            None is the built-in recipe.
+        job: the YAML as a mapping (objects allowed as `model.module`, `data.train`, `data.eval`), a path to one or
+            a recipe's name; None is the recipe `default`.
         workers: short for `scale.workers`.
         overrides: `section.key=value` strings, as on the command line.
         resume: a run folder to go on with, or "auto".

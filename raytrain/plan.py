@@ -31,7 +31,14 @@ from raytrain.planning.hosts import (
     taken_by_hosts,
 )
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.planning.memory import ShareOut, beyond, check_limit, doubt_of_memory, estimate_bytes
+from raytrain.planning.memory import (
+    ShareOut,
+    advise_recomputing,
+    beyond,
+    check_limit,
+    doubt_of_memory,
+    estimate_bytes,
+)
 from raytrain.planning.sharding import leave_to_shards, refuse_unmeasured, settled_precision
 from raytrain.planning.shares import choose_shares, splits
 from raytrain.planning.speed import choose_speed
@@ -196,6 +203,7 @@ def make_plan(
     doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
     warnings += beyond(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
+    warnings += advise_recomputing(model_facts, estimates["memory"], allowed, loop, rows=_rows_kept(batches, inflight))
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
@@ -210,10 +218,9 @@ def make_plan(
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        **kept, hosts=hosts, inflight=inflight, sources={},
-        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
-        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
-        warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},
+        **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
+        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
+        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"), sources={}, config={},
     )  # fmt: skip
 
 

@@ -266,9 +266,14 @@ class Session:
         return self.layout.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
 
     def peak_memory(self) -> int:
-        """Peak bytes of this worker: the device allocator's on a GPU, the process's resident set on a CPU."""
+        """The most bytes of this worker since the last call: the device allocator's on a GPU, the process's resident
+        set on a CPU (since its start where the kernel resets no peak)."""
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
-        from cluster.telemetry import process_memory
+            peak = int(torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return peak
+        from cluster.telemetry import process_memory, reset_peak
 
-        return process_memory().peak
+        peak = process_memory().peak
+        reset_peak()
+        return peak

@@ -295,6 +295,41 @@ def test_nothing_reads_a_pickle_or_runs_what_it_reads() -> None:
     assert not wrong, wrong
 
 
+TOPICS = {
+    "masks kept and cleared": "ATTN-03", "mixed precision": "PREC-01", "fp16's scale": "PREC-03",
+    "loading of data": "DATA-05", "memory on record": "MON-01", "accumulation": "LOOP-03",
+}  # fmt: skip
+"""What the guide's own tests are about, and a row that a test of ours shows of each."""
+
+
+@pytest.mark.covers("TEST-01", "SRC-12")
+def test_no_test_mocks_what_it_tests_or_asserts_a_constant() -> None:
+    """And the topics of the guide's tests each have one of ours."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+    assert len(trees) > 100
+    wrong = [f"{path.name}:{getattr(node, 'lineno', 1)}" for path, tree in trees.items() for node in ast.walk(tree)
+             if _mocks(node) or (isinstance(node, ast.Assert) and _is_constant(node.test))]  # fmt: skip
+    assert not wrong, wrong
+    marked = {row for path in trees for row in re.findall(r'"([A-Z]+-\d\d)"', path.read_text())}
+    assert not [topic for topic, row in TOPICS.items() if row not in marked]
+
+
+def _mocks(node: ast.AST) -> bool:
+    named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return any("mock" in name for name in [*named, (isinstance(node, ast.ImportFrom) and node.module) or ""])
+
+
+def _is_constant(test: ast.expr) -> bool:
+    """True for `assert True`, `assert 1 == 1`, `assert not 0`: nothing in it is looked up or called."""
+    return not any(isinstance(part, ast.Name | ast.Attribute | ast.Call | ast.Await) for part in ast.walk(test))
+
+
+@pytest.mark.parametrize("text", ["assert True", "assert 1 == 1, 'why'", "from unittest.mock import Mock"])
+def test_a_constant_and_a_mock_are_seen(text: str) -> None:
+    nodes = list(ast.walk(ast.parse(text)))
+    assert any(_mocks(node) or (isinstance(node, ast.Assert) and _is_constant(node.test)) for node in nodes)
+
+
 def test_ruff_is_content() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "."]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

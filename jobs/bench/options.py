@@ -9,7 +9,7 @@ from pydantic import Field
 from cluster.config import Count, NonNegativeInt, Positive, Text
 from jobs.bench.bench_options import BenchOptions
 from jobs.bench.data_options import CloneOptions, DataOptions
-from jobs.bench.speed_options import AttentionOptions, CompileOptions, OverlapOptions
+from jobs.bench.speed_options import AttentionOptions, CompileOptions, OverlapOptions, PinnedOptions
 
 
 class LoopOptions(BenchOptions):
@@ -233,7 +233,7 @@ class LrOptions(BenchOptions):
     QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
     IN_ALL: ClassVar[bool] = False
 
-    job: Text | None = Field(None, description="a JOB.yaml; null is the built-in recipe")
+    job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
     changes: list[Text] = Field([], description="section.key=value over the job, also as arguments")
     steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
     lowest: Positive = Field(1e-6, description="learning rate of the first step")
@@ -279,6 +279,7 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "data": (DataOptions, "rows converted once and kept, against converting, cloning and copying in every epoch; busy "
              "shares"),
     "clone": (CloneOptions, "what cloning batches, moving what is in place and reading in the training process cost"),
+    "pinned": (PinnedOptions, "copies to a GPU out of pinned and out of pageable memory"),
     "tune": (TuneOptions, "the search for batch size and precision against an exhaustive grid, and against doubling "
              "until failure"),
     "peers": (PeersOptions, "a step of ours against Lightning and Accelerate, where they are installed"),

@@ -67,3 +67,12 @@ class OverlapOptions(BenchOptions):
     micro_batch: Count = Field(4, description="rows of one pass; only the last of a step can overlap")
     bucket_mb: Positive = Field(4.0, description="MiB at which a bucket is closed; 4 is what a run on a CPU takes")
     block_steps: Count = Field(5, description="steps of one block")
+
+
+class PinnedOptions(BenchOptions):
+    """Copies to a GPU: out of pinned memory, out of pageable memory, and pinned on the way."""
+
+    QUICK: ClassVar[dict[str, Any]] = {"megabytes": 0.25, "batches": 2, "blocks": 3}
+
+    megabytes: float = Field(16.0, gt=0, description="of one batch")
+    batches: Count = Field(16, description="copied in one block")

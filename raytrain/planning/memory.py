@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.config import OptimConfig
+from raytrain.config import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.planning.sharding import together
 from raytrain.planning.values import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
@@ -33,6 +33,12 @@ TINY_PARAMETERS = 1_000_000
 
 DOUBTFUL = 0.5
 """On a CPU an estimate above this part of what a worker may take is measured before it is relied on."""
+
+RECOMPUTED_ABOVE = 0.7
+"""An estimate above this part of what a worker may take is a reason to compute blocks again in backward."""
+
+WORTH_RECOMPUTING = 0.1
+"""Of the estimate: smaller activations than this are not worth it."""
 
 SHOWN_HOSTS = 4
 """More hosts than this are told by the fullest and the emptiest."""
@@ -224,6 +230,28 @@ def doubt_of_memory(
     if isinstance(memory, Resolved) and allowed is not None and memory.value > DOUBTFUL * allowed:
         return f"{size_text(memory.value)} are estimated, a worker may take {size_text(allowed)}"
     return None
+
+
+def advise_recomputing(
+    model_facts: ModelFacts | None, memory: Choice, allowed: int | None, loop: LoopConfig, *, rows: int
+) -> list[str]:
+    """The advice to set `loop.activation_checkpointing` where a worker will be nearly full, and mostly of activations.
+
+    Args:
+        rows: whose activations a worker keeps at a time.
+    """
+    if loop.activation_checkpointing or model_facts is None or not model_facts.blocks:
+        return []
+    if allowed is None or not isinstance(memory, Resolved):
+        return []
+    kept = rows * (model_facts.activation_bytes_per_sample or 0)
+    if memory.value <= RECOMPUTED_ABOVE * allowed or kept < WORTH_RECOMPUTING * memory.value:
+        return []
+    return [
+        f"{size_text(memory.value)} are estimated of the {size_text(allowed)} that a worker may take,"
+        f" {size_text(kept)} of it activations: loop.activation_checkpointing true keeps only the input of each of the"
+        f" {len(model_facts.blocks)} blocks, for about a third more computing"
+    ]
 
 
 def _unknown(place: Any) -> dict[str, Choice]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain.readers.reading import RunRecords
+from raytrain.readers.finding import Finding
+from raytrain.readers.reading import RunRecords, number
 
 FIGURES = ("achieved", "seconds", "graphs", "graph_breaks", "recompiles", "reasons")
 
@@ -21,3 +22,15 @@ def compile_figures(records: RunRecords) -> dict[str, Any]:
     parts = last.get("parts")
     listed = parts if isinstance(parts, list) else []
     return {**figures, "compile_parts": {str(part.get("name")): part.get("achieved") for part in listed}}
+
+
+def graph_breaks(records: RunRecords) -> list[Finding]:
+    """Where Python goes on between compiled graphs: how often, and why."""
+    rows = records.of_kind("compile")
+    last = rows[-1] if rows else {}
+    breaks = int(number(last.get("graph_breaks")) or 0)
+    if not breaks:
+        return []
+    why = "; ".join(map(str, last.get("breaks_at") or [])) or "torch does not say why"
+    seen = f"{breaks} times in {last.get('achieved', 'its parts')}: {why}"
+    return [Finding("info", "Compiled code is cut by Python", seen, "`raytrain bench compile` tells whether it pays.")]

@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
+from raytrain.readers.compiling import graph_breaks
 from raytrain.readers.figures import (
     cause_of,
     failure_reason,
@@ -274,5 +275,6 @@ RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
     limiting_part,
     clipping,
     step_times,
+    graph_breaks,
     experts,
 )

@@ -56,7 +56,7 @@ def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None
     assert found["again"] == (found["chosen"], [])  # measured once; a restarted attempt takes it up
 
 
-@pytest.mark.covers("TUNE-01")
+@pytest.mark.covers("TUNE-01", "FUT-02")
 def test_real_failures_to_allocate_are_answered_as_brute_force_does(tmp_path: Path) -> None:
     (found,) = run_gang(under_an_address_space_limit, str(tmp_path), world=1)
     assert found["outcomes"] == {"ok", "out_of_memory"}

@@ -36,7 +36,7 @@ def test_everybody_skips_that_step_and_goes_on(
     assert one["states"] == two["states"], "the ranks differ"
 
 
-@pytest.mark.covers("PREC-03")
+@pytest.mark.covers("PREC-03", "FUT-03")
 def test_the_scale_of_fp16_halves_exactly_once_and_is_out_of_the_norm_before_the_clip(
     made: dict[tuple[str, str], list[dict[str, Any]]],
 ) -> None:

@@ -79,7 +79,7 @@ class Paced(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.inner(x), labels) * (1 + self.off * half)}
 
 
-@pytest.mark.covers("TUNE-05", "TUNE-06", "FUT-02")
+@pytest.mark.covers("TUNE-05", "TUNE-06", "BP-11")
 @pytest.mark.parametrize(("off", "taken"), [(0.0, "bf16"), (0.05, "fp32")])
 def test_the_fastest_whose_loss_agrees_wins_at_the_knee_and_was_timed_five_times(
     off: float, taken: str, monkeypatch: pytest.MonkeyPatch

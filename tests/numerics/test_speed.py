@@ -199,7 +199,7 @@ print(*peaks)
 """
 
 
-@pytest.mark.covers("MEM-11")
+@pytest.mark.covers("MEM-11", "FUT-04")
 def test_recomputing_24_blocks_lowers_the_peak_and_works_under_bf16_with_two_workers() -> None:
     plain, again = (run_gang(two_workers, flag, world=2)[0] for flag in (False, True))
     assert plain == again, "losses and weights, bit for bit"

@@ -57,6 +57,17 @@ def test_the_models_share_of_each_epoch_is_told(kept: dict[str, Any]) -> None:
     assert sum(busy["resident"]) > sum(busy["clone and copy"]), "the model has more of each epoch"
 
 
+@pytest.mark.covers("PERF-03", "PERF-05")
+@pytest.mark.timeout(120)
+def test_the_gain_over_the_reference_is_one_ratio_of_totals_and_one_pair_of_busy_shares(kept: dict[str, Any]) -> None:
+    old, new = (kept["arms"][name]["values"] for name in ("clone and copy", "resident"))
+    total = kept["ratios"][0]
+    assert total["values"] == [a / b for a, b in zip(old, new, strict=True)] and total["low"] <= total["median"]
+    busy = {name: sum(shares) / len(shares) for name, shares in kept["values"]["busy_share_by_epoch"].items()}
+    (claim,) = [claim for claim in kept["claims"] if "share of time that the model computes" in claim["effect"]]
+    assert claim["evidence"].startswith(f"{busy['clone and copy']:.0%} to {busy['resident']:.0%} of an epoch")
+
+
 @pytest.mark.covers("PERF-11", "PERF-12", "PERF-28")
 @pytest.mark.timeout(120)
 def test_clones_moves_and_a_process_that_reads(tmp_path: Path) -> None:

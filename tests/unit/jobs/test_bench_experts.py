@@ -17,6 +17,7 @@ from raytrain.errors import InputError
 ALONE = {"in process, 2 thread(s)", "in process, 1 thread(s)"}
 
 
+@pytest.mark.covers("TEST-08")
 def test_every_layout_and_way_is_gated_and_timed_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "experts.json"
     assert bench_verb("experts", [], out=str(out), quick=True, as_json=False) == 0
@@ -35,6 +36,10 @@ def test_every_layout_and_way_is_gated_and_timed_in_turn(tmp_path: Path) -> None
         calm = ratios[f"{dtype} 64 x 16: 1 + 2 / in process, 2 thread(s)"]
         assert calm["goal"] == {"at_least": None, "at_most": 1.25}
         assert len(calm["values"]) == len(large["calm_rounds"]) >= 1
+        two, one = (f"{dtype} 64 x 16, {name}" for name in ("2 colocated", "in process, 1 thread(s)"))
+        pair = ratios[f"{dtype} 64 x 16: 2 colocated / in process, 1 thread(s)"]
+        arms = zip(document["arms"][two]["values"], document["arms"][one]["values"], strict=True)
+        assert set(pair["values"]) <= {a / b for a, b in arms}, "two workers over one, measured in the same rounds"
         for name in ("sorted", "masks", "loop", "grouped"):
             assert len(document["arms"][f"{dtype} 64 x 16, {name}"]["values"]) == 3
     assert document["values"]["inflight"].keys() == {"one in flight", "two in flight"}

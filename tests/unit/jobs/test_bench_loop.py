@@ -22,7 +22,7 @@ from raytrain.errors import RunError
 SMALL = {**LoopOptions.QUICK, "threads": 1}
 
 
-@pytest.mark.covers("PERF-02")
+@pytest.mark.covers("PERF-02", "FUT-05")
 def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_told(
     run_cli: Callable[..., Any], tmp_path: Path
 ) -> None:

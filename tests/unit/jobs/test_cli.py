@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.__main__ import main, split_arguments
+from jobs.job_file import RECIPES
 from jobs.runtime import Interrupted
 from raytrain.errors import InputError, RunError
 
@@ -110,3 +112,36 @@ def test_the_status_of_a_run_is_the_exit_code(status: str, code: int, monkeypatc
     assert run("train", "job.yaml", "seed=1", "--resume", "there", "-v").exit_code == code
     assert (seen["path"], seen["overrides"]) == (Path("job.yaml"), ["seed=1"])
     assert (seen["resume"], seen["verbose"]) == ("there", True)
+
+
+def test_a_recipe_goes_by_its_name_and_a_file_of_that_name_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("to be or not to be " * 200)
+    Path("shakespeare").mkdir()  # a folder of that name is no job
+    named = run("plan", "shakespeare", "data.path=input.txt", "--json")
+    by_path = run("plan", str(RECIPES / "shakespeare.yaml"), "data.path=input.txt", "--json")
+    assert named.exit_code == by_path.exit_code == 0, named.output
+    ours, theirs = json.loads(named.stdout), json.loads(by_path.stdout)
+    assert [ours["sources"]["optim.name"], theirs["sources"]["optim.name"]] == ["recipe", "file"]
+    assert ours["config"] == theirs["config"] and ours["choices"].keys() == theirs["choices"].keys()
+    Path("shakespeare").rmdir()
+    Path("shakespeare").write_text("model: {builder: 'raytrain.models.gpt:gpt'}\noptim: {rate: 1}\n")
+    assert "optim.rate" in run("plan", "shakespeare", "data.path=input.txt").stderr
+
+
+def test_recipes_are_listed_printed_and_named_where_none_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = run("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    assert run("recipes", "gpt_text").stdout == (RECIPES / "gpt_text.yaml").read_text()
+    unknown = run("recipes", "gpt_txt")
+    assert unknown.exit_code == 2 and "tabular" in unknown.stderr and "did you mean gpt_text?" in unknown.stderr
+    for verb in ("train", "plan", "tune"):
+        refused = run(verb, "shakespear", "data.path=input.txt")
+        assert refused.exit_code == 2 and "did you mean shakespeare?" in refused.stderr, verb
+        assert "cnn_idx, custom, default, gpt_text" in refused.stderr
+    assert "did you mean tabular?" in run("bench", "lr", "tabula").stderr

@@ -119,7 +119,7 @@ def manual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
 
 
-@pytest.mark.covers("ATTN-06")
+@pytest.mark.covers("ATTN-06", "FUT-08")
 def test_causal_attention_is_the_manual_one_and_makes_no_mask() -> None:
     torch.manual_seed(1)
     layer, x = Attention(24, 3, 0.0), torch.randn(2, 40, 24)

@@ -107,7 +107,7 @@ def order_hash(ids: Iterable[int]) -> str:
     return hashlib.sha256(np.array(list(ids), dtype=np.int64).tobytes()).hexdigest()
 
 
-@pytest.mark.covers("DATA-17")
+@pytest.mark.covers("DATA-17", "FUT-01")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) -> None:
     steps = batches(DatasetSplit(Numbered()), rank=rank, world=3, storage="stream")

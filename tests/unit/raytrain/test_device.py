@@ -76,7 +76,7 @@ class WithBuffer(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.inner["linear"](x), labels)}
 
 
-@pytest.mark.covers("DEV-06")
+@pytest.mark.covers("DEV-06", "BP-04")
 def test_a_buffer_elsewhere_is_named_before_the_first_step() -> None:
     session = make_session({"module": WithBuffer()}, DATA, prepare=False)
     with pytest.raises(DevicePlacementError, match=r"inner\.linear\.shift.*meta"):

@@ -67,13 +67,14 @@ def test_two_runs_give_the_same_losses_bit_for_bit(deterministic: bool) -> None:
         torch.backends.cudnn.deterministic = False
 
 
-@pytest.mark.covers("MON-01", "CLI-04")
+@pytest.mark.covers("MON-01", "CLI-04", "BP-07")
 @pytest.mark.parametrize(("log_every", "logged"), [(100, [100, 200, 250]), (0, [250]), (125, [125, 250])])
 def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every: int, logged: list[int]) -> None:
     session = mlp({"max_steps": 250, "log_every": log_every})
     with DeviceReads() as reads:
         rows, _ = train(session)
     assert rows.of("train", "step") == logged
+    assert len(rows.of("train", "peak_memory_bytes")) == len(logged) and min(rows.of("train", "peak_memory_bytes")) > 0
     assert sum("_log" in spot for spot in reads.spots) == len(logged)
     assert len(reads.spots) == len(logged) + 1, reads.spots  # and the skipped steps, once, for the last checkpoint
 

@@ -265,7 +265,7 @@ def with_capability(capability: tuple[int, int] | None) -> Inventory:
     return machines(node(gpus=[gpu(0, capability=capability)]))
 
 
-@pytest.mark.covers("PREC-05")
+@pytest.mark.covers("PREC-05", "BP-09")
 @pytest.mark.parametrize(
     ("inventory", "expected"),
     [
@@ -613,6 +613,24 @@ def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_h
     assert (value(enough, "micro_batch_size"), value(enough, "accumulation")) == (32, 1)
     given = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20}, loop={"micro_batch_size": 16})
     assert value(given, "micro_batch_size") == 16
+
+
+@pytest.mark.covers("BP-06")
+def test_recomputing_is_advised_above_seven_tenths_of_the_memory_where_it_helps_and_is_off() -> None:
+    """32 rows of 8 MiB, 16 MB of state and the process are about 735 MiB."""
+    facts = replace(KNOWN, activation_bytes_per_sample=8 << 20, blocks=(400_000, 400_000))
+    full = {"model_facts": facts, "loop": {"micro_batch_size": 32}}
+
+    def advice(limit_mib: int, **arguments: Any) -> list[str]:
+        made = plan(**{**full, "cluster": {"memory_limit": limit_mib << 20}, **arguments})
+        return [warning for warning in made.warnings if "loop.activation_checkpointing true" in warning]
+
+    (told,) = advice(1000)
+    assert "256 MiB of it activations" in told and "each of the 2 blocks" in told and "1000 MiB" in told
+    assert advice(1100) == [], "67 %"
+    assert advice(1000, loop={"micro_batch_size": 32, "activation_checkpointing": True}) == []
+    assert advice(1000, model_facts=replace(facts, blocks=None)) == [], "no blocks to compute again"
+    assert advice(600, model_facts=replace(facts, activation_bytes_per_sample=1 << 20)) == [], "not what fills it"
 
 
 def test_on_gpus_it_always_is_and_of_unknown_activations_where_the_model_is_not_tiny() -> None:

@@ -25,7 +25,7 @@ def columns() -> TensorSplit:
     return split
 
 
-@pytest.mark.covers("DATA-09", "BP-17")
+@pytest.mark.covers("DATA-09", "BP-17", "SRC-07")
 def test_evaluation_batches_are_the_rows_themselves_from_the_second_pass_on() -> None:
     split = columns()
     feed = feed_of(split)

@@ -45,7 +45,7 @@ class Told:
         self.rows.append(fields)
 
 
-@pytest.mark.covers("DATA-14")
+@pytest.mark.covers("DATA-14", "SRC-07")
 def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() -> None:
     source, told = memory_source(Slow(1000), Slow(20), fraction=0.0), Told()
     placed = prepare_source(source, DataPlan("resident", seed=1), device=CPU, say=told)
@@ -59,6 +59,7 @@ def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() ->
     assert len(told.rows) == len(phases), "once"
 
 
+@pytest.mark.covers("SRC-07")
 @pytest.mark.parametrize(("storage", "megabytes"), [("resident", 40 * 16), ("partial", 8 * 16), ("stream", 0)])
 def test_what_stays_on_the_device_is_counted(storage: Any, megabytes: int) -> None:
     data = {"x": torch.rand(40, 2), "labels": torch.arange(40)}

@@ -82,7 +82,7 @@ class Tracked(Tensor):
         return super().to(*arguments, non_blocking=non_blocking, **named)
 
 
-@pytest.mark.covers("DATA-02", "BP-18")
+@pytest.mark.covers("DATA-02", "BP-18", "BP-03")
 def test_a_copy_out_of_pinned_memory_does_not_wait_and_on_a_cpu_there_is_none() -> None:
     Tracked.told.clear()
     tensor = torch.ones(3).as_subclass(Tracked)

@@ -112,6 +112,7 @@ def test_memory_that_ran_out_is_told_with_the_size_that_fitted():
     assert name not in titles(records(events=[{"kind": "attempt", "attempt": 1}]))
 
 
+@pytest.mark.covers("BP-12")
 @pytest.mark.parametrize(
     ("part", "title"),
     [
@@ -128,8 +129,17 @@ def test_memory_that_ran_out_is_told_with_the_size_that_fitted():
 def test_the_part_of_time_that_limits(part: str, title: str):
     train = rows(FALLING)
     assert titles(records(train=train, result=account(compute=600.0, **{part: 400.0})))[title] == "warning"
-    seen = titles(records(train=train, result=account(compute=990.0, **{part: 10.0})))
-    assert title not in seen and seen["Limited by compute"] == "good"
+    busy = {one.title: one for one in diagnose(records(train=train, result=account(compute=990.0, **{part: 10.0})))}
+    assert title not in busy and busy["Limited by compute"].severity == "good"
+    assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
+
+
+def test_graph_breaks_are_told_with_their_number_and_reason():
+    event = {"kind": "compile", "achieved": "2 of 2 parts", "graph_breaks": 4, "breaks_at": ["Data dependent operator"]}
+    found = {one.title: one for one in diagnose(records(events=[{**event, "graph_breaks": 1}, event]))}
+    told = found["Compiled code is cut by Python"]
+    assert told.severity == "info" and told.evidence == "4 times in 2 of 2 parts: Data dependent operator"
+    assert "Compiled code is cut by Python" not in titles(records(events=[{**event, "graph_breaks": 0}]))
 
 
 def test_clipping_counts_only_with_the_configured_limit():

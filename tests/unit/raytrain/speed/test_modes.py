@@ -12,6 +12,7 @@ import torch._dynamo
 from lab import MLP, MOE, class_rows, make_job, make_session, token_rows, train
 
 import raytrain.speed.switches
+from experts.router import TopKRouter
 from jobs.spec import load_spec
 from raytrain.errors import InputError
 from raytrain.plan import Plan
@@ -67,3 +68,23 @@ def test_every_layers_experts_and_router_say_compiled_and_the_key_chooses_which(
     assert seen["all"] == ["model"]
     counts = [part.w1.shape[0] for name, part in session.trainable.module.named_modules() if name.endswith(".experts")]
     assert counts == [4, 4]
+
+
+def test_compiled_routers_count_once_where_blocks_are_computed_again_and_are_cut_by_the_counts_alone() -> None:
+    """A block with experts in a loop reads how many rows each gets, which cuts every frame around that place once."""
+    data, experts = {"train": token_rows(32), "eval_fraction": 0.0}, {"num_experts": 4, "capacity_factor": 1.0}
+    found = {}
+    for compiled in ("off", "default"):
+        loop = {"max_steps": 3, "compile": compiled, "activation_checkpointing": True}
+        session = make_session(MOE, data, loop=loop, experts=experts, precision="fp64")
+        rows, _ = train(session)
+        routers = [part for part in session.trainable.module.modules() if isinstance(part, TopKRouter)]
+        dropped = rows.of("train", "dropped_fraction")
+        counted = [window["layers"] for window in rows.windows]
+        found[compiled] = (rows.losses, dropped, [router.bias_E.tolist() for router in routers], counted)
+    assert found["default"][0] == pytest.approx(found["off"][0], rel=1e-12)
+    assert found["default"][1:] == found["off"][1:] and max(found["off"][1]) > 0 and len(found["off"][3]) == 3
+    assert session.switches.compiled is not None
+    status = session.switches.compiled.status()
+    assert status["achieved"] == "2 of 2 parts" and status["graph_breaks"] <= 4, status["breaks_at"]
+    assert all("Data dependent" in why for why in status["breaks_at"])

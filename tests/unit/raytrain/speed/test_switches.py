@@ -63,7 +63,7 @@ def batches(*rows: int) -> list[dict[str, Any]]:
     return [{"x": torch.zeros(n, 3), "labels": torch.zeros(n), "note": "no tensor"} for n in rows]
 
 
-@pytest.mark.covers("DEV-13")
+@pytest.mark.covers("DEV-13", "BP-10")
 def test_cudnn_searches_on_a_gpu_until_there_are_too_many_shapes() -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     benchmark = CudnnBenchmark("auto", device=gpu, deterministic=False)
