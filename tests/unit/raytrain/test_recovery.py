@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import RetryConfig
-from raytrain.recovery import Decision, Fault, decide
+from raytrain.recovery import Decision, Fault, decide, origins
 
 TRACE = """Traceback (most recent call last):
   File "loop.py", line 3, in run
@@ -91,6 +91,28 @@ def test_three_restarts_without_progress_are_enough(starts: list[int], action: s
     assert decision.action == action
     assert action == "go_on" or "3 restarts without progress" in decision.reason
     assert decided(*deaths[:1], starts=[0, 0], restarts_without_progress=1).action == "stop"
+
+
+def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None:
+    """A worker that just dies knows no step, and the checkpoint of step 1000 is there every time."""
+    rows = [{"kind": "attempt", "attempt": 1, "from_step": 0}, {"kind": "fault", "attempt": 2}]
+    deaths = [died(attempt=number) for number in range(1, 51)]
+    assert origins(deaths[:3], rows) == [0, 0, 0] and origins([], rows) == []
+    actions = [decided(*deaths[:n], starts=[*origins(deaths[:n], rows), 1000]).action for n in (1, 2, 3, 4, 5, 50)]
+    assert actions == ["go_on"] * 3 + ["go_on"] * 3, "these never saw the checkpoint: the coming attempt is the first"
+    later = [{"kind": "attempt", "attempt": 2, "from_step": 1000}]
+    assert origins(deaths[:4], rows + later) == [0, 1000, 1000, 1000]
+    actions = [decided(*deaths[:n], starts=[*origins(deaths[:n], rows + later), 1000]).action for n in (3, 4, 5, 50)]
+    assert actions == ["go_on", "stop", "stop", "stop"]
+
+
+@pytest.mark.parametrize("error", ["OSError", "TimeoutError"])
+def test_an_error_of_reading_may_pass_and_is_counted_as_a_restart_without_progress(error: str) -> None:
+    short = [fault(error=error, message="[Errno 116] Stale file handle", step=0, attempt=n) for n in (1, 2, 3)]
+    assert [decided(*short[:n], starts=[0] * (n + 1)).action for n in (1, 2, 3)] == ["go_on", "go_on", "stop"]
+    assert "3 restarts without progress" in decided(*short, starts=[0] * 4).reason
+    missing = [fault(error="FileNotFoundError", step=0, attempt=n) for n in (1, 2)]
+    assert "no accident" in decided(*missing, starts=[0] * 3).reason
 
 
 def test_a_fault_survives_json() -> None:
