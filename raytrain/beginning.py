@@ -65,7 +65,7 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         rows = run.read_rows(run.events)
         loaded, refused = newest_good(run, place=place)
         step = loaded.step if loaded else 0
-        starts = [*origins(faults, rows), step]
+        starts = origins(faults, rows, step=step)
         decision = decide(faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts)
         cursor = skipped_to(rows, step)
         told = {"attempt": attempt, "step": step, "cursor": cursor and asdict(cursor), "refused": refused}

@@ -121,14 +121,17 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     )
 
 
-def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The step each failed attempt had started from: of its row "attempt" in the events. One that did not come as far
-    has made no progress either, and counts as if from where the one before it had started (0 at first)."""
+def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]], *, step: int) -> list[int]:
+    """The step each failed attempt had started from, and last `step`, which the coming one starts from.
+
+    An attempt says so in the events once it has everything. One that did not come as far would have started where the
+    next one does: it has made no progress.
+    """
     begun = {row["attempt"]: int(row["from_step"]) for row in rows if row["kind"] == "attempt"}
-    found: list[int] = []
-    for fault in faults:
-        found.append(begun.get(fault.attempt, found[-1] if found else 0))
-    return found
+    found = [step]
+    for fault in reversed(faults):
+        found.append(begun.get(fault.attempt, found[-1]))
+    return found[::-1]
 
 
 def _has_half(fault: Fault) -> bool:

@@ -148,6 +148,7 @@ class Worker:
             reason=decision.reason,
             **session.layout.facts(),
         )
+        self.run_folder.flush()  # an object store is told now where this attempt began
         outcome = self._loop(reporter)
         session = self.session  # after a rollback another one
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)

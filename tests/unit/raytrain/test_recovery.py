@@ -97,13 +97,15 @@ def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None
     """A worker that just dies knows no step, and the checkpoint of step 1000 is there every time."""
     rows = [{"kind": "attempt", "attempt": 1, "from_step": 0}, {"kind": "fault", "attempt": 2}]
     deaths = [died(attempt=number) for number in range(1, 51)]
-    assert origins(deaths[:3], rows) == [0, 0, 0] and origins([], rows) == []
-    actions = [decided(*deaths[:n], starts=[*origins(deaths[:n], rows), 1000]).action for n in (1, 2, 3, 4, 5, 50)]
-    assert actions == ["go_on"] * 3 + ["go_on"] * 3, "these never saw the checkpoint: the coming attempt is the first"
-    later = [{"kind": "attempt", "attempt": 2, "from_step": 1000}]
-    assert origins(deaths[:4], rows + later) == [0, 1000, 1000, 1000]
-    actions = [decided(*deaths[:n], starts=[*origins(deaths[:n], rows + later), 1000]).action for n in (3, 4, 5, 50)]
-    assert actions == ["go_on", "stop", "stop", "stop"]
+    assert origins(deaths[:3], rows, step=1000) == [0, 1000, 1000, 1000] and origins([], rows, step=7) == [7]
+
+    def actions(*counts: int, rows: list[dict[str, Any]]) -> list[str]:
+        return [decided(*deaths[:n], starts=origins(deaths[:n], rows, step=1000)).action for n in counts]
+
+    assert actions(1, 3, 4, 50, rows=rows) == ["go_on", "go_on", "stop", "stop"]
+    assert actions(1, 2, 3, 50, rows=[]) == ["go_on", "go_on", "stop", "stop"], "nor does a resumed run's first one"
+    begun = [{"kind": "attempt", "attempt": n, "from_step": 100 * n} for n in range(1, 10)]
+    assert actions(3, 9, 11, 12, rows=begun) == ["go_on", "go_on", "go_on", "stop"], "each got on, until three did not"
 
 
 @pytest.mark.parametrize("error", ["OSError", "TimeoutError"])
