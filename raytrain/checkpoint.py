@@ -220,7 +220,7 @@ class CheckpointWriter:
             raise
         self.last_write_s, self.last_step = time.perf_counter() - began, snapshot.step
         self._fence()
-        retain(self._run, keep=self._keep)
+        retain(self._run, keep=self._keep, newest=snapshot.step)
 
 
 def export_weights(

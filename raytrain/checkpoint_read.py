@@ -6,6 +6,7 @@ a pickle is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tempfile
@@ -90,12 +91,15 @@ def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 
 def newest_good(run: RunFolder, *, place: Place | None = None) -> NewestGood:
-    """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason."""
+    """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason.
+
+    Errors: OSError where one could not be read, which says nothing about the checkpoint.
+    """
     refused = []
     for info in reversed(list_checkpoints(run)):
         try:
             return NewestGood(load(info.path, place=place), refused)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             refused.append(str(error))
     return NewestGood(None, refused)
 
@@ -103,9 +107,9 @@ def newest_good(run: RunFolder, *, place: Place | None = None) -> NewestGood:
 def verify(path: str) -> dict[str, Any]:
     """Checks a checkpoint without loading it; returns its manifest.
 
-    Errors: CheckpointError naming the file and what is wrong with it.
+    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
     """
-    with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+    with _named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
         manifest, _files = _checked_files(open_store(path), scratch, hashes=True)
         return manifest
 
@@ -122,10 +126,10 @@ def load(path: str, *, check_hashes: bool = True, place: Place | None = None) ->
         check_hashes: False where another process of this run has just verified the same path.
         place: whose rows of split tensors are wanted; None = all.
 
-    Errors: CheckpointError naming the file and what is wrong with it.
+    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
     """
     store = open_store(path)
-    with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+    with _named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
         manifest, files = _checked_files(store, scratch, hashes=check_hashes)
         try:
             tensors = {
@@ -144,6 +148,15 @@ def load(path: str, *, check_hashes: bool = True, place: Place | None = None) ->
             return LoadedCheckpoint(manifest["step"], parts, state, manifest, store.uri)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
+
+
+@contextlib.contextmanager
+def _named_files(path: str) -> Iterator[None]:
+    """A file that is not there, or is no file, is damage; any other error of reading may pass."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path}: a file of it is missing ({error})") from error
 
 
 def part_tensors(

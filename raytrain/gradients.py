@@ -83,6 +83,13 @@ class GradientBuffers:
             parameter.grad = grad = self.as_grad(parameter, view)
             self._views.append((parameter, grad, view))
 
+    def release(self) -> None:
+        """Give the memory up, for good."""
+        for parameter, *_ in self._views:
+            parameter.grad = None
+        for held in (self._views, self.buffers, self.payloads):
+            held.clear()
+
     def own(self, parameter: nn.Parameter) -> Tensor:
         """What this process holds of a parameter: all of it."""
         return parameter

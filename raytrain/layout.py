@@ -60,6 +60,10 @@ class Layout(Protocol):
         """What this worker was writing is written. Raises RunError where it could not be."""
         ...
 
+    def release(self) -> None:
+        """Give the memory of the weights up, for good; may be done twice. Each worker for itself."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """For the record; mostly nothing."""
         ...
@@ -101,6 +105,11 @@ class Whole:
 
     def close_saves(self) -> None:
         """As in `Layout`: nothing is written here."""
+
+    def release(self) -> None:
+        """As in `Layout`; tensors that a builder took from elsewhere stay with whoever else holds them."""
+        for parameter in self._trainable.module.parameters():
+            parameter.data = parameter.data.new_empty(0)
 
     def facts(self) -> dict[str, Any]:
         """As in `Layout`."""

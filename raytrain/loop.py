@@ -3,7 +3,8 @@
     start -> [ window of rows -> step -> (log) -> (eval) -> (checkpoint) -> (stop?) ]* -> end
 
 All decisions that a clock or a signal could make differently on two workers (stop, save) are rank 0's and travel with
-the gradients of each step. Device values are read once for each logged row. Where a worker has no memory for a step or
+the gradients of each step. Device values are read once for each logged row, and how many steps in a row have failed at
+least every `CHECK_EVERY` steps. Where a worker has no memory for a step or
 an evaluation, all of them take it again in smaller micro-batches.
 """
 
@@ -22,12 +23,14 @@ from raytrain.loop_memory import LoopMemory
 from raytrain.loop_state import Clock, Fetching, LoopLimits, LoopState, NonFinite, Outcome, Reporter, Saver
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.oom import Shortage, attempt
-from raytrain.record import EvalRecord, StepRecord
+from raytrain.record import EvalRecord, StepRecord, spreads
 from raytrain.speed.switches import Switches
 from raytrain.step import MicroBatch, StepOutput, TrainingStep
 
 #: Parameters that a message about non-finite gradients names.
 NAMED_AT_MOST = 5
+#: Steps without a logged row after which the device is asked whether they failed.
+CHECK_EVERY = 10
 
 
 class TrainingLoop:
@@ -88,7 +91,7 @@ class TrainingLoop:
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
             last = state.step == self.limits.max_steps
-            if last or (self.limits.log_every and state.step % self.limits.log_every == 0):
+            if last or self._row_due(state.step):
                 longest = self._log(state, output)
                 if longest >= self.limits.nonfinite_steps:
                     why = f"{longest} steps in a row were not finite"
@@ -173,6 +176,12 @@ class TrainingLoop:
                 self._switches.saw(micro.batch)
             yield micro
 
+    def _row_due(self, step: int) -> bool:
+        """By `log_every`, or because too many steps have failed, which is asked where there was no row for long."""
+        if self.limits.log_every and step % self.limits.log_every == 0:
+            return True
+        return len(self._times) % CHECK_EVERY == 0 and self._nonfinite.longest.item() >= self.limits.nonfinite_steps
+
     def _charge(self, purpose: str, begin: float, *, step: int) -> None:
         spent = time.perf_counter() - begin - self._compiled(step)
         self.clock.add(purpose, spent)
@@ -195,9 +204,8 @@ class TrainingLoop:
         window = self.step.trainable.window
         bad, scaler = self._nonfinite, self.step.scale
         named = [output.loss, output.aux_loss, output.norm, output.skip, bad.total, bad.longest, scaler.value]
-        device = output.loss.device
-        read = torch.stack([v.detach().double().to(device) for v in (*named, *extra.values())])
-        values = (read if window is None else torch.cat([read, window.device_values().double().to(device)])).tolist()
+        read = torch.stack([v.detach().double().to(output.loss.device) for v in (*named, *extra.values())])
+        values = (read if window is None else torch.cat([read, window.device_values().double().to(read.device)])).tolist()
         values, beyond = values[: len(read)], values[len(read) :]
         loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
         elapsed = max(time.perf_counter() - self._since, 1e-9)
@@ -222,15 +230,8 @@ class TrainingLoop:
             peak_memory_bytes=int(max(peak)),
             loss_scale=scale if scaler.enabled else None,
             extra={
-                "step_ms_p50": 1e3 * times[len(times) // 2],
-                "step_ms_p95": 1e3 * times[min(len(times) - 1, int(0.95 * len(times)))],
-                "step_time_s_min": min(step_s),
-                "step_time_s_max": max(step_s),
-                "data_time_s_min": min(data_s),
-                "data_time_s_max": max(data_s),
+                **spreads(times, step_s=step_s, data_s=data_s, peak=peak),
                 "data_cpu_share": self._data_cpu_s / elapsed,
-                "peak_memory_bytes_min": int(min(peak)),
-                "peak_memory_bytes_mean": sum(peak) / len(peak),
                 "skipped_steps": self._skipped_before + int(skipped),
                 **({} if self._switches is None else self._switches.metrics()),
                 **dict(zip(extra, values[7:], strict=True)),

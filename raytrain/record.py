@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,25 @@ class StepRecord:
         columns = asdict(self)
         extra = columns.pop("extra")
         return {"kind": "train", **columns, **extra}
+
+
+def spreads(
+    times: Sequence[float], *, step_s: Sequence[float], data_s: Sequence[float], peak: Sequence[float]
+) -> dict[str, float]:
+    """Columns of a StepRecord: how this worker's steps (`times`, sorted) and the means of the workers differ.
+
+    Times in seconds, memory in bytes.
+    """
+    return {
+        "step_ms_p50": 1e3 * times[len(times) // 2],
+        "step_ms_p95": 1e3 * times[min(len(times) - 1, int(0.95 * len(times)))],
+        "step_time_s_min": min(step_s),
+        "step_time_s_max": max(step_s),
+        "data_time_s_min": min(data_s),
+        "data_time_s_max": max(data_s),
+        "peak_memory_bytes_min": int(min(peak)),
+        "peak_memory_bytes_mean": sum(peak) / len(peak),
+    }
 
 
 @dataclass

@@ -5,7 +5,7 @@ The rules, in order:
   2. out of memory (outside the passes of a step, which undo it by themselves): half the micro-batch, as often as there
      is a half; such a restart is not counted by the rules below.
   3. the same traceback at the same step twice, under the same precision, or three times at any step: a bug; stop with
-     its cause.
+     its cause. (Not an error of reading or writing, `PASSING_ERRORS`: that may pass.)
   4. an operation that failed inside a reduced-precision step (torch raises RuntimeError), with `precision.fallback`:
      go on in fp32, once.
   5. `retry.restarts_without_progress` restarts without a new committed step: stop.
@@ -14,6 +14,7 @@ The rules, in order:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from raytrain.micro_batch_size import halved
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is somebody's mistake.
 OPERATION_ERRORS = ("RuntimeError",)
+#: Of a disk, a network file system or an object store out of order; a file that is not there is somebody's mistake.
+PASSING_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Fault:
         precision: `precision.dtype` in force.
         reduced: whether the step ran under autocast.
         final: raytrain's own explanation; will not go away by itself.
-        from_step: the step the attempt had started from.
+        from_step: the step the attempt had started from, as far as whoever wrote it knew (`origins` knows better).
         time: unix seconds.
         out_of_memory: by the type of the exception.
         micro_batch: rows of a micro-batch then; None where a process just died, or before there was any.
@@ -98,7 +101,8 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
         return Decision("stop", what)
     if _has_half(newest):
         return _after_out_of_memory(newest, what)
-    alike = [fault for fault in faults[:-1] if newest.traceback and _same_place(fault, newest)]
+    compared = newest.traceback and newest.error not in PASSING_ERRORS
+    alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
         return Decision("stop", f"the same error twice at step {newest.step}, so it is no accident: {what}")
     if len(alike) >= 2:
@@ -115,6 +119,19 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     return Decision(
         "go_on", f"rank {newest.rank} failed at step {newest.step} ({what}); restarted from the newest checkpoint"
     )
+
+
+def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]], *, step: int) -> list[int]:
+    """The step each failed attempt had started from, and last `step`, which the coming one starts from.
+
+    An attempt says so in the events once it has everything. One that did not come as far would have started where the
+    next one does: it has made no progress.
+    """
+    begun = {row["attempt"]: int(row["from_step"]) for row in rows if row["kind"] == "attempt"}
+    found = [step]
+    for fault in reversed(faults):
+        found.append(begun.get(fault.attempt, found[-1]))
+    return found[::-1]
 
 
 def _has_half(fault: Fault) -> bool:

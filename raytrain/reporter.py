@@ -99,6 +99,7 @@ class RankZeroReporter:
         self.run.append_event(event("observer_failed", attempt=self.attempt, observer=name, traceback=trace))
 
     def close(self) -> None:
-        """Close observers and flush what an object store still waits for."""
+        """Close observers and flush what an object store still waits for. Raises Superseded, having closed them."""
         self._observers.close()
+        self.fence()
         self.run.flush()

@@ -18,12 +18,14 @@ def discard(path: str) -> None:
     store.delete_tree("")
 
 
-def retain(run: RunFolder, *, keep: int | Literal["all"]) -> list[int]:
-    """Keeps the newest `keep` checkpoints and the best by eval loss; returns the steps that it deleted.
+def retain(run: RunFolder, *, keep: int | Literal["all"], newest: int) -> list[int]:
+    """Keeps the newest `keep` checkpoints up to step `newest`, and the best of them by eval loss; returns the steps
+    that it deleted.
 
-    Directories without COMPLETE go too: their writer is gone. Call it only while nothing is being written.
+    What is later was spared by `discard_after` and is none of this course. Directories without COMPLETE go too: their
+    writer is gone. Call it only while nothing is being written.
     """
-    infos = list_checkpoints(run)
+    infos = [info for info in list_checkpoints(run) if info.step <= newest]
     whole = [info for info in infos if info.complete]
     kept = {info.step for info in (whole if keep == "all" else whole[-max(1, keep) :])}
     best = best_checkpoint(whole) if keep != "all" else None
@@ -38,9 +40,10 @@ def retain(run: RunFolder, *, keep: int | Literal["all"]) -> list[int]:
 def discard_after(run: RunFolder, step: int) -> list[int]:
     """Deletes the checkpoints past the one that an attempt starts from; returns their steps.
 
-    They belong to a course that was given up, or are damaged; a later resume must not find them.
+    They belong to a course that was given up, or are damaged; a later resume must not find them. Where there is none to
+    start from (step 0), the complete ones stay: whatever kept them from being loaded, they are all that is left.
     """
-    gone = [info for info in list_checkpoints(run) if info.step > step]
+    gone = [info for info in list_checkpoints(run) if info.step > step and (step or not info.complete)]
     for info in gone:
         discard(info.path)
     return [info.step for info in gone]

@@ -124,7 +124,8 @@ def shards(tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def read_tensors(path: str, *, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """All tensors of a local safetensors file but those of some names. Errors: CheckpointError for any other file.
+    """All tensors of a local safetensors file but those of some names. Errors: CheckpointError for any other file,
+    OSError where it cannot be read.
 
     They are copies: the library's own tensors are maps of the file, which may be deleted while they live.
     """
@@ -132,7 +133,7 @@ def read_tensors(path: str, *, without: Collection[str] = ()) -> dict[str, Tenso
         with safe_open(path, framework="pt", device="cpu") as file:
             names = [name for name in file.keys() if name not in without]  # noqa: SIM118 (no mapping)
             return {name: file.get_tensor(name).clone() for name in names}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path}: no readable safetensors file ({error})") from error
 
 

@@ -129,6 +129,19 @@ class Session:
         if hasattr(self, "feed"):
             self.feed.close()
 
+    def release(self) -> None:
+        """After `close`, give up what is large: weights, gradients and optimizer state. The session that follows may
+        then fill the memory, whoever still holds this one or a part of it. May be called twice."""
+        self._probe = None
+        if not hasattr(self, "step"):  # `prepare` has put nothing on the device yet
+            return
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.step.reduction.gradients.release()
+        self.layout.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def settle(self, **choices: Resolved) -> None:
         """Take over what was measured of `fp32_layers`, `shares`, `inflight` or `overlap`: from now on, and in whatever
         session follows this one after a rewind."""

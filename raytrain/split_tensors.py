@@ -30,7 +30,7 @@ def read_split(paths: Sequence[str], names: Iterable[str], place: Place | None) 
     """Tensors whose rows stand one after another in local safetensors files; only the rows of `place`, where one is
     given. Copies.
 
-    Errors: CheckpointError for a file that is none, or a tensor that stands nowhere.
+    Errors: CheckpointError for a file that is none, or a tensor that stands nowhere; OSError where one cannot be read.
     """
     wanted = set(names)
     held: dict[str, list[tuple[str, int]]] = {name: [] for name in wanted}  # (file, rows there)
@@ -55,7 +55,7 @@ def read_split(paths: Sequence[str], names: Iterable[str], place: Place | None) 
                     if low < high or not pieces[name]:  # some piece, so that an empty share has its shape
                         pieces[name].append(rows[low : max(low, high)].clone())
         return {name: torch.cat(found) for name, found in pieces.items()}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"no readable safetensors file among {', '.join(paths)} ({error})") from error
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -124,12 +125,38 @@ def build_trainable(
 
 
 def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainable:
-    """The job's model as `build_trainable` builds it; where it will be sharded, which changes it for good, a copy of an
-    object that was given."""
+    """The job's model as `build_trainable` builds it; of an object that was given a copy, which training may change."""
     model = job.model
-    if model.module is not None and job.planned("strategy") == "fsdp":
-        model = model.model_copy(update={"module": copy.deepcopy(model.module)})
+    if model.module is not None:
+        model = model.model_copy(update={"module": copy_of(model.module)})
     return build_trainable(model, sections=job.builder_sections, facts=facts, initial=initial)
+
+
+def copy_of(given: Any) -> Any:
+    """A deep copy of a module or a Trainable; functions of a Trainable that close over parts of it (which
+    `copy.deepcopy` leaves alone) close over the copies."""
+    copies: dict[int, Any] = {}
+    made = copy.deepcopy(given, copies)
+    if isinstance(made, Trainable):
+        for each in fields(made):
+            setattr(made, each.name, _rebound(getattr(made, each.name), copies))
+    return made
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
+    """What stands in `copies` for an object; a function with what it closes over, or has as defaults, replaced so."""
+    if not isinstance(value, FunctionType):
+        return copies.get(id(value), value)
+    copies[id(value)] = value  # where it refers to itself
+    closed = [cell.cell_contents for cell in value.__closure__ or ()]
+    held = [*closed, *(value.__defaults__ or ())]
+    found = [_rebound(one, copies) for one in held]
+    if all(new is old for new, old in zip(found, held, strict=True)):
+        return value
+    cells, defaults = tuple(map(CellType, found[: len(closed)])), tuple(found[len(closed) :])
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells)
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made
 
 
 def limits_of(job: TrainJob) -> LoopLimits:

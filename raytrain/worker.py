@@ -7,7 +7,6 @@ before it is raised; Ray then restarts the whole group and rank 0 decides anew.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import traceback
@@ -19,8 +18,9 @@ import ray.train
 from ray import cloudpickle
 
 from raytrain.allocator import keep_freed_memory
+from raytrain.beginning import Beginning, attempt_number, begin
 from raytrain.callbacks import TensorBoard, load_observers
-from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
+from raytrain.checkpoint import discard_after
 from raytrain.data.sources import Source, handed_over
 from raytrain.device import platform
 from raytrain.errors import StateLost
@@ -36,13 +36,13 @@ from raytrain.probe.settled_memory import settle_micro_batch
 from raytrain.probe.settled_overlap import settle_overlap
 from raytrain.probe.settled_shares import settle_shares
 from raytrain.rank_log import rank_log
-from raytrain.recovery import Decision, Fault, decide
+from raytrain.recovery import Fault
 from raytrain.reporter import RankZeroReporter, SilentReporter, Superseded
-from raytrain.rollback import Rewinds, roll_back
+from raytrain.rollback import Rewinds, RollBacks
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
-from raytrain.train_job import TrainJob, place_of, with_micro_batch
+from raytrain.train_job import TrainJob, with_micro_batch
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -80,18 +80,20 @@ class Worker:
         self.attempt = 0
         self.from_step = 0
         self._new_faults: list[Fault] = []
-        self._refused: list[str] = []
         self._rewinds = Rewinds(self.run_folder, limit=job.retry.restarts_without_progress)
         self._stop = threading.Event()
 
     def run(self, data: Any) -> dict[str, Any] | None:
         """Decide, train, end. Exceptions leave a fault record behind."""
-        decision, loaded = self._begin()
-        if decision.action == "stop":
-            self._reporter(decision).close()  # the last fault and this decision belong to the record
-            return self._ending("failed", decision.reason)
         try:
-            return self._train(decision, loaded, data)
+            begun = self._begin()
+            reporter = self._reporter(begun)  # the last fault and this decision belong to the record
+            try:
+                if begun.decision.action == "stop":
+                    return self._ending("failed", begun.decision.reason)
+                return self._train(begun, data, reporter)
+            finally:
+                reporter.close()
         except Superseded:
             raise
         except Exception as error:
@@ -102,52 +104,25 @@ class Worker:
             if self.session is not None:
                 self.session.close()
 
-    # -- beginning --------------------------------------------------------------------------------
-
-    def _begin(self) -> tuple[Decision, LoadedCheckpoint | None]:
-        """Rank 0 takes the attempt number and decides; the others hear of it. Then all read the same checkpoint."""
-        message = b""
-        loaded: LoadedCheckpoint | None = None
-        place = place_of(self.job, rank=self.workers.rank, world=self.workers.world)
+    def _begin(self) -> Beginning:
+        """Rank 0 takes the attempt number first: where no checkpoint can be read, that is this attempt's failure."""
+        faults: list[Fault] = []
         if self.workers.rank == 0:
-            loaded, refused = newest_good(self.run_folder, place=place)
             faults = read_faults(self.run_folder, since=self.job.first_attempt)
+            self.attempt = attempt_number(self.job, self.run_folder, faults=faults)
             self._new_faults = faults[-1:]
-            origins = [fault.from_step for fault in faults] + [loaded.step if loaded else 0]
-            decision = decide(faults, retry=self.job.retry, fallback=self.job.precision.fallback, resumed_from=origins)
-            attempt = self._attempt_number(faults)
-            message = json.dumps(
-                {
-                    "attempt": attempt,
-                    "step": loaded.step if loaded else 0,
-                    "refused": refused,
-                    "decision": vars(decision),
-                }
-            ).encode()
-        told = json.loads(self.workers.gather_bytes(message)[0])
-        self.attempt, self.from_step, self._refused = told["attempt"], told["step"], told["refused"]
-        if self.workers.rank and self.from_step:  # rank 0 has verified every byte of it
-            loaded = load(self.run_folder.checkpoint_dir(self.from_step), check_hashes=False, place=place)
-        return Decision(**told["decision"]), loaded
+        begun = begin(self.job, self.run_folder, workers=self.workers, attempt=self.attempt, faults=faults)
+        self.attempt, self.from_step = begun.attempt, begun.step
+        return begun
 
-    def _attempt_number(self, faults: list[Fault]) -> int:
-        """The number the driver took, for its first attempt; a new one after each restart by Ray. Raises Superseded
-        where another command has taken the run folder over."""
-        first, newest = self.job.first_attempt, self.run_folder.current_attempt()
-        if newest > first and self.run_folder.owner_of(newest) != self.job.owner:
-            raise Superseded(f"attempt {newest} of another command has taken over {self.run_folder.path}")
-        if newest == first and not faults:
-            return first
-        return self.run_folder.next_attempt(self.job.owner)
-
-    def _train(self, decision: Decision, loaded: LoadedCheckpoint | None, data: Any) -> dict[str, Any] | None:
+    def _train(self, begun: Beginning, data: Any, reporter: Any) -> dict[str, Any] | None:
+        decision, loaded = begun.decision, begun.loaded
         if decision.micro_batch is not None:
             self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
         source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
         self.session = session = Session(
             self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
         )
-        reporter = self._reporter(decision)
         session.say = reporter.event
         precision = settle_precision(
             session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
@@ -159,6 +134,7 @@ class Worker:
         settle_overlap(session, self.run_folder, reporter=reporter, push=self._push)
         if loaded is not None:
             session.restore(loaded)
+        session.state.cursor = begun.cursor or session.state.cursor
         if self.workers.rank == 0:
             self.run_folder.truncate_metrics(session.state.step)
             discard_after(self.run_folder, session.state.step)
@@ -174,6 +150,7 @@ class Worker:
             reason=decision.reason,
             **session.layout.facts(),
         )
+        self.run_folder.flush()  # an object store is told now where this attempt began
         outcome = self._loop(reporter)
         session = self.session  # after a rollback another one
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
@@ -184,10 +161,9 @@ class Worker:
             module = session.whole_module()
             if self.workers.rank == 0 and module is not None:
                 export(session, module, self.run_folder)
-        reporter.close()
         return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)
 
-    def _reporter(self, decision: Decision) -> RankZeroReporter | SilentReporter:
+    def _reporter(self, begun: Beginning) -> RankZeroReporter | SilentReporter:
         if self.workers.rank:
             return SilentReporter()
         observers: list[Any] = load_observers(self.job.observers, resolve)
@@ -197,13 +173,12 @@ class Worker:
         for fault in self._new_faults:
             row = fault.to_json()
             reporter.event("fault", failed_attempt=row.pop("attempt"), failed_at=row.pop("time"), **row)
-        for reason in self._refused:
+        for reason in begun.refused:
             reporter.event("checkpoint_refused", reason=reason)
         if self.attempt > self.job.first_attempt:
-            reporter.event(
-                "decision", what="recovery", value=decision.action, precision=decision.precision, reason=decision.reason
-            )
-            print(f"attempt {self.attempt}: {decision.reason}")
+            made = begun.decision
+            reporter.event("decision", what="recovery", value=made.action, precision=made.precision, reason=made.reason)
+            print(f"attempt {self.attempt}: {made.reason}")
         return reporter
 
     # -- training ---------------------------------------------------------------------------------
@@ -212,7 +187,7 @@ class Worker:
         """Run the loop; after non-finite steps in a row roll back, skip the window, raise the precision."""
         session = self.session
         assert session is not None
-        rollbacks, clock = 0, Clock(session.state.step)
+        clock, roll_backs = Clock(session.state.step), RollBacks(self.run_folder, limit=self.job.retry.rollbacks)
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop.is_set, clock=clock)
             saver = CheckpointSaver(
@@ -244,12 +219,10 @@ class Worker:
             reporter.event("account", seconds=loop.clock.seconds, step=session.state.step)
             if outcome.kind != "rollback":
                 return outcome
-            rollbacks += 1
-            if rollbacks > self.job.retry.rollbacks:
-                return Outcome("failed", f"{outcome.reason}, after {rollbacks - 1} roll-backs (retry.rollbacks)")
-            self.session, decision = roll_back(session, self.run_folder, outcome=outcome)
-            session = self.session
-            reporter.event("decision", **decision)
+            after = roll_backs.back(session, outcome)
+            if isinstance(after, Outcome):
+                return after
+            self.session = session = after
 
     def _checkpoint_every(self) -> int | str:
         planned = self.job.plan.checkpoint_every
@@ -272,6 +245,8 @@ class Worker:
         }
 
     def _record_fault(self, error: Exception) -> None:
+        if not self.attempt:
+            return  # rank 0 has not said which it is, or could not take one: the controller writes it
         session = self.session
         fault = fault_of(
             error,

@@ -12,6 +12,7 @@ from torch import nn
 from raytrain.elsewhere import SavedElsewhere
 from raytrain.feed import Feed
 from raytrain.fsdp.filler import Filler
+from raytrain.fsdp.gradients import local
 from raytrain.fsdp.reduction import ShardedReduction
 from raytrain.fsdp.saving import ShardSaver
 from raytrain.fsdp.sharding import Sharded, shard
@@ -81,6 +82,11 @@ class Shards:
         """As in `Layout`."""
         if self._saver is not None:
             self._saver.close()
+
+    def release(self) -> None:
+        """As in `Layout`: sharding has copied every parameter, so the storage is nobody else's."""
+        for parameter in self._trainable.module.parameters():
+            local(parameter).untyped_storage().resize_(0)
 
     def facts(self) -> dict[str, Any]:
         """As in `Layout`: what sharding made of the module, in bytes."""

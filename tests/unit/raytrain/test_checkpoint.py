@@ -584,6 +584,57 @@ def test_retention_keeps_the_newest_and_the_best(run):
     assert [info.step for info in list_checkpoints(run)] == [2, 5, 6]
 
 
+@pytest.mark.parametrize("place", ["local", "object store"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EACCES])
+def test_an_error_of_reading_is_no_damage_and_costs_no_checkpoint(tmp_path, monkeypatch, place, number):
+    run = RunFolder.create(f"{'file://' if place == 'object store' else ''}{tmp_path}/runs", "a")
+    two_checkpoints(run)
+
+    def refuses(*_arguments):
+        raise OSError(number, os.strerror(number))
+
+    kind = storage.ObjectStore if place == "object store" else storage.LocalStore
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "local_copy", refuses)
+        with pytest.raises(OSError, match=os.strerror(number)) as caught:
+            newest_good(run)
+        assert not isinstance(caught.value, CheckpointError)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            verify(run.checkpoint_dir(20))
+    assert newest_good(run).checkpoint.step == 20
+
+
+def test_where_nothing_was_loaded_the_complete_ones_stay_and_the_new_course_keeps_its_own(run):
+    two_checkpoints(run)
+    run.write_text("checkpoints/step_00000030/stale.safetensors", "half")
+    for step in (10, 20):
+        flip_a_byte(files_of(run, step))
+    good = newest_good(run)
+    assert good.checkpoint is None and len(good.refused) == 3
+    assert discard_after(run, 0) == [30]
+    assert [info.step for info in list_checkpoints(run)] == [10, 20]
+    with writer_of(run, keep=1) as writer:
+        for step in (2, 4):
+            writer.save({"model": {"w": torch.ones(1)}}, {}, step=step)
+            assert newest_good(run).checkpoint.step == step, "not crowded out by later ones that cannot be read"
+    assert [info.step for info in list_checkpoints(run)] == [4, 10, 20]
+
+
+def test_a_file_that_goes_away_while_it_is_read_is_damage(run, monkeypatch):
+    two_checkpoints(run)
+    copies = storage.LocalStore.local_copy
+
+    def gone(store, name, scratch):
+        path = copies(store, name, scratch)
+        if "step_00000020" in path and name.startswith("model"):
+            os.unlink(path)
+        return path
+
+    monkeypatch.setattr(storage.LocalStore, "local_copy", gone)
+    good = newest_good(run)
+    assert good.checkpoint.step == 10 and "step_00000020: a file of it is missing" in good.refused[0]
+
+
 def test_a_checkpoint_half_deleted_is_incomplete(run, monkeypatch):
     two_checkpoints(run)
 

@@ -76,7 +76,9 @@ def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every
     assert rows.of("train", "step") == logged
     assert len(rows.of("train", "peak_memory_bytes")) == len(logged) and min(rows.of("train", "peak_memory_bytes")) > 0
     assert sum("_log" in spot for spot in reads.spots) == len(logged)
-    assert len(reads.spots) == len(logged) + 1, reads.spots  # and the skipped steps, once, for the last checkpoint
+    asked = sum("_row_due" in spot for spot in reads.spots)
+    assert asked == {100: 22, 0: 24, 125: 24}[log_every], "every tenth step since the last row: how many have failed"
+    assert len(reads.spots) == len(logged) + asked + 1, reads.spots  # and the skipped steps, once, for the last save
 
 
 @pytest.mark.covers("MON-16")
@@ -187,6 +189,22 @@ def test_a_stop_saves_at_the_end_of_the_step_and_can_be_gone_on_from() -> None:
 def test_a_stop_at_the_last_step_is_an_end() -> None:
     session = mlp({"max_steps": 4})
     assert train(session, should_stop=lambda: session.state.step == 4)[1].kind == "done"
+
+
+@pytest.mark.parametrize("log_every", [0, 50])
+def test_failed_steps_are_noticed_without_rows(log_every: int) -> None:
+    session = mlp({"max_steps": 60, "log_every": log_every})
+    inner = session.trainable.loss
+
+    def loss(module: Any, batch: Any) -> Any:
+        out = inner(module, batch)
+        return type(out)(loss=out.loss * math.nan) if session.state.step + 1 >= 14 else out
+
+    session.trainable.loss = loss
+    rows, outcome = train(session)
+    assert (outcome.kind, outcome.bad_steps, session.state.step) == ("rollback", 7, 20)
+    assert "7 steps in a row were not finite (the loss was nan)" in outcome.reason
+    assert rows.of("train", "step") == [20], "the row that shows it"
 
 
 @pytest.mark.parametrize("log_every", [1, 4])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.config import RetryConfig
-from raytrain.recovery import Decision, Fault, decide
+from raytrain.recovery import Decision, Fault, decide, origins
 
 TRACE = """Traceback (most recent call last):
   File "loop.py", line 3, in run
@@ -91,6 +91,30 @@ def test_three_restarts_without_progress_are_enough(starts: list[int], action: s
     assert decision.action == action
     assert action == "go_on" or "3 restarts without progress" in decision.reason
     assert decided(*deaths[:1], starts=[0, 0], restarts_without_progress=1).action == "stop"
+
+
+def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None:
+    """A worker that just dies knows no step, and the checkpoint of step 1000 is there every time."""
+    rows = [{"kind": "attempt", "attempt": 1, "from_step": 0}, {"kind": "fault", "attempt": 2}]
+    deaths = [died(attempt=number) for number in range(1, 51)]
+    assert origins(deaths[:3], rows, step=1000) == [0, 1000, 1000, 1000] and origins([], rows, step=7) == [7]
+
+    def actions(*counts: int, rows: list[dict[str, Any]]) -> list[str]:
+        return [decided(*deaths[:n], starts=origins(deaths[:n], rows, step=1000)).action for n in counts]
+
+    assert actions(1, 3, 4, 50, rows=rows) == ["go_on", "go_on", "stop", "stop"]
+    assert actions(1, 2, 3, 50, rows=[]) == ["go_on", "go_on", "stop", "stop"], "nor does a resumed run's first one"
+    begun = [{"kind": "attempt", "attempt": n, "from_step": 100 * n} for n in range(1, 10)]
+    assert actions(3, 9, 11, 12, rows=begun) == ["go_on", "go_on", "go_on", "stop"], "each got on, until three did not"
+
+
+@pytest.mark.parametrize("error", ["OSError", "TimeoutError"])
+def test_an_error_of_reading_may_pass_and_is_counted_as_a_restart_without_progress(error: str) -> None:
+    short = [fault(error=error, message="[Errno 116] Stale file handle", step=0, attempt=n) for n in (1, 2, 3)]
+    assert [decided(*short[:n], starts=[0] * (n + 1)).action for n in (1, 2, 3)] == ["go_on", "go_on", "stop"]
+    assert "3 restarts without progress" in decided(*short, starts=[0] * 4).reason
+    missing = [fault(error="FileNotFoundError", step=0, attempt=n) for n in (1, 2)]
+    assert "no accident" in decided(*missing, starts=[0] * 3).reason
 
 
 def test_a_fault_survives_json() -> None:
