@@ -4,8 +4,7 @@
 
 All decisions that a clock or a signal could make differently on two workers (stop, save) are rank 0's and travel with
 the gradients of each step. Device values are read once for each logged row, and how many steps in a row have failed at
-least every `CHECK_EVERY` steps. Where a worker has no memory for a step or
-an evaluation, all of them take it again in smaller micro-batches.
+least every `CHECK_EVERY`. Where a worker has no memory for a step, all take it again in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -205,7 +204,8 @@ class TrainingLoop:
         bad, scaler = self._nonfinite, self.step.scale
         named = [output.loss, output.aux_loss, output.norm, output.skip, bad.total, bad.longest, scaler.value]
         read = torch.stack([v.detach().double().to(output.loss.device) for v in (*named, *extra.values())])
-        values = (read if window is None else torch.cat([read, window.device_values().double().to(read.device)])).tolist()
+        more = read[:0] if window is None else window.device_values().double().to(read.device)
+        values = torch.cat([read, more]).tolist()
         values, beyond = values[: len(read)], values[len(read) :]
         loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
         elapsed = max(time.perf_counter() - self._since, 1e-9)
