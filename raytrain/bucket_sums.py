@@ -11,8 +11,10 @@ passes, parameters without a gradient, or a shortage in the middle: each begins 
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import nn
@@ -21,9 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from raytrain.errors import RunError
 from raytrain.gradients import GradientBuffers, Workers
 
-#: Size at which a bucket is closed, by kind of device, in bytes. On a CPU (gloo, loopback) sums of 1 MiB took up to three
-#: times as long as one of the whole, sums of 4 MiB no longer; on a GPU it is what torch's own data parallel takes.
+#: Size at which a bucket is closed, by kind of device, in bytes. On a CPU (gloo, loopback) buckets of 1 MiB took up to
+#: three times as long as one sum of the whole, those of 4 MiB no longer; on a GPU it is what torch's own takes.
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
+
+
+def could_overlap(gradients: GradientBuffers, workers: Workers) -> bool:
+    """Whether there is another worker, and a bucket that may be whole before the passes are over."""
+    return workers.world > 1 and len(gradients.payloads) > 1
 
 
 class BucketSums:
@@ -59,30 +66,31 @@ class BucketSums:
     def overlaps(self, wanted: bool) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        if wanted and self.could_overlap:
+        if wanted and could_overlap(self._gradients, self._workers):
+            own: weakref.ref[BucketSums] = weakref.ref(self)  # held by parameters, it would keep them for ever
             for bucket, parameters in enumerate(self._gradients.members):
                 self._hooks += [
-                    parameter.register_post_accumulate_grad_hook(partial(self._came, bucket, place))
+                    parameter.register_post_accumulate_grad_hook(partial(_tell, own, bucket, place))
                     for place, parameter in enumerate(parameters)
                 ]
 
-    @property
-    def could_overlap(self) -> bool:
-        """Whether there is another worker, and a bucket that may be whole before the passes are over."""
-        return self._workers.world > 1 and len(self._gradients.payloads) > 1
-
-    def open(self) -> None:
-        """The passes of a step begin."""
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around the passes of a step. After an exception nothing is waited for and nothing kept: the others hear of
+        the end from this worker's connections, which close when nobody holds what is on its way."""
         self._reset()
         self._open, self._last = True, False
+        try:
+            yield
+        except BaseException:
+            self._begun.clear()
+            raise
+        finally:
+            self._open = self._last = False
 
     def last_pass(self) -> None:
         """The next backward is this worker's last one of the step; without this word all buckets begin after it."""
         self._last = self._open and self.overlaps
-
-    def close(self) -> None:
-        """The passes are over, or have failed: no bucket begins by itself any more."""
-        self._open = self._last = False
 
     def finish(self, *, learn: bool) -> None:
         """Begin what has not begun, and wait for all. Collective.
@@ -100,15 +108,19 @@ class BucketSums:
             self._learn(learn and len(self._there) > 0)
 
     def _learn(self, seen: bool) -> None:
-        """Take over rank 0's order: as buckets became whole, then those that did not or came in parts, then the first."""
+        """Take over rank 0's order: as buckets became whole, those that did not or came in parts, then the first."""
         count = len(self._left)
         early = [bucket for bucket in self._whole if bucket and bucket not in self._late]
         rest = [bucket for bucket in range(count - 1, 0, -1) if bucket not in early]
         told = self._workers.gather_bytes(json.dumps([*early, *rest, 0]).encode() if seen else b"")[0]
         self._order = json.loads(told) if told else None
 
-    def _came(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
-        """Hook: a parameter has got its gradient, in whatever pass."""
+    def came(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
+        """A parameter has got its gradient, in whatever pass; its hook says so.
+
+        Raises:
+            RunError: it got the second part of it when the first was on its way.
+        """
         if not self._last:
             return
         if (bucket, place) in self._there:
@@ -135,3 +147,9 @@ class BucketSums:
 
     def _begin(self, bucket: int) -> None:
         self._begun[bucket] = self._workers.begin_sum(self._gradients.payloads[bucket])
+
+
+def _tell(sums: weakref.ref[BucketSums], bucket: int, place: int, parameter: nn.Parameter) -> None:
+    told = sums()
+    if told is not None:
+        told.came(bucket, place, parameter)

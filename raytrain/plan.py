@@ -66,9 +66,9 @@ __all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan
 class Plan:
     """What a run will do; written to the run folder as plan.json and handed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap`
-    where nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal, `fp32_layers` where none is asked
-    for, `resident_rows` where not a part of the rows is kept on the device.
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap` where
+    nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
+    `fp32_layers` where none is asked for, `resident_rows` where not a part of the rows is kept on the device.
     `warnings` lists each fall-back and each doubtful setting;
     `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
     from (default, recipe, file, python or command line).
@@ -179,7 +179,6 @@ def make_plan(
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
-    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     sharded = scale.strategy == "fsdp"
     check_limit(
@@ -212,7 +211,7 @@ def make_plan(
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
         eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
         checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
-        **kept, hosts=hosts, inflight=inflight, overlap=overlap, sources={},
+        **kept, hosts=hosts, inflight=inflight, sources={},
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"),
         warnings=warnings, model_facts=model_facts, data_facts=data_facts, inventory=inventory.to_json(), config={},
@@ -230,6 +229,7 @@ def _machine_choices(
     asked = choose_precision(precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
     beside = hosts_by_node(hosts, counts, machines, inventory)
+    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -238,6 +238,7 @@ def _machine_choices(
         "placement": choose_placement(counts, machines),
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
+        **({} if overlap is None else {"overlap": overlap}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
         "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
     }

@@ -68,8 +68,8 @@ class Reduction(Protocol):
 
 
 class FlatReduction:
-    """Passes without communication, then one sum over the workers, buffer by buffer; or the sum of each buffer as soon as
-    the last pass has made it whole (`raytrain.bucket_sums`).
+    """Passes without communication, then one sum over the workers, buffer by buffer; or a buffer's sum as soon as the
+    last pass has made it whole (`raytrain.bucket_sums`).
 
     Attributes:
         sums: who adds the buffers up.
@@ -91,11 +91,8 @@ class FlatReduction:
         """
         workers, inside = self.workers, self._device.type == "cpu"
         begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
-        self.sums.open()
-        try:
+        with self.sums.inside():
             came = self.attempt(passes)
-        finally:
-            self.sums.close()
         begun = begun or workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
         if isinstance(came, Shortage):
             self.gradients.say_short()

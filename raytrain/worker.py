@@ -33,6 +33,7 @@ from raytrain.plan import Deferred, Resolved
 from raytrain.probe.found import confirm_found
 from raytrain.probe.settled import settle_inflight, settle_precision
 from raytrain.probe.settled_memory import settle_micro_batch
+from raytrain.probe.settled_overlap import settle_overlap
 from raytrain.probe.settled_shares import settle_shares
 from raytrain.rank_log import rank_log
 from raytrain.recovery import Decision, Fault, decide
@@ -130,11 +131,8 @@ class Worker:
         return Decision(**told["decision"]), loaded
 
     def _attempt_number(self, faults: list[Fault]) -> int:
-        """The number the driver took, for its first attempt; a new one after each restart by Ray.
-
-        Raises:
-            Superseded: another command has taken the run folder over.
-        """
+        """The number the driver took, for its first attempt; a new one after each restart by Ray. Raises Superseded
+        where another command has taken the run folder over."""
         first, newest = self.job.first_attempt, self.run_folder.current_attempt()
         if newest > first and self.run_folder.owner_of(newest) != self.job.owner:
             raise Superseded(f"attempt {newest} of another command has taken over {self.run_folder.path}")
@@ -158,6 +156,7 @@ class Worker:
         confirm_found(session, self.run_folder, reporter=reporter, push=self._push)
         settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
         settle_shares(session, self.run_folder, reporter=reporter)
+        settle_overlap(session, self.run_folder, reporter=reporter, push=self._push)
         if loaded is not None:
             session.restore(loaded)
         if self.workers.rank == 0:

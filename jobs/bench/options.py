@@ -9,7 +9,7 @@ from pydantic import Field
 from cluster.config import Count, NonNegativeInt, Positive, Text
 from jobs.bench.bench_options import BenchOptions
 from jobs.bench.data_options import CloneOptions, DataOptions
-from jobs.bench.speed_options import AttentionOptions, CompileOptions
+from jobs.bench.speed_options import AttentionOptions, CompileOptions, OverlapOptions
 
 
 class LoopOptions(BenchOptions):
@@ -270,6 +270,8 @@ BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "moves": (MovesOptions, "training with a shifting load on hosts of unequal speed: experts that move against "
               "round-robin"),
     "unequal": (UnequalOptions, "two workers of unequal speed: shares of a batch as measured against equal ones"),
+    "overlap": (OverlapOptions, "gradients of two workers summed after the last backward of a step, against sums that "
+                "begin inside it"),
     "recovery": (RecoveryOptions, "how long a run stands still when an expert host dies, against a dead worker"),
     "oom": (OomOptions, "what out-of-memory errors on one of two workers cost, and that they change nothing"),
     "experts": (ExpertsOptions, "a layer whose experts live on hosts, or are shared out, against one process; sorted "

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cluster.config import Count, Text
+from cluster.config import Count, Positive, Text
 from jobs.bench.bench_options import BenchOptions
 
 
@@ -50,3 +50,20 @@ class CompileOptions(BenchOptions):
     )
     block_steps: Count = Field(20, description="steps of one block")
     reference: bool = Field(True, description="also a job with every default against loop.reference")
+
+
+class OverlapOptions(BenchOptions):
+    """Two workers whose gradients are summed after the last backward of a step, or begin to be inside it."""
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 2, "width": 32, "context": 16, "batch": 8, "micro_batch": 4, "blocks": 3, "block_steps": 2,
+        "bucket_mb": 0.02,
+    }  # fmt: skip
+
+    layers: Count = Field(6, description="of the GPT")
+    width: Count = Field(384, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(8, description="rows of a step, over both workers")
+    micro_batch: Count = Field(4, description="rows of one pass; only the last of a step can overlap")
+    bucket_mb: Positive = Field(4.0, description="MiB at which a bucket is closed; 4 is what a run on a CPU takes")
+    block_steps: Count = Field(5, description="steps of one block")

@@ -6,20 +6,18 @@ how many micro-batches differs. The slow worker computes every pass several time
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.lines import ADDRESS, Arms, await_end
+from jobs.bench.lines import ADDRESS, Arms
 from jobs.bench.loop_arms import borrowed_environment, make_text
 from jobs.bench.measuring import Check, Goal, Measurement, Say, alternate, compare
 from jobs.bench.options import LoopOptions, UnequalOptions
-from raytrain.errors import InputError, RunError
+from jobs.bench.pair import Pair
+from raytrain.errors import InputError
 
 #: Seconds per step with equal shares over those with measured ones, one worker being half as fast.
 GOAL = Goal(at_least=1.35)
@@ -41,46 +39,13 @@ def run(options: UnequalOptions, *, quick: bool, say: Say) -> Measurement:
     found = Measurement("unequal", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
         os.environ |= {ADDRESS: arms.address, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        pair = Pair(arms, options, Path(folder))
+        pair = Pair(arms, "unequal", settings_of(options, Path(folder)), Path(folder))
         try:
             pair.await_ready()
             _measure(options, found, pair, say)
         finally:
             pair.close()
     return found
-
-
-class Pair:
-    """The two processes."""
-
-    def __init__(self, arms: Arms, options: UnequalOptions, folder: Path) -> None:
-        self.arms = arms
-        path, self._log = folder / "unequal.json", folder / "unequal.log"
-        path.write_text(json.dumps(settings_of(options, folder)))
-        command = [sys.executable, "-m", "jobs.bench.unequal_member", str(path)]
-        with self._log.open("ab") as log:
-            self.processes = [subprocess.Popen([*command, str(rank)], stdout=log, stderr=log) for rank in (0, 1)]
-
-    def await_ready(self) -> None:
-        """Until both are there."""
-        alive = lambda: all(process.poll() is None for process in self.processes)  # noqa: E731
-        try:
-            self.arms.await_arm("unequal", processes=2, alive=alive)
-        except RunError as error:
-            raise RunError(f"{error}; its log ends with:\n{self._log.read_text(errors='replace')[-2000:]}") from error
-
-    def ask(self, what: str, *, steps: int = 1) -> list[dict[str, Any]]:
-        """Both obey; what each of them answers."""
-        try:
-            return self.arms.ask("unequal", {"what": what, "steps": steps})
-        except RunError as error:
-            raise RunError(f"{error}; log:\n{self._log.read_text(errors='replace')[-2000:]}") from error
-
-    def close(self) -> None:
-        """Let them go; whoever does not is killed."""
-        self.arms.dismiss("unequal")
-        for process in self.processes:
-            await_end(process)
 
 
 def settings_of(options: UnequalOptions, folder: Path) -> dict[str, Any]:

@@ -23,8 +23,6 @@ class ShardedReduction:
     """Each backward reduce-scatters block by block, so that no worker ever holds the gradients of the whole model: kept
     unreduced until the last of a step's micro-batches, they would take as much as the weights that sharding saved.
 
-    The seconds that the workers spend in these meetings count as computing: they happen inside forward and backward.
-
     An out-of-memory inside a pass cannot be undone: the others sit in a collective that this worker has left. It is
     raised, the attempt ends, and the next one has half the micro-batch (`raytrain.recovery`).
     """

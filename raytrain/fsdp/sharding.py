@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from raytrain.blocks import Block, blocks_of, outside
 from raytrain.errors import InputError
 from raytrain.fsdp.gradients import local
+from raytrain.fsdp.meetings import Gathering, Scattering
+from raytrain.gradients import Workers
 from raytrain.layer_precision import parts_named
 from raytrain.precision import PrecisionPolicy
 from raytrain.trainable import Trainable
@@ -48,14 +50,16 @@ class Sharded:
 
 
 def shard(
-    trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, fp32_layers: Sequence[str] = ()
-) -> Sharded:
+    trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, workers: Workers,
+    fp32_layers: Sequence[str] = (),
+) -> Sharded:  # fmt: skip
     """Shard the trainable's module in place over torch's default process group. Collective.
 
     Args:
         device: where the shards go; the module may be elsewhere, and is moved block by block.
         policy: its autocast format is what blocks are brought together in, and their gradients are summed in the master
             format. What is outside the blocks stays in the master format, and norms and `fp32_layers` inside them.
+        workers: whose waiting time the meetings inside the passes are added to.
         fp32_layers: names of layers that compute in the master format.
 
     Raises:
@@ -79,7 +83,7 @@ def shard(
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=master)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=master if id(block) in kept else half)
     fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=master)
-    _configure(cast(FSDPModule, module))
+    _configure(cast(FSDPModule, module), workers)
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
     return Sharded(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
@@ -124,12 +128,15 @@ def check(module: nn.Module, blocks: list[Block]) -> None:
         )  # fmt: skip
 
 
-def _configure(module: FSDPModule) -> None:
+def _configure(module: FSDPModule, workers: Workers) -> None:
     """Plain sums, since the loss is normalised by the weight of the whole step; and never two blocks together."""
     # its own stream would keep the gathered copy of a block until the next one is gathered
     module._set_unshard_async_op(True)
     for part in cast(nn.Module, module).modules():
         if isinstance(part, FSDPModule):
+            # torch asks for its own base classes, which are private: it takes whatever has their verbs
+            part.set_custom_all_gather(Gathering(workers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(Scattering(workers))  # pyright: ignore[reportArgumentType]
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             # a parameter may get no gradient on one worker and one on another

@@ -39,7 +39,9 @@ class Shards:
         module.to(dtype=policy.master_dtype)
         module.train()
         self._workers.broadcast_([*module.parameters(), *module.buffers()])
-        self._sharded = shard(self._trainable, device=self._device, policy=policy, fp32_layers=fp32_layers)
+        self._sharded = shard(
+            self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers
+        )
         self._master = policy.master_dtype
 
     def for_step(self, feed: Callable[[], Feed]) -> ForStep:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
-from lab import GPT, MOE, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
+from lab import GPT, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from shortages import Planted
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from unequal import everything
 
 import raytrain.reduction
 from raytrain.bucket_sums import BucketSums
 from raytrain.errors import CollectiveFailed
+from raytrain.plan import Deferred, Resolved
+from raytrain.probe.settled_overlap import settle_overlap
+from raytrain.run_folder import RunFolder
 from raytrain.search.shares import Shares
 from raytrain.session import Session
 
 ROWS, STEPS = 54, 9
-"""Windows of 16 rows in micro-batches of 2; the fourth has 6, so that of three workers each has one pass, and of two the
-second has one and the first two."""
+"""Windows of 16 rows in micro-batches of 2; the fourth has 6, of which two workers have two passes and one."""
 BUCKET = 4096
 EXPERTS = {"num_experts": 4, "top_k": 2, "hosts": 0}
 
 
-def session_of(overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any) -> Session:
+def session_of(
+    overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any
+) -> Session:
     """A session with buckets of so many bytes, overlapping or not."""
     raytrain.reduction.BUCKET_BYTES = {"cpu": bucket}
     given = {"model": GPT, "precision": "fp64", **sections}
@@ -44,7 +52,7 @@ class Seen:
     def __init__(self, session: Session) -> None:
         self.order: list[list[int]] = [[]]
         self.inside: list[int] = [0]
-        self._sums: BucketSums = session.step.reduction.sums  # pyright: ignore[reportAttributeAccessIssue]
+        self._sums = sums(session)
         self._inner = self._sums._begin
         self._sums._begin = self._begin  # type: ignore[method-assign]
 
@@ -67,10 +75,10 @@ def found(session: Session) -> dict[str, Any]:
         "scales": rows.of("train", "loss_scale"),
         "skipped": rows.of("train", "skipped_steps"),
         "digest": digest(session.trainable.module.state_dict(), optimizer_state(session), session.generator_state()),
-        "weights": weights_of(session),
+        "model": digest(session.trainable.module.state_dict()),
         "outcome": outcome.kind,
         "events": [event for event in rows.events if event["kind"] == "out_of_memory"],
-        "overlaps": session.step.reduction.sums.overlaps,  # pyright: ignore[reportAttributeAccessIssue]
+        "overlaps": sums(session).overlaps,
         "order": seen.order[:-1],
         "inside": seen.inside[:-1],
     }
@@ -118,28 +126,28 @@ class AtTheEnd:
     def _fail(self, gradient: Tensor) -> None:
         last, self._is_last = self._is_last, False
         if last and self._session.state.step == 2 and not self.met:
-            self.met = len(self._session.step.reduction.sums._begun)  # pyright: ignore[reportAttributeAccessIssue]
+            self.met = len(sums(self._session)._begun)
             raise torch.OutOfMemoryError("planted in the first layer's gradient")
 
 
 def broken(rank: int, _world: int) -> str:
     """The second worker fails in the middle of a backward, with buckets on their way; what each of them says."""
-    session = session_of(True)
-    first = next(iter(session.trainable.module.parameters()))
+    session: Session | None = session_of(True)
 
     def fail(gradient: Tensor) -> None:
-        if rank == 1 and session.state.step == 3:
+        if rank == 1 and session is not None and session.state.step == 3:
             raise ValueError("planted")
 
-    first.register_hook(fail)
+    next(iter(session.trainable.module.parameters())).register_hook(fail)
+    said = "nothing"
     try:
         train(session)
-    except ValueError as error:
-        torch.distributed.destroy_process_group()  # as a worker that ends does
-        return str(error)
-    except CollectiveFailed as error:
-        return type(error).__name__
-    return "nothing"
+    except (ValueError, CollectiveFailed) as error:
+        said = type(error).__name__
+    session = None
+    gc.collect()
+    torch.distributed.destroy_process_group()  # as a worker that ends does
+    return said
 
 
 class Twice(nn.Module):
@@ -167,3 +175,76 @@ def twice() -> nn.Module:
 
 MOE_CASE = {"model": MOE, "experts": EXPERTS}
 TWICE_CASE = {"model": {"builder": "overlaps:twice"}, "data": {"train": class_rows(ROWS), "eval_fraction": 0.0}}
+
+
+# ---------------------------------------------------------------- auto
+
+
+def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
+    """Measured at a start; found again by the next attempt, whichever it was; and where nothing can be measured."""
+    run = RunFolder(folder)
+    said: list[Any] = []
+    session = session_of(True)
+    defer(session)
+    before = everything(session)
+    overlapped = sums(session).overlaps
+    reporter = Rows()
+    settle_overlap(session, run, reporter=reporter, push=said.append)
+    untouched = before == everything(session)
+    plan = session.job.plan.overlap
+    assert isinstance(plan, Resolved)
+    value, reason = sums(session).overlaps, plan.reason
+    again = session_of(True)
+    defer(again)
+    settle_overlap(again, run, reporter=reporter, push=said.append)
+    session.workers.sum_flags([0])
+    if rank == 0:
+        run.write_json(run.memory_probe, {"overlap": {"value": True, "reason": "given"}})
+    session.workers.sum_flags([0])
+    other = session_of(False)
+    defer(other)
+    settle_overlap(other, run, reporter=reporter, push=said.append)
+    told = {"other": (sums(other).overlaps, other.job.planned("overlap"))}
+    other.prepare("fp64")
+    assert sums(other).overlaps, "a session prepared anew, as after a roll-back, keeps it"
+    return {
+        "untouched": untouched, "before": overlapped, "taken": plan.value, "value": value, "reason": reason,
+        "again": sums(again).overlaps, "said": len(said), "single": refused(f"{folder}/single", rank, bucket=1 << 30),
+        "batch norm": refused(f"{folder}/norm", rank, model={"builder": "overlaps:normed"}, data=CLASSES), **told,
+    }  # fmt: skip
+
+
+def refused(folder: str, rank: int, **sections: Any) -> str:
+    """Why overlap is not even measured."""
+    os.makedirs(folder, exist_ok=True)
+    session = session_of(True, **sections)
+    defer(session)
+    settle_overlap(session, RunFolder(folder), reporter=Rows(), push=_unheard)
+    assert not sums(session).overlaps
+    plan = session.job.plan.overlap
+    assert isinstance(plan, Resolved)
+    return plan.reason
+
+
+def defer(session: Session) -> None:
+    """As a plan with `auto` leaves it."""
+    session.job = replace(session.job, plan=replace(session.job.plan, overlap=Deferred("measured", (False, True))))
+    session.step.reduction.overlap(False)
+
+
+def sums(session: Session) -> BucketSums:
+    return session.step.reduction.sums  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def normed() -> nn.Module:
+    """A builder with a layer that meets the other workers inside its passes."""
+    model = Twice()
+    model.norm = nn.SyncBatchNorm(4)  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+def _unheard(_status: dict[str, Any]) -> None:
+    return None
+
+
+CLASSES = {"train": class_rows(ROWS), "eval_fraction": 0.0}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 from lab import GPT, Rows, digest, make_session, token_rows, train
 from torch import Tensor, nn
 
+import raytrain.fsdp.meetings
 import raytrain.fsdp.saving
 from raytrain.checkpoint import newest_good
 from raytrain.errors import RunError
@@ -178,6 +182,60 @@ def unwritable(rank: int, _world: int, path: str) -> str:
     except (RunError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def not_finite(rank: int, world: int, strategy: str, precision: str, fault: str) -> dict[str, Any]:
+    """Six steps; at the third the last rank's loss or gradient is not finite. What each step left behind."""
+    session = session_of(strategy, precision=precision, loop={"max_steps": 6}, optim={"warmup_steps": 0})
+    inner, states = session.trainable.loss, [local_state(session)]
+
+    def loss(module: nn.Module, batch: dict[str, Any], **count: Any) -> Any:
+        out = inner(module, batch, **count)
+        if not module.training or rank != world - 1 or session.state.step != 2:
+            return out
+        infinite = float("inf")
+        return replace(out, loss=out.loss * infinite if fault == "gradient" else out.loss + infinite)
+
+    session.trainable.loss = loss
+    session.trainable.between_steps = lambda _step: states.append(local_state(session))
+    rows, outcome = train(session)
+    return {
+        "states": states, "scales": rows.of("train", "loss_scale"), "skipped": rows.of("train", "skipped_steps"),
+        "norms": rows.of("train", "grad_norm"), "outcome": outcome.kind,
+        "named": [event["what"] for event in rows.events if event["kind"] == "nonfinite"],
+    }  # fmt: skip
+
+
+def local_state(session: Session) -> str:
+    """A hash of this worker's weights and moments."""
+    weights = [own(one) for one in session.trainable.module.state_dict().values()]
+    moments = [
+        own(value)
+        for optimizer in session.optimizers
+        for state in optimizer.state.values()
+        for name, value in sorted(state.items())
+        if name != "step"
+    ]
+    return digest(weights, moments)
+
+
+def waited(_rank: int, _world: int) -> dict[str, float]:
+    """Seconds that a step waits for others, on a clock by which each meeting inside a pass takes a thousand."""
+    ticks = itertools.count(0.0, 1000.0)
+    raytrain.fsdp.meetings.time = SimpleNamespace(perf_counter=lambda: next(ticks))  # pyright: ignore
+    session = session_of("fsdp", loop={"max_steps": 1, "eval_every": 1000}, model={**GPT, "layers": 4})
+    seen: list[float] = []
+    taken = session.step.run
+
+    def run(*args: Any, **keys: Any) -> Any:
+        output = taken(*args, **keys)
+        seen.append(output.communication_s)
+        return output
+
+    session.step.run = run  # type: ignore[method-assign]
+    handles = session.feed.window(session.state.cursor).handles
+    train(session)
+    return {"communication": seen[0], "passes": session.feed.passes(handles)}
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,26 @@ def test_half_precision_follows_data_parallel_and_all_skip_together(precision: A
     assert max(abs(a - b) for a, b in zip(one["losses"], ranks[0]["losses"], strict=True)) < 0.02
     assert ranks[0]["losses"] == ranks[1]["losses"] and ranks[0]["norms"] == ranks[1]["norms"]
     assert ranks[0]["scales"] == one["scales"] and ranks[0]["skipped"] == one["skipped"]
+
+
+@pytest.mark.parametrize("fault", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_on_one_worker_is_skipped_by_all_and_halves_the_scale_once(fault: str) -> None:
+    whole = run_gang(sharded.not_finite, "data_parallel", "fp16", fault, world=2)[0]
+    for rank in run_gang(sharded.not_finite, "fsdp", "fp16", fault, world=2):
+        states = rank["states"]  # before step 1, after step 1, 2, ...
+        assert states[3] == states[2], "shards or moments moved in the skipped step"
+        assert len(set(states)) == len(states) - 1 and rank["outcome"] == "done"
+        assert rank["scales"] == whole["scales"] == [2.0**16] * 2 + [2.0**15] * 4
+        assert rank["skipped"] == whole["skipped"] == [0, 0, 1, 1, 1, 1]
+        assert [math.isfinite(norm) for norm in rank["norms"]] == [True, True, False, True, True, True]
+
+
+def test_meetings_inside_the_passes_count_as_communication() -> None:
+    """In each pass what is outside the blocks comes together once, each of four blocks twice, and all five are summed;
+    the last block may stay for its backward."""
+    for rank in run_gang(sharded.waited, world=2):
+        meetings = rank["communication"] // 1000.0
+        assert rank["passes"] == 3 and 13 * 3 <= meetings <= 15 * 3
 
 
 def test_a_worker_without_rows_brings_norms_together_in_the_order_of_those_that_compute_blocks_again() -> None:

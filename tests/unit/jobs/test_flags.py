@@ -519,6 +519,7 @@ FLAGS = {
     "scale.accelerator": Flag(planned_on_gpus, "device", "null", "cpu", UNHELD),
     "scale.threads": Flag(trained, "threads", "1", "2"),
     "scale.shares": Flag(planned, "micro_batch_size", "equal", "auto", ("scale.workers=2",)),
+    "scale.overlap": Flag(planned, "overlap", "true", "false", ("scale.workers=2",)),
     "retry.restarts_without_progress": Flag(decided, "action", "3", "2"),
     "retry.nonfinite_steps": Flag(trained, "steps", "1", "3", job=nan_job),
     "retry.rollbacks": Flag(worked, "rollbacks", "0", "2", ("retry.nonfinite_steps=1",), nan_job),

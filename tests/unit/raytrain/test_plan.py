@@ -875,3 +875,18 @@ def test_two_in_flight_are_refused_with_activation_checkpointing_naming_both_key
     arguments = {"experts_hosts": 1, "experts_inflight": 2, "loop": RECOMPUTED}
     assert "loop.activation_checkpointing" in refused("experts.inflight", **arguments)
     assert value(plan(**arguments | {"experts_inflight": 1}), "inflight") == 1
+
+
+def test_overlap_is_measured_for_several_workers_that_sum_after_their_passes() -> None:
+    two = {"workers": 2}
+    choice = plan(scale=two).choices()["overlap"]
+    assert isinstance(choice, Deferred) and choice.bounds == (False, True)
+    assert value(plan(scale={**two, "overlap": True}), "overlap") is True
+    assert value(plan(scale={**two, "overlap": False}, experts_hosts=0), "overlap") is False
+    for scale in ({"workers": 1}, {**two, "strategy": "fsdp"}):
+        assert "overlap" not in plan(scale=scale).choices()
+        made = plan(scale={**scale, "overlap": True})
+        assert "overlap" not in made.choices()
+        assert any("scale.overlap true changes nothing" in text for text in made.warnings)
+    assert "overlap" not in plan(scale=two, experts_hosts=1).choices()
+    assert "experts.hosts 1" in refused("scale.overlap", scale={**two, "overlap": True}, experts_hosts=1)
