@@ -361,8 +361,9 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         yield Cluster(local=address == "local", address=address, folder=str(place.folder))
 
     link = SimpleNamespace(
-        stop=SimpleNamespace(remote=stopped.set), **{n: SimpleNamespace(remote=str) for n in ("status", "heard")}
-    )
+        stop=SimpleNamespace(remote=stopped.set), status=SimpleNamespace(remote=str),
+        heard=SimpleNamespace(remote=lambda *, last: ""),
+    )  # fmt: skip
     place.patch.chdir(place.folder)
     place.patch.setattr(sys, "path", list(sys.path))
     place.patch.setattr(command, "connected", connected)
