@@ -68,7 +68,7 @@ def receive(line: Connection) -> tuple[Any, Any]:
         EOFError, OSError: the other end is gone.
     """
     head, rest, size = line.recv()
-    memory = torch.UntypedStorage(0)
+    memory: Any = torch.UntypedStorage(0)
     if size:
         descriptor = recv_handle(line)
         try:  # torch keeps no descriptor of what it maps; Python's mmap keeps one for as long as it lives
@@ -94,11 +94,11 @@ def _apart(value: Any, parts: list[tuple[int, np.ndarray]]) -> Any:
     return _Part(parts[-1][0], tensor.dtype, tuple(tensor.shape), last)
 
 
-def _together(value: Any, memory: torch.UntypedStorage) -> Any:
+def _together(value: Any, memory: Any) -> Any:
     if not isinstance(value, _Part):
         return value if isinstance(value, PackedSequence) else rebuild(value, partial(_together, memory=memory))
     tensor = torch.empty(0, dtype=value.dtype)  # not a view: each counts the writes to itself alone
-    tensor.set_(memory, value.begin // tensor.element_size(), value.shape)
+    tensor.set_(memory, value.begin // tensor.element_size(), value.shape)  # pyright: ignore[reportCallIssue]
     return tensor.movedim(-1, 1) if value.last else tensor
 
 
