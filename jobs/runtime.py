@@ -29,9 +29,6 @@ JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
-"""What tells Ray's processes how to know each other: a local cluster's own while it runs."""
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -90,10 +87,11 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
             "_node_ip_address": "127.0.0.1",
         }
     cluster = Cluster(local, address, folder)
-    kept = {name: os.environ.pop(name) for name in AUTHENTICATION if local and name in os.environ}
     try:
         if local:
-            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": _write_token(folder)}
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
+            os.environ.pop("RAY_AUTH_TOKEN", None)
         _start(address, options, verbose=verbose)
         yield cluster
     finally:
@@ -102,10 +100,6 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
             if "ray" in sys.modules:
                 sys.modules["ray"].shutdown()
             shutil.rmtree(folder, ignore_errors=True)
-        if local:  # whatever this process starts next (a reader of Ray Datasets) would look for a token that is gone
-            for name in AUTHENTICATION:
-                os.environ.pop(name, None)
-            os.environ |= kept
 
 
 def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:

@@ -46,6 +46,10 @@ def run(options: CloneOptions, *, quick: bool, say: Say) -> Measurement:
 
 
 def _clones(options: CloneOptions, found: Measurement) -> None:
+    """The set is larger than the caches, and a light model reads each row little more than once: who touches the rows
+    first waits for memory. A clone does so in order, and leaves the step its rows in the cache (measured on one thread:
+    1.12 ms a step as they are; 0.12 of clone and 0.98 of step), so that not cloning need not be faster here.
+    """
     draw = torch.Generator().manual_seed(options.seed)
     rows = {
         "x": torch.randn(options.rows, options.values, generator=draw),

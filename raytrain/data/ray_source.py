@@ -90,7 +90,8 @@ def _written_by_a_process(source: str, keys: Mapping[str, Any], folder: str, *, 
         raise InputError("data", seen=f"a value that JSON cannot hold ({error})", expected="plain values") from error
     command = [sys.executable, "-m", "raytrain.data.ray_source", orders]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
+    environment = _environment() | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     answer = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if done.returncode or answer is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -99,6 +100,13 @@ def _written_by_a_process(source: str, keys: Mapping[str, Any], folder: str, *, 
     if "mixed" in told:
         raise InputError("data.source", seen=told["mixed"], expected="Ray Datasets for both")
     return bool(told["written"])
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables; a cluster of the reader's own gets none of those by which Ray's processes know each
+    other: a run before this one left the path of a token that is gone."""
+    own = not os.environ.get("RAY_ADDRESS")
+    return {name: value for name, value in os.environ.items() if not (own and name.startswith("RAY_AUTH_"))}
 
 
 def _main(orders: dict[str, Any]) -> dict[str, Any]:

@@ -94,12 +94,11 @@ def _apart(value: Any, parts: list[tuple[int, np.ndarray]]) -> Any:
     return _Part(parts[-1][0], tensor.dtype, tuple(tensor.shape), last)
 
 
-def _together(value: Any, memory: torch.UntypedStorage) -> Any:
+def _together(value: Any, memory: Any) -> Any:
     if not isinstance(value, _Part):
         return value if isinstance(value, PackedSequence) else rebuild(value, partial(_together, memory=memory))
     tensor = torch.empty(0, dtype=value.dtype)  # not a view: each counts the writes to itself alone
-    offset = value.begin // tensor.element_size()
-    tensor.set_(memory, offset, value.shape)  # pyright: ignore[reportCallIssue]  (torch names every kind of storage)
+    tensor.set_(memory, value.begin // tensor.element_size(), value.shape)  # pyright: ignore[reportCallIssue]
     return tensor.movedim(-1, 1) if value.last else tensor
 
 

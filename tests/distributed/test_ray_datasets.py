@@ -58,14 +58,23 @@ def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.Monke
     said = ['{"written": false}', '{"mixed": "a dict for eval beside a Ray Dataset"}']
     failed = [False, False, True]
 
+    seen: list[set[str]] = []
+
     def run(command: list[str], **named: Any) -> Any:
+        seen.append({name for name in named["env"] if name.startswith("RAY_")})
         bad = failed.pop(0)
         return subprocess.CompletedProcess(command, int(bad), "" if bad else said.pop(0), "ValueError: no such bucket")
 
     monkeypatch.setattr(ray_source.subprocess, "run", run)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):  # as a run before this one left them
+        monkeypatch.setenv(name, "token")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     data = DataConfig(source="ray_words:plain", eval_fraction=0.0)
     assert len(open_source(data, context=None, seed=1).train) == 2, "called here after all"
     with pytest.raises(InputError, match="a dict for eval beside a Ray Dataset, expected Ray Datasets for both"):
         open_source(data, context=None, seed=1)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(InputError, match="ray_words:plain, which failed: ValueError: no such bucket"):
         open_source(data, context=None, seed=1)
+    own, given = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}, {"RAY_ADDRESS"}
+    assert not seen[0] & (own | given) and not seen[1] & own and seen[2] >= own | given

@@ -72,26 +72,6 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
     assert told == ([True] if ours else []) and cluster.ended.is_set() is ours
 
 
-def test_a_local_clusters_token_is_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is started after a run, another run's reader of Ray Datasets too, must not look for a token that is gone."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's own")
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-
-    def of_ray() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
-
-    before = of_ray()
-    during: list[dict[str, str]] = []
-    monkeypatch.setattr("jobs.runtime._start", lambda *given, **more: during.append(of_ray()))
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: during.append(of_ray())))
-    for _ in range(2):
-        with connected("local", num_cpus=1, num_gpus=0, verbose=False):
-            assert Path(os.environ["RAY_AUTH_TOKEN_PATH"]).exists()
-        assert of_ray() == before
-    assert all(set(env) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"} for env in during) and len(during) == 4
-
-
 def test_a_token_is_nobody_elses(tmp_path: Path) -> None:
     before = os.umask(0)  # whatever the user's mask is
     try:

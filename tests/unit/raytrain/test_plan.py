@@ -464,6 +464,7 @@ def test_storage_by_bytes_of_device_and_data() -> None:
     assert value(plan(ONE_GPU, data_facts=facts(11 * GIB), model_facts=large), "storage") == "partial"
 
 
+@pytest.mark.covers("DATA-07")
 def test_what_does_not_fit_a_gpu_is_kept_in_part_and_the_rest_streamed() -> None:
     facts = DataFacts(1000, 0, GIB // 10, None, 100 * GIB, None, "a test")
     made = plan(ONE_GPU, data_facts=facts)
@@ -486,6 +487,7 @@ def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
     assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
 
 
+@pytest.mark.covers("DATA-01")
 def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
     made = plan(data={"storage": "pinned"})
     assert value(made, "storage") == "resident"

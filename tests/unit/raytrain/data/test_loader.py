@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +105,32 @@ def test_processes_stay_from_epoch_to_epoch_and_share_the_work(pools: Any) -> No
     epochs = [{int(pid) for batch in windows(feed, 5, cursor=Cursor(epoch)) for part in batch for pid in part["pid"]}
               for epoch in (0, 1, 2)]  # fmt: skip
     assert epochs[0] == epochs[1] == epochs[2] == set(pool.pids) and os.getpid() not in epochs[0]
+
+
+class Late(Items):
+    """A batch of four takes a quarter of a second; an epoch is one window of three."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.06)
+        return super().__getitem__(index)
+
+
+@pytest.mark.covers("DATA-04")
+def test_the_first_batch_of_a_later_epoch_is_there_before_it_is_asked_for(pools: Any) -> None:
+    pool = pools(Late())
+    feed, pids, latency = feed_of(pool, dataset=Late()), [], []
+    for epoch in (0, 1, 2):
+        handles, _ = feed.window(Cursor(epoch))
+        begin = time.perf_counter()
+        for number, micro in enumerate(feed.micro_batches(handles)):
+            latency += [time.perf_counter() - begin] if not number else []
+            pids.append({int(pid) for pid in micro.batch["pid"]})
+            assert pool._lines[0].poll(30), "the step goes on until the next batch is there"
+    assert all(seen == set(pool.pids) for seen in pids), "one process for all of them"
+    assert latency[1] < latency[0] and latency[2] < latency[0], "the first one waits for items, the others for none"
 
 
 def test_what_an_item_draws_depends_on_seed_epoch_and_row_alone(pools: Any) -> None:
