@@ -47,7 +47,7 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
     """Which layers must stay in fp32 under this half precision, from the first micro-batch of the window, the same on
     every worker; changes nothing it measures. Collective."""
     handles, _ = session.feed.window(session.state.cursor)
-    micro = session.feed.one(handles[: session.feed.batches.micro_batch])
+    micro = session.feed.first(handles)
     trainable = session.trainable
     blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
     names = layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS)
