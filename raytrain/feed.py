@@ -153,6 +153,10 @@ class Feed:
         """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""
         return self._gather(self.batches.split if split is None else split, Wanted("", self._at.epoch, rows))
 
+    def first(self, rows: np.ndarray) -> MicroBatch:
+        """As many of these training rows, from the first on, as one micro-batch may have (the probe)."""
+        return self.one(self.batches.fitting(rows[: self.micro_batch], self.batches.split))
+
     def weight(self, rows: np.ndarray) -> int:
         """The weight of these training rows, gathered only where nothing else tells."""
         known = self.global_weight(rows)

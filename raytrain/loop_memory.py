@@ -30,7 +30,7 @@ class LoopMemory:
     def __init__(self, step: TrainingStep, feed: Feed, *, sizing: MicroBatchSize, reporter: Reporter) -> None:
         self._feed, self._sizing, self._reporter = feed, sizing, reporter
         self._undo = Undo(step.trainable.module, step.device)
-        feed.micro_batch = sizing.now
+        self._use()
 
     def taken(self, work: Callable[[], Made], *, step: int, evaluation: bool = False) -> Made:
         """What `work` returns, which computes with the feed's micro-batches: again, with half of them, as often as it
@@ -63,7 +63,7 @@ class LoopMemory:
                 "compute. A smaller model or shorter samples (model.*), loop.activation_checkpointing: true, "
                 "precision.dtype: bf16 or data.storage: stream need less memory"
             )
-        self._feed.micro_batch = now
+        self._use()
         wait = self._sizing.wait
         self._reporter.event(
             "out_of_memory",
@@ -79,6 +79,11 @@ class LoopMemory:
             reason=f"{dropped}; {where} is taken again with micro-batches of {now} instead of {before}",
         )
 
+    def _use(self) -> None:
+        """The size in force, of rows and of a budget of tokens: of long rows the budget alone decides how many."""
+        self._feed.micro_batch = self._sizing.now
+        self._feed.batches.budget_part = (self._sizing.now, self._sizing.planned)
+
     def clean(self, *, step: int) -> None:
         """A step was taken: it may be time to try a larger size again."""
         before = self._sizing.now
@@ -86,7 +91,7 @@ class LoopMemory:
         now = self._sizing.after_clean_step()
         if now is None:
             return
-        self._feed.micro_batch = now
+        self._use()
         self._reporter.event(
             "decision",
             what="micro_batch_size",

@@ -17,11 +17,12 @@ class MicroBatchSize:
         grow_after: clean steps before the next larger size is tried; None never grows.
 
     Attributes:
+        planned: as above.
         now: in force.
     """
 
     def __init__(self, planned: int, *, grow_after: int | None) -> None:
-        self.now = planned
+        self.planned = self.now = planned
         self._grow_after = grow_after
         self._left: list[int] = []
         self._failures: dict[int, int] = {}

@@ -83,8 +83,13 @@ def place_of(job: TrainJob, *, rank: int, world: int) -> Place | None:
 
 
 def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
-    """The same orders with micro-batches of another size."""
-    return replace(job, plan=replace(job.plan, micro_batch_size=chosen))
+    """The same orders with micro-batches of another size, and as much less of a budget of tokens where it is smaller:
+    of long rows that alone decides how many are together."""
+    planned, data = job.plan.micro_batch_size, job.data
+    if data.tokens_per_batch is not None and isinstance(planned, Resolved) and chosen.value < planned.value:
+        less = max(1, data.tokens_per_batch * chosen.value // planned.value)
+        data = data.model_copy(update={"tokens_per_batch": less})
+    return replace(job, data=data, plan=replace(job.plan, micro_batch_size=chosen))
 
 
 def source_facts(source: Source) -> dict[str, Any]:

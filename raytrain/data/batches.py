@@ -71,7 +71,8 @@ class StepBatches:
         tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
             (`raytrain.data.token_budget`); None = by rows, in order.
 
-    `shares` may be set to share windows out unequally; None while all workers take the same.
+    `shares` may be set to share windows out unequally; None while all workers take the same. `budget_part` (a, b) may
+    be set where memory ran out: a / b of the budget of tokens is in force.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class StepBatches:
         self.world = world
         self.shares: Shares | None = None
         self.tokens_per_batch = tokens_per_batch
+        self.budget_part = (1, 1)
         self._epoch = -1
         self._order: Order = np.empty(0, np.int64)
 
@@ -142,10 +144,28 @@ class StepBatches:
 
     def parts(self, handles: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
         """All micro-batches of these rows by the budget of tokens, of `times` its size, over all ranks."""
-        lengths, budget = split.lengths(handles), self.tokens_per_batch
-        assert lengths is not None and budget is not None, "checked before the start (check_budget)"
-        cut = cut_by_tokens(lengths, budget=times * budget, most_rows=times * self.micro_batch)
-        return [handles[part] for part in cut]
+        lengths, budget = self._lengths(handles, split), times * self._budget
+        return [handles[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
+
+    def fitting(self, handles: np.ndarray, split: Split, *, times: int = 1) -> np.ndarray:
+        """The first of these rows: as many as are one micro-batch by the budget of tokens, all where there is none."""
+        if self.tokens_per_batch is None:
+            return handles
+        longest = np.maximum.accumulate(self._lengths(handles, split))
+        fit = longest * np.arange(1, 1 + len(handles)) <= times * self._budget
+        return handles[: max(1, int(fit.sum()))]
+
+    @property
+    def _budget(self) -> int:
+        part, whole = self.budget_part
+        assert self.tokens_per_batch is not None, "asked for where there is one only"
+        return max(1, self.tokens_per_batch * part // whole)
+
+    @staticmethod
+    def _lengths(handles: np.ndarray, split: Split) -> np.ndarray:
+        lengths = split.lengths(handles)
+        assert lengths is not None, "checked before the start (check_budget)"
+        return lengths
 
     def micro_batches(self, handles: np.ndarray) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of a window: (batch on the device, its rows)."""

@@ -183,40 +183,40 @@ class InOrder:
     """Rows in memory, in the order of the row groups they came from."""
 
     def __init__(self, split: Split, order: Callable[[int, int], Order]) -> None:
-        self._split, self._order = split, order
+        self.split, self._order = split, order
         self.tokens_per_row = split.tokens_per_row
 
     def __len__(self) -> int:
-        return len(self._split)
+        return len(self.split)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return self._split.nbytes
+        return self.split.nbytes
 
     def order(self, seed: int, epoch: int) -> Order:
         """That of the groups; nothing is read for it."""
         return self._order(seed, epoch)
 
     def eval_order(self) -> np.ndarray:
-        return self._split.eval_order()
+        return self.split.eval_order()
 
     def gather(self, handles: np.ndarray) -> Batch:
-        return self._split.gather(handles)
+        return self.split.gather(handles)
 
     def weights(self, handles: np.ndarray) -> int | None:
-        return self._split.weights(handles)
+        return self.split.weights(handles)
 
     def lengths(self, handles: np.ndarray) -> np.ndarray | None:
-        return self._split.lengths(handles)
+        return self.split.lengths(handles)
 
     def to(self, device: torch.device | str) -> InOrder:
         """On another device, in the same order."""
-        return InOrder(self._split.to(device), self._order)
+        return InOrder(self.split.to(device), self._order)
 
     def partly(self, device: torch.device | str, *, rows: int) -> InOrder:
         """Some of it there."""
-        return InOrder(self._split.partly(device, rows=rows), self._order)
+        return InOrder(self.split.partly(device, rows=rows), self._order)
 
 
 def joined(splits: Sequence[Any]) -> Any:

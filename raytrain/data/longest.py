@@ -10,6 +10,7 @@ from raytrain.data.collate import tensor_bytes
 from raytrain.data.contract import Split
 from raytrain.data.dataset import DatasetSplit, PartlyKept
 from raytrain.data.draws import generators_kept
+from raytrain.data.groups import InOrder
 from raytrain.data.ragged import RaggedSplit
 from raytrain.data.resident import StreamSplit
 
@@ -26,7 +27,7 @@ class LongestRow(NamedTuple):
 
 def longest_row(split: Split) -> LongestRow | None:
     """The longest row, None where all are alike. Items of a user's dataset may be drawn: generators are put back."""
-    if isinstance(split, (StreamSplit, PartlyKept)):
+    if isinstance(split, (StreamSplit, PartlyKept, InOrder)):
         split = split.split
     if isinstance(split, RaggedSplit):
         lengths = np.stack([np.diff(column.offsets) for column in split.ragged.values()]).sum(0)

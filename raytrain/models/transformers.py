@@ -27,6 +27,7 @@ from raytrain.models.folder import (
 from raytrain.models.gpt import token_loss
 from raytrain.models.loading import exporter, load_module, open_config, quiet, translator
 from raytrain.models.sizes import SizeError, check_counts, language_flops
+from raytrain.step import in_eval
 from raytrain.trainable import (
     IGNORED_LABEL,
     Batch,
@@ -196,11 +197,13 @@ def _class_loss(module: nn.Module, batch: Batch) -> LossOutput:
 @torch.no_grad()
 def keeps_documents_apart(module: nn.Module) -> bool:
     """Whether what stands before a position 0 in a row changes nothing after it: two rows of two documents of two
-    tokens, which differ in the first document only, must have the same logits in the second."""
+    tokens, which differ in the first document only, must have the same logits in the second. In eval mode: what is
+    dropped in training differs from row to row."""
     device = next(module.parameters()).device
     rows = torch.tensor(PROBE_IDS, device=device)
     try:
-        logits = module(input_ids=rows, position_ids=torch.tensor([[0, 1, 0, 1]] * 2, device=device)).logits
+        with in_eval(module):
+            logits = module(input_ids=rows, position_ids=torch.tensor([[0, 1, 0, 1]] * 2, device=device)).logits
     except (TypeError, ValueError):  # a forward without position_ids
         return False
     one, other = logits[:, 2:]

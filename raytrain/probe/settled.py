@@ -88,7 +88,7 @@ def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved
     handles, _ = session.feed.window(session.state.cursor)
     trials = compare_precisions(
         session.trainable,
-        session.feed.one(handles[: session.feed.micro_batch]),
+        session.feed.first(handles),
         candidates=candidates,
         gradients=session.step.gradients,
         workers=session.workers,

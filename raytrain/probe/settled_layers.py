@@ -54,7 +54,7 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
     names = layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS)
     rows, why = session.feed.batches.micro_batch, ""
     while rows:
-        micro = session.feed.one(handles[:rows])
+        micro = session.feed.first(handles[:rows])
         try:
             return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
         except OutOfMemory as error:

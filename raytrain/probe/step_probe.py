@@ -159,7 +159,8 @@ class StepProbe:
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module
         assert split is not None, "asked for where there is one only"
-        rows = self._choice.longest_first(split, split.eval_order()[: EVAL_MICRO_BATCHES * micro])
+        rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
+        rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
         batch = self.feed.one(rows, split=split)
         modes = [(part, part.training) for part in module.modules()]
         module.eval()

@@ -91,6 +91,18 @@ def test_packed_documents_do_not_read_each_other(models: Path, kind: str) -> Non
     torch.testing.assert_close(together, module(input_ids=ids[:, 4:]).logits)
 
 
+def test_dropout_is_not_taken_for_documents_that_read_each_other(models: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(models / "gpt2", tmp_path / "dropping")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    (folder / "config.json").write_text(json.dumps(config))
+    trainable = causal_lm(path=str(folder), init="random")
+    assert trainable.module.training
+    packed = {**rows_of(), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 3)}
+    losses = [trainable.loss(trainable.module, packed).loss for _ in range(2)]
+    assert losses[0] != losses[1], "something is dropped"
+
+
 def test_frozen_parameters_have_no_gradient_and_no_state(models: Path) -> None:
     ids = rows_of(16)
     session = make_session(

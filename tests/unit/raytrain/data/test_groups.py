@@ -19,6 +19,7 @@ from raytrain.data import parquet_folder
 from raytrain.data.batches import Cursor, StepBatches
 from raytrain.data.contract import Source
 from raytrain.data.groups import GroupOrder, GroupSplit, Piece, held_out
+from raytrain.data.longest import longest_row
 from raytrain.data.resident import place
 from raytrain.data.sources import describe_shapes, describe_source, open_source
 from raytrain.data.upload import Uploads
@@ -103,6 +104,8 @@ def test_rows_kept_in_memory_come_in_the_same_order(folder: Path) -> None:
     left, right = kept.gather(handles), split.gather(handles)
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
     assert {"x", "tokens", "labels", "attention_mask"} == left.keys()
+    longest = longest_row(kept)
+    assert longest is not None and longest.size == max(kept.lengths(kept.eval_order())) == 5
 
 
 def test_any_position_is_reached_without_what_came_before(folder: Path) -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from lab import GPT, Rows, make_session, token_rows
 
 from raytrain.data.batches import Cursor, StepBatches
 from raytrain.data.memory import object_split
 from raytrain.data.token_budget import check_budget, cut_by_tokens, waste_of
 from raytrain.errors import InputError
 from raytrain.feed import Feed
+from raytrain.gradients import Workers
+from raytrain.loop_memory import LoopMemory
+from raytrain.micro_batch_size import MicroBatchSize
+from raytrain.oom import Shortage, StepDropped
+from raytrain.plan import Resolved
+from raytrain.probe.row_choice import RowChoice
+from raytrain.train_job import with_micro_batch
 
 LENGTHS = np.random.default_rng(5).integers(1, 65, size=300)
 
@@ -71,3 +80,50 @@ def test_rows_without_known_tokens_and_rows_beyond_the_budget_are_refused() -> N
         check_budget(long, items, 12)
     check_budget(long, long, 12)
     check_budget(plain, items, None)
+
+
+def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
+    """Of rows of twelve tokens the budget decides how many are together, not the number of rows."""
+    data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": 48}
+    session = make_session(GPT, data, loop={"micro_batch_size": 16})
+    memory = LoopMemory(
+        session.step, session.feed, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows()
+    )
+    handles, sizes = session.feed.window(Cursor()).handles, []
+
+    def work() -> None:
+        sizes.append(max(len(micro.batch["input_ids"]) for micro in session.feed.micro_batches(handles)))
+        if sizes[-1] > 1:
+            raise StepDropped([Shortage("rank 0", "no memory")])
+
+    memory.taken(work, step=1)
+    assert sizes == [4, 2, 1]
+    memory.clean(step=1)
+    memory.clean(step=2)
+    with pytest.raises(StepDropped):
+        work()
+    assert sizes[-1] == 4, "grown back"
+    again = with_micro_batch(session.job, Resolved(4, "a restart after an out-of-memory"))
+    assert (session.job.data.tokens_per_batch, again.data.tokens_per_batch) == (48, 12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_probe_computes_no_more_than_the_budget_and_as_often_on_every_worker(world: int) -> None:
+    lengths = [*[12] * 2, *LENGTHS[:62] % 7 + 1]
+    table = pa.table({name: [list(range(n)) for n in lengths] for name in ("input_ids", "labels")})
+    data = {"train": table, "eval": table, "tokens_per_batch": 24}
+    feed = make_session(GPT, data, loop={"micro_batch_size": 16}).feed
+    split = feed.batches.split
+    workers = [Workers.__new__(Workers) for _ in range(world)]
+    for rank, one in enumerate(workers):
+        one.world, one.rank = world, rank
+    choices = [RowChoice(feed, cursor=Cursor(), workers=one, eval_split=split) for one in workers]
+    for longest in (True, False):
+        taken = [choice.rows(16, passes=2, longest=longest) for choice in choices]
+        tokens = [[feed.one(rows).batch["input_ids"].numel() for rows in own] for own in taken]
+        assert len({len(own) for own in tokens}) == 1 and max(map(max, tokens)) <= 24
+        assert all(24 in own for own in tokens) or not longest, "two rows of the longest"
+    drawn = np.concatenate([rows for own in taken for rows in own])
+    assert set(drawn.tolist()) == set(feed.batches.rows_from(Cursor(), 32 * world).tolist())
+    assert len(choices[0].longest_first(split, split.eval_order()[:64], times=4)) == 8
+    assert feed.first(split.eval_order()).batch["input_ids"].shape == (2, 12)
