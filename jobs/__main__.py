@@ -46,9 +46,13 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
     """(JOB.yaml, a recipe's name or None, `section.key=value` overrides) of a verb's arguments.
 
     Raises:
-        InputError: two files.
+        InputError: two files; a key without a value.
     """
     files = [item for item in arguments if "=" not in item]
+    for item in files:
+        path = Path(item)
+        if item.split(".")[0] in ("tune", *ALL) and path.suffix not in (".yaml", ".yml") and not path.exists():
+            raise InputError(item, seen="a key without a value", expected=f"{item}=VALUE, or the path of a JOB.yaml")
     if len(files) > 1:
         raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and section.key=value")
     return (Path(files[0]) if files else None), [item for item in arguments if "=" in item]

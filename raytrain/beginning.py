@@ -23,7 +23,7 @@ class Beginning:
         attempt: its number.
         decision: after the newest fault.
         loaded: the checkpoint to start from, None for the start.
-        step: of that checkpoint, 0 for the start.
+        step: of that checkpoint, 0 for the start; where nothing could be read, the last that an attempt began with.
         cursor: where the data goes on, if a roll-back has skipped some that the checkpoint does not know of.
         refused: why newer checkpoints were passed over.
     """
@@ -63,15 +63,22 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
     place = place_of(job, rank=workers.rank, world=workers.world)
     if workers.rank == 0:
         rows = run.read_rows(run.events)
-        loaded, refused = newest_good(run, place=place)
-        step = loaded.step if loaded else 0
+        unread: OSError | None = None
+        try:
+            loaded, refused = newest_good(run, place=place)
+            step = loaded.step if loaded else 0
+        except OSError as error:  # who has tried often enough ends all the same: no attempt gets any further than this
+            refused, unread = [], error
+            step = max((row["from_step"] for row in rows if row["kind"] == "attempt"), default=0)
         starts = origins(faults, rows, step=step)
         decision = decide(faults, retry=job.retry, fallback=job.precision.fallback, resumed_from=starts)
+        if unread is not None and decision.action != "stop":
+            raise unread
         cursor = skipped_to(rows, step)
         told = {"attempt": attempt, "step": step, "cursor": cursor and asdict(cursor), "refused": refused}
         message = json.dumps({**told, "decision": vars(decision)}).encode()
     told = json.loads(workers.gather_bytes(message)[0])
-    if workers.rank and told["step"]:  # rank 0 has verified every byte of it
+    if workers.rank and told["step"] and told["decision"]["action"] != "stop":  # rank 0 has verified every byte of it
         loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
     told["decision"] = Decision(**told["decision"])
     told["cursor"] = Cursor(**told["cursor"]) if told["cursor"] else None

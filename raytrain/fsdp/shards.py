@@ -86,9 +86,12 @@ class Shards:
             self._saver.close()
 
     def release(self) -> None:
-        """As in `Layout`: sharding has copied every parameter, so the storage is nobody else's."""
+        """As in `Layout`: sharding has copied every parameter, so the storage is nobody else's. (FSDP2 holds it by
+        names of its own. Memory of the host that numpy has seen cannot be given up so, and goes with the session.)"""
         for parameter in self._trainable.module.parameters():
-            local(parameter).untyped_storage().resize_(0)
+            storage = local(parameter).untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
 
     def facts(self) -> dict[str, Any]:
         """As in `Layout`: what sharding made of the module, in bytes."""

@@ -41,7 +41,9 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
         if loop.global_batch_size > data_facts.train_rows:
             raise InputError(
                 "loop.global_batch_size", seen=str(loop.global_batch_size),
-                expected=f"at most the {data_facts.train_rows} training rows", remedy=data_facts.reason,
+                expected=f"at most the {data_facts.train_rows} training rows",
+                remedy=f"set loop.global_batch_size={data_facts.train_rows} or less, or give more rows "
+                f"({data_facts.reason})",
             )  # fmt: skip
     return loop.global_batch_size
 

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from raytrain.attempts import this_process
+from raytrain.checkpoint import newest_good
 from raytrain.run_folder import RunFolder
 
 Fit = Callable[..., Any]
@@ -40,6 +41,21 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
     assert run.result["weights"] is None
     assert "planted at pass 5" in (run.path / "report" / "report.html").read_text()
     assert run.plan["mode"]["value"] == "cpu" and "fell back: multi_gpu was asked for" in run.plan["mode"]["reason"]
+
+
+@pytest.mark.timeout(240)
+def test_where_checkpoints_cannot_be_read_the_run_ends_and_leaves_them(
+    fit: Fit, guest_job: Callable[..., Any], place: Any
+) -> None:
+    model = {"fault": "shuts_the_store", "at": 5, "note": str(place.folder)}
+    run = fit(guest_job(model=model, save={"every": 4}, retry={"restarts_without_progress": 2}))
+    assert run.result["status"] == "failed" and run.result["weights"] is None
+    assert "2 restarts without progress" in run.result["reason"] and "symbolic links" in run.result["reason"]
+    assert [row["from_step"] for row in run.events("attempt")] == [0]
+    assert run.checkpoints() == [4], "what could not be read is still there"
+    (run.checkpoint(4) / "manifest.json").unlink()
+    (place.folder / "manifest.json").rename(run.checkpoint(4) / "manifest.json")
+    assert newest_good(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
 
 
 @pytest.mark.timeout(420)

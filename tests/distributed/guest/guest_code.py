@@ -109,6 +109,17 @@ class Troubled(Net):
             (notes / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def shuts_the_store(self, call: int, row: Tensor) -> None:
+        """Raises in pass `at`, and from then on no checkpoint below `note` can be read; none is damaged."""
+        if call == self._at:
+            runs = Path(self._note) / "runs"
+            while not (marks := sorted(runs.glob("*/checkpoints/*/COMPLETE"))):
+                time.sleep(0.05)
+            manifest = marks[-1].parent / "manifest.json"
+            manifest.rename(Path(self._note) / "manifest.json")
+            manifest.symlink_to(manifest)  # whoever opens it is told "too many levels of symbolic links"
+            raise KeyError(f"planted at pass {call}")
+
     def runs_short(self, call: int, row: Tensor) -> None:
         if call == self._at:
             short_once(Path(self._note) / "in a pass")

@@ -46,6 +46,10 @@ def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
     assert split_arguments(()) == (None, [])
     with pytest.raises(InputError, match="seen one two, expected one JOB"):
         split_arguments(("one", "two"))
+    for key in ("optim.lr", "seed", "data.source"):
+        with pytest.raises(InputError, match=f"{key}: seen a key without a value, expected {key}=VALUE"):
+            split_arguments(("job.yaml", key))
+    assert split_arguments(("data.yaml",)) == (Path("data.yaml"), [])
 
 
 @pytest.mark.parametrize(

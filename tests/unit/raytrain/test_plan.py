@@ -363,7 +363,8 @@ def test_a_worker_without_rows_is_a_warning() -> None:
 
 
 def test_batches_larger_than_what_they_are_cut_from_are_refused() -> None:
-    assert "1000 training rows" in refused("loop.global_batch_size", loop={"global_batch_size": 1001})
+    said = refused("loop.global_batch_size", loop={"global_batch_size": 1001})
+    assert "1000 training rows" in said and "set loop.global_batch_size=1000 or less" in said
     refused("loop.micro_batch_size", loop={"global_batch_size": 4, "micro_batch_size": 8})
     refused("loop.global_batch_size", loop={"global_batch_size": "auto"})
 
