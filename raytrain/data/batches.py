@@ -101,7 +101,7 @@ class StepBatches:
         self.world = world
         self.shares: Shares | None = None
         self.tokens_per_batch = tokens_per_batch
-        self.budget_part = (1, 1)
+        self.budget_part: tuple[int, int] = (1, 1)
         self._epoch = -1
         self._order: Order = np.empty(0, np.int64)
 
