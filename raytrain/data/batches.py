@@ -147,6 +147,10 @@ class StepBatches:
         lengths, budget = self._lengths(handles, split), times * self._budget
         return [handles[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
 
+    def cut(self, handles: np.ndarray) -> list[np.ndarray]:
+        """These training rows, no more than a micro-batch may have, as they are or by the budget of tokens."""
+        return [handles] if self.tokens_per_batch is None else self.parts(handles, self.split)
+
     def fitting(self, handles: np.ndarray, split: Split, *, times: int = 1) -> np.ndarray:
         """The first of these rows: as many as are one micro-batch by the budget of tokens, all where there is none."""
         if self.tokens_per_batch is None:

@@ -73,10 +73,11 @@ def _trained(
     outputs: list[StepOutput] = []
     with _as_it_was(session), _computing_in(session, precision):
         for number, part in enumerate(rows, start=1):
-            own = np.split(part, workers.world)[workers.rank]
+            cut = [feed.batches.cut(share) for share in np.split(part, workers.world)]
             weight = max(1, feed.weight(part))
             at = max(1, min(first + number, last))
-            outputs.append(step.run(iter([feed.one(own)]), global_weight=weight, step=at, passes=1))
+            micros, passes = map(feed.one, cut[workers.rank]), max(map(len, cut))
+            outputs.append(step.run(micros, global_weight=weight, step=at, passes=passes))
     losses = torch.stack([output.loss for output in outputs]).tolist()
     total = [sum(column) for column in zip(*workers.gather_floats(losses), strict=True)]
     norms = torch.stack([output.norm.to(torch.float64) for output in outputs]).tolist()

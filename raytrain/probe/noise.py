@@ -53,19 +53,21 @@ def _squares(session: Session, rows: np.ndarray, micro_batches: int) -> tuple[Te
     """(of the first micro-batch's mean gradient, of the mean gradient of all rows), float64 on the device."""
     step, feed, workers = session.step, session.feed, session.workers
     total = max(1, feed.weight(rows))
-    parts = np.split(np.split(rows, workers.world)[workers.rank], micro_batches)
+    shares = [np.split(share, micro_batches) for share in np.split(rows, workers.world)]
+    cut = [[feed.batches.cut(part) for part in parts] for parts in shares]
     small: list[Tensor] = []
 
     def micros() -> Iterator[MicroBatch]:
-        for number, part in enumerate(parts):
+        for number, parts in enumerate(cut[workers.rank]):
             if number == 1:  # asked for once the first has been taken backward
                 small.append(step.gradients.sum_of_squares())
-            yield feed.one(part)
+            yield from map(feed.one, parts)
 
-    step.backward(micros(), global_weight=total, passes=micro_batches)
+    passes = max(sum(map(len, parts)) for parts in cut)
+    step.backward(micros(), global_weight=total, passes=passes)
     if not small:
         small.append(step.gradients.sum_of_squares())
-    share = max(1, feed.weight(parts[0])) / total  # gradients are of the whole step's mean
+    share = max(1, feed.weight(shares[workers.rank][0])) / total  # gradients are of the whole step's mean
     workers.sum_(step.gradients.buffers)
     unscaled = step.scale.inverse.double() ** 2
     return small[0] * unscaled / share**2, step.gradients.sum_of_squares() * unscaled

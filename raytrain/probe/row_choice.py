@@ -32,11 +32,11 @@ class RowChoice:
         batches, world, rank = self._feed.batches, self._workers.world, self._workers.rank
         taken = np.split(batches.rows_from(self._cursor, micro * passes * world), passes * world)
         own = slice(rank * passes, (rank + 1) * passes)
-        if batches.tokens_per_batch is None:
-            return [self.longest_first(batches.split, part) for part in taken[own]] if longest else taken[own]
-        cut = [batches.parts(part, batches.split) for part in taken]
+        cut = [batches.cut(part) for part in taken]
         if longest:
             first = [self.longest_first(batches.split, part) for part in taken[own]]
+            if batches.tokens_per_batch is None:
+                return first
             heavy = [max(parts, key=self._tokens) for parts in cut[own]]
             return [part for pair in zip(first, heavy, strict=True) for part in pair]
         most = max(map(len, cut))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lab import MLP, Rows, class_rows, digest, make_session, train
+from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 from test_probe_is_neutral import moe, noisy, state_of
 from torch import nn
 
@@ -36,6 +36,18 @@ def test_the_gate_leaves_everything_as_it_was(build: Any, precision: str) -> Non
     assert everything(session) == before
     assert len(report.losses) == len(report.reference_norms) == 5 and report.error is None
     assert all(loss > 0 for loss in report.losses) and all(norm > 0 for norm in report.reference_norms)
+
+
+def test_a_budget_of_tokens_bounds_what_the_gate_computes_and_changes_no_step() -> None:
+    found, most = [], []
+    for budget in (None, 24):
+        data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": budget}
+        session = make_session(GPT, data)
+        one, sizes = session.feed.one, []
+        session.feed.one = lambda rows: sizes.append(len(rows)) or one(rows)  # noqa: B023
+        found.append(run_gate(session, Candidate("bf16", 8), reference="fp32", steps=3).reference_losses)
+        most.append(max(sizes))
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and most == [8, 2]
 
 
 def test_in_the_middle_of_a_run_too() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lab import MLP, class_rows, make_session, train
+from lab import GPT, MLP, class_rows, make_session, token_rows, train
 from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 
@@ -30,6 +30,19 @@ def squares_of(session: Session, rows: Any) -> float:
     loss = session.trainable.loss(session.trainable.module, micro.batch).loss
     gradients = torch.autograd.grad(loss, list(session.trainable.module.parameters()))
     return float(sum(gradient.square().sum() for gradient in gradients))
+
+
+def test_a_budget_of_tokens_bounds_what_is_computed_and_changes_no_norm() -> None:
+    found, most = [], []
+    for budget in (None, 24):
+        data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": budget}
+        session = make_session(GPT, data, precision="fp64")
+        one, sizes = session.feed.one, []
+        session.feed.one = lambda rows: sizes.append(len(rows)) or one(rows)  # noqa: B023
+        pairs = measure_norms(session, micro_batch_size=4, micro_batches=3, draws=2)
+        found.append([value for pair in pairs for value in (pair.small_squares, pair.big_squares)])
+        most.append(max(sizes))
+    assert found[0] == pytest.approx(found[1], rel=1e-12) and most == [4, 2]
 
 
 def test_they_are_the_norms_of_the_mean_gradients() -> None:
