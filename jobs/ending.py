@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from raytrain.accounting import account
+from raytrain.errors import RunError
 from raytrain.run_folder import RunFolder
 
 
@@ -49,7 +50,10 @@ def _best_checkpoint(run: RunFolder) -> str | None:
         if not run.exists(f"checkpoints/{entry.name}/COMPLETE"):
             continue
         newest = entry.name
-        loss = run.read_json(f"checkpoints/{entry.name}/manifest.json").get("eval_loss")
+        try:
+            loss = run.read_json(f"checkpoints/{entry.name}/manifest.json").get("eval_loss")
+        except (OSError, RunError):
+            loss = None  # damaged, or the disk is out of order, which is how this run may have ended
         if loss is not None and (best is None or loss < best[0]):
             best = (loss, entry.name)
     return best[1] if best else newest

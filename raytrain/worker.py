@@ -110,7 +110,9 @@ class Worker:
         if self.workers.rank == 0:
             faults = read_faults(self.run_folder, since=self.job.first_attempt)
             self.attempt = attempt_number(self.job, self.run_folder, faults=faults)
-            self._new_faults = faults[-1:]
+            events = self.run_folder.read_rows(self.run_folder.events)
+            told = {row["failed_attempt"] for row in events if row["kind"] == "fault"}
+            self._new_faults = [fault for fault in faults if fault.attempt not in told]
         begun = begin(self.job, self.run_folder, workers=self.workers, attempt=self.attempt, faults=faults)
         self.attempt, self.from_step = begun.attempt, begun.step
         return begun

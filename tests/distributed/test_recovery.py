@@ -52,7 +52,8 @@ def test_where_checkpoints_cannot_be_read_the_run_ends_and_leaves_them(
     assert run.result["status"] == "failed" and run.result["weights"] is None
     assert "2 restarts without progress" in run.result["reason"] and "symbolic links" in run.result["reason"]
     assert [row["from_step"] for row in run.events("attempt")] == [0]
-    assert run.checkpoints() == [4], "what could not be read is still there"
+    assert [row["error"] for row in run.events("fault")] == ["KeyError", "OSError"]
+    assert run.checkpoints() == [4] and run.result["best_checkpoint"] == "step_00000004", "still there"
     (run.checkpoint(4) / "manifest.json").unlink()
     (place.folder / "manifest.json").rename(run.checkpoint(4) / "manifest.json")
     assert newest_good(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
