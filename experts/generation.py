@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from experts.transport.process_group import MEET_S, JointGroup, give_up, gloo, nccl
 from raytrain.errors import RunError, StateLost, first_line
-from raytrain.gradients import WorkersGroup
+from raytrain.workers import WorkersGroup
 
 HOSTS_WAIT_LONGER_S = 10.0
 """Than the workers do: where nobody can meet, the workers end the run with the reason before a host is heard."""

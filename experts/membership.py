@@ -17,7 +17,7 @@ from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
 from raytrain.elsewhere import Death
-from raytrain.gradients import WorkersGroup
+from raytrain.workers import WorkersGroup
 
 
 @dataclass(frozen=True)

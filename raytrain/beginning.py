@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 
 from raytrain.checkpoint import LoadedCheckpoint, load, newest_good
 from raytrain.data.batches import Cursor
-from raytrain.gradients import Workers
 from raytrain.recovery import Decision, Fault, decide, origins
 from raytrain.reporter import Superseded
 from raytrain.rollback import skipped_to
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import TrainJob, place_of
+from raytrain.workers import Workers
 
 
 @dataclass(frozen=True)

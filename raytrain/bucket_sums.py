@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from raytrain.errors import RunError
-from raytrain.gradients import GradientBuffers, Workers
+from raytrain.gradients import GradientBuffers
+from raytrain.workers import Workers
 
 #: Size at which a bucket is closed, by kind of device, in bytes. On a CPU (gloo, loopback) buckets of 1 MiB took up to
 #: three times as long as one sum of the whole, those of 4 MiB no longer; on a GPU it is what torch's own takes.

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from raytrain.gradients import WorkersGroup
 from raytrain.oom import Shortage
 from raytrain.turns import Turns
+from raytrain.workers import WorkersGroup
 
 Notice = tuple[str, dict[str, Any]]
 """(kind, fields) of an event."""

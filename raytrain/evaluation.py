@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from raytrain.allocator import give_back_free_pages
-from raytrain.gradients import Workers
 from raytrain.oom import Shortage, StepDropped
 from raytrain.step import MicroBatch, TrainingStep, in_eval
+from raytrain.workers import Workers
 
 #: In place of a worker's names: it had no memory for its batches. No name of a metric begins so.
 SHORT = b"\0"

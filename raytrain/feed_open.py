@@ -12,12 +12,12 @@ from raytrain.data.prepared import DataPlan, open_pool, reads_items
 from raytrain.data.token_budget import waste_of
 from raytrain.data.upload import Uploads
 from raytrain.feed import Feed
-from raytrain.gradients import Workers
 from raytrain.plan import Resolved
 from raytrain.search.shares import shares_in_force
 from raytrain.step import MicroBatch
 from raytrain.train_job import TrainJob
 from raytrain.trainable import shifted_labels_weight
+from raytrain.workers import Workers
 
 #: Windows of the first epoch by which the waste of a budget of tokens is told.
 LOOKED_AT = 50

@@ -7,25 +7,17 @@ unbroken one in its last bits. One pass over few large buffers also makes the no
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain.errors import CollectiveFailed, RunError, StateLost, first_line
+from raytrain.errors import RunError
 
 BUCKET_BYTES = 64 * 2**20
 #: On a CPU the norm goes through a buffer in pieces of this many elements: torch makes a float64 copy of what it takes
 #: the norm of, and a copy that stays in the cache costs a tenth of one that does not.
 NORM_PIECE = 2**18
-#: So long may the word that a group was given up take to every worker.
-WORD_S = 3.0
-
 
 class GradientBuffers:
     """Flat gradient buffers whose views are the parameters' `.grad`.
@@ -164,144 +156,3 @@ class GradientBuffers:
 def _norm_pieces(flat: Tensor) -> tuple[Tensor, ...]:
     """A buffer whole on a GPU, whose kernel casts as it reads; in pieces on a CPU."""
     return flat.split(NORM_PIECE) if flat.device.type == "cpu" else (flat,)
-
-
-@dataclass(frozen=True)
-class WorkersGroup:
-    """Process groups over the workers that can be given up and made anew, which torch's default group cannot.
-
-    Attributes:
-        payload, flags: for tensors of the device, and for CPU tensors.
-        lost: why they are given up, None while they are not.
-    """
-
-    payload: Any
-    flags: Any
-    lost: Callable[[], str | None]
-
-
-class Workers:
-    """The workers as one training step sees them: sums over the group, and nothing at all for a single worker.
-
-    Uses torch's default process group for device tensors and a gloo group for CPU flags (the same one where the
-    default is gloo). Runs in every worker process; each call is a collective that all workers make, and raises
-    `CollectiveFailed` where one of them is gone.
-    """
-
-    def __init__(self) -> None:
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._payload: Any = None
-        self._flags: Any = None
-        if self.world > 1:
-            self._payload = self._flags = dist.group.WORLD
-            if dist.get_backend() != "gloo":
-                self._flags = dist.new_group(backend="gloo")
-        self._lost: Callable[[], str | None] | None = None
-        self.wait_s = 0.0
-
-    def use(self, group: WorkersGroup) -> None:
-        """From now on meet over these process groups of the same workers."""
-        self._payload, self._flags, self._lost = group.payload, group.flags, group.lost
-
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
-        """Sum tensors over the workers in place, in the order given."""
-        for tensor in tensors:
-            self.begin_sum(tensor)()
-
-    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Start a sum of a tensor in place and return at once; calling what comes back waits (a GPU's stream does)."""
-        if self.world == 1:
-            return lambda: None
-        with self._together():
-            work = self._of(tensor).allreduce([tensor])
-        return lambda: self._finished(work)
-
-    def _finished(self, work: Any) -> None:
-        with self._together():
-            work.wait()
-
-    def sum_flags(self, values: list[int]) -> list[int]:
-        """Sum small host integers over the workers; never touches the device."""
-        return self.begin_sum_flags(values)()
-
-    def begin_sum_flags(self, values: list[int]) -> Callable[[], list[int]]:
-        """Start a sum of host integers and return at once; calling what comes back waits for it.
-
-        While it travels, other collectives may run, in the same order on every worker.
-        """
-        if self.world == 1:
-            return lambda: values
-        vector = torch.tensor(values, dtype=torch.int64)
-        with self._together():
-            work = self._flags.allreduce([vector])
-
-        def finish() -> list[int]:
-            self._finished(work)
-            # numpy shares memory with a CPU tensor: no device read is made or counted
-            return [int(value) for value in vector.numpy()]
-
-        return finish
-
-    def gather_floats(self, values: list[float]) -> list[list[float]]:
-        """One row of host floats for each worker, on every worker."""
-        if self.world == 1:
-            return [values]
-        own = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(self.world)]
-        with self._together():
-            self._flags.allgather([rows], [own]).wait()
-        return [[float(value) for value in row.numpy()] for row in rows]
-
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """One byte string for each worker, on every worker (used for small records: RNG states, names)."""
-        if self.world == 1:
-            return [payload]
-        sizes = [int(row[0]) for row in self.gather_floats([float(len(payload))])]
-        own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
-        rows = [torch.empty_like(own) for _ in range(self.world)]
-        with self._together():
-            self._flags.allgather([rows], [own]).wait()
-        return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
-
-    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values on every worker."""
-        if self.world == 1:
-            return
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        with self._together():
-            for tensor in tensors:
-                self._of(tensor).broadcast([tensor.detach()], options).wait()
-
-    def _of(self, tensor: Tensor) -> Any:
-        return self._flags if tensor.device.type == "cpu" else self._payload
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Times a collective and names its failure: torch raises a plain RuntimeError, as any operation does."""
-        begin = time.perf_counter()
-        try:
-            yield
-        except RuntimeError as error:
-            reason = self._why_lost()
-            if reason is not None:
-                raise StateLost(reason) from error
-            raise CollectiveFailed(f"a sum over {self.world} workers failed: {first_line(error)}") from error
-        finally:
-            self.wait_s += time.perf_counter() - begin
-
-    def _why_lost(self) -> str | None:
-        """Another worker may hear of the end first and close its side: this one's own word of it is waited for."""
-        ends = time.monotonic() + WORD_S
-        while self._lost is not None and time.monotonic() < ends:
-            reason = self._lost()
-            if reason is not None:
-                return reason
-            time.sleep(0.01)
-        return None
-
-    def close(self) -> None:
-        """Forget the groups (torch destroys its own)."""
-        self._payload = self._flags = None

@@ -10,12 +10,12 @@ from torch import nn
 
 from raytrain.elsewhere import SavedElsewhere
 from raytrain.feed import Feed
-from raytrain.gradients import Workers
 from raytrain.precision import PrecisionPolicy
 from raytrain.reduction import Reduction
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import load_module
 from raytrain.trainable import Batch, Trainable
+from raytrain.workers import Workers
 
 
 class ForStep(TypedDict, total=False):

@@ -19,7 +19,7 @@ from cluster.limits import ROOT, memory_bytes
 from cluster.telemetry import process_memory, reset_peak
 from raytrain.allocator import freed_at_once, give_back_free_pages
 from raytrain.errors import OutOfMemory
-from raytrain.gradients import Workers
+from raytrain.workers import Workers
 
 #: On a CPU torch says "out of memory" by a plain RuntimeError. It is taken for one where at least this part of what the
 #: process may have was in use: what failed is not known, but hardly larger than all that is there already.

@@ -31,16 +31,10 @@ from raytrain.planning.hosts import (
     taken_by_hosts,
 )
 from raytrain.planning.machines import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.planning.memory import (
-    ShareOut,
-    advise_recomputing,
-    beyond,
-    check_limit,
-    doubt_of_memory,
-    estimate_bytes,
-)
+from raytrain.planning.memory import ShareOut, estimate_bytes
 from raytrain.planning.sharding import leave_to_shards, refuse_unmeasured, settled_precision
 from raytrain.planning.shares import choose_shares, splits
+from raytrain.planning.shortage import advise_recomputing, beyond, check_limit, doubt_of_memory
 from raytrain.planning.speed import choose_speed
 from raytrain.planning.steps import (
     choose_batches,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from raytrain.bucket_sums import BUCKET_BYTES, BucketSums
-from raytrain.gradients import GradientBuffers, Workers
+from raytrain.gradients import GradientBuffers
 from raytrain.oom import Shortage, StepDropped, attempt, heard, told
 from raytrain.trainable import Trainable
+from raytrain.workers import Workers
 
 Made = TypeVar("Made")
 

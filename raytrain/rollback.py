@@ -13,12 +13,12 @@ from typing import Any
 from raytrain.checkpoint import LoadedCheckpoint, discard_after, load, newest_good
 from raytrain.data.batches import Cursor
 from raytrain.errors import RunError, StateLost
-from raytrain.gradients import Workers
 from raytrain.loop_state import Outcome
 from raytrain.precision import HIGHER_PRECISION
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.train_job import TrainJob, place_of
+from raytrain.workers import Workers
 
 
 class RollBacks:

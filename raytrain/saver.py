@@ -10,11 +10,11 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 
 from raytrain.checkpoint import CheckpointWriter, solve_interval
-from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, LoopState, Reporter
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.snapshot import flatten, unflatten
+from raytrain.workers import Workers
 
 #: `save.every: auto`: the stall may cost this share of the time ...
 STALL_BUDGET = 0.03

@@ -21,7 +21,6 @@ from raytrain.device import need_data, rng_state, seed_everything, set_determini
 from raytrain.evaluation import evaluate
 from raytrain.feed import Feed, most_passes
 from raytrain.feed_open import data_plan, open_feed
-from raytrain.gradients import Workers
 from raytrain.layer_precision import LayerPrecision, kept_in_fp32
 from raytrain.layout import layout_of
 from raytrain.loop import TrainingLoop
@@ -37,6 +36,7 @@ from raytrain.search.shares import shares_in_force
 from raytrain.speed.switches import Switches
 from raytrain.step import TrainingStep
 from raytrain.train_job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
+from raytrain.workers import Workers
 
 
 class Session:

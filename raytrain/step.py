@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.device import Placement
-from raytrain.gradients import Workers
 from raytrain.oom import Shortage, StepDropped
 from raytrain.optim import Schedule, takes_skip_on_device
 from raytrain.precision import LossScale, PrecisionPolicy
 from raytrain.reduction import FlatReduction, Reduction
 from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
+from raytrain.workers import Workers
 
 Made = TypeVar("Made")
 

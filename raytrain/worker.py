@@ -26,7 +26,6 @@ from raytrain.device import platform
 from raytrain.errors import StateLost
 from raytrain.export import export
 from raytrain.faults import fault_of, read_faults, write_fault
-from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan import Deferred, Resolved
@@ -43,6 +42,7 @@ from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
 from raytrain.train_job import TrainJob, with_micro_batch
+from raytrain.workers import Workers
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:

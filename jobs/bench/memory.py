@@ -122,7 +122,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     arm.run(max(1, settings["steps"] - 2))
     return {
         "floor": floor,
-        "peak": process_memory().peak,
+        "peak": max(arm.reporter.peaks[FLOOR_STEPS + 2 :]),  # each row's own: the loop sets it back
         "exact_peak": exact,
         "micro_batches": len(batches.rank_handles(handles)),
         "losses": arm.losses[FLOOR_STEPS:],

@@ -14,12 +14,12 @@ from jobs.built import facts_from, opened
 from jobs.driver import train_job
 from jobs.plan import plan_job
 from jobs.spec import load_spec
-from raytrain.gradients import Workers
 from raytrain.plan import Deferred, Plan
 from raytrain.probe.settled import measure_precision
 from raytrain.reporter import SilentReporter
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
+from raytrain.workers import Workers
 
 
 def session_of(job: Mapping[str, Any], *, connection: Any = None) -> tuple[Session, Plan]:
@@ -77,14 +77,16 @@ def _never() -> bool:
 
 
 class Losses(SilentReporter):
-    """Keeps the losses of logged steps."""
+    """Keeps the losses of logged steps, and the peak of bytes that each of them had."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.peaks: list[int] = []
 
     def metrics(self, row: dict[str, Any]) -> None:
         if row["kind"] == "train":
             self.losses.append(row["loss"])
+            self.peaks.append(row["peak_memory_bytes"])
 
 
 class SavedForBackward:

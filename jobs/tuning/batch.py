@@ -20,7 +20,6 @@ from ray import cloudpickle, tune
 from jobs.tuning.batch_trials import Wanted
 from raytrain.allocator import keep_freed_memory
 from raytrain.data.sources import handed_over
-from raytrain.gradients import Workers
 from raytrain.models.registry import make_importable
 from raytrain.probe.carried_out import carry_out
 from raytrain.probe.found import signature_of
@@ -29,6 +28,7 @@ from raytrain.probe.noise import measure_norms
 from raytrain.search.noise_scale import noise_scale
 from raytrain.session import Session
 from raytrain.train_job import TrainJob
+from raytrain.workers import Workers
 
 FREED_S = 20.0
 """The memory of an earlier trial's process is back within so many seconds, or never."""

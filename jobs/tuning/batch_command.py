@@ -24,7 +24,7 @@ from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.errors import InputError
 from raytrain.expected import render
 from raytrain.plan import Deferred, Plan
-from raytrain.planning.memory import check_limit
+from raytrain.planning.shortage import check_limit
 from raytrain.search.measurement import Candidate
 from raytrain.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.sweep_folder import SweepFolder

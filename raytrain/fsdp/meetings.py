@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain.gradients import Workers
+from raytrain.workers import Workers
 
 
 class Meeting:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from raytrain.errors import CollectiveFailed, OutOfMemory, first_line
 from raytrain.fsdp.gradients import ShardGradients
-from raytrain.gradients import GradientBuffers, Workers
+from raytrain.gradients import GradientBuffers
 from raytrain.oom import Shortage, StepDropped, attempt, heard, told
 from raytrain.reduction import Losses
 from raytrain.trainable import Trainable
+from raytrain.workers import Workers
 
 Made = TypeVar("Made")
 

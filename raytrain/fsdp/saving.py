@@ -13,11 +13,11 @@ from torch import Tensor
 
 from raytrain.checkpoint_write import write_parts
 from raytrain.errors import RaytrainError, RunError
-from raytrain.gradients import Workers, WorkersGroup
 from raytrain.run_folder import RunFolder
 from raytrain.safetensors_io import SHARD_BYTES, WrittenFile
 from raytrain.snapshot import Staging, take_snapshot
 from raytrain.storage import open_store
+from raytrain.workers import Workers, WorkersGroup
 
 
 class ShardSaver:

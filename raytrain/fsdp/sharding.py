@@ -22,10 +22,10 @@ from raytrain.blocks import Block, blocks_of, outside
 from raytrain.errors import InputError
 from raytrain.fsdp.gradients import local
 from raytrain.fsdp.meetings import Gathering, Scattering
-from raytrain.gradients import Workers
 from raytrain.layer_precision import parts_named
 from raytrain.precision import PrecisionPolicy
 from raytrain.trainable import Trainable
+from raytrain.workers import Workers
 
 KEY = "scale.strategy"
 

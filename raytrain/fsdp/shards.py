@@ -17,12 +17,12 @@ from raytrain.fsdp.reduction import ShardedReduction
 from raytrain.fsdp.saving import ShardSaver
 from raytrain.fsdp.sharding import Sharded, shard
 from raytrain.fsdp.state import load_optimizer, load_sharded, whole_state
-from raytrain.gradients import Workers
 from raytrain.layout import ForStep
 from raytrain.precision import PrecisionPolicy
 from raytrain.run_folder import RunFolder
 from raytrain.train_job import load_module
 from raytrain.trainable import Batch, Trainable
+from raytrain.workers import Workers
 
 
 class Shards:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from raytrain.device import device_name
-from raytrain.gradients import Workers
 from raytrain.memory import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.oom import let_go
 from raytrain.probe.untouched import untouched
 from raytrain.search.shares import Pace
 from raytrain.step import MicroBatch, TrainingStep
+from raytrain.workers import Workers
 
 #: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
 TIMED_S = 1.0

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from raytrain.device import rng_state, set_rng_state
-from raytrain.gradients import GradientBuffers, Workers
+from raytrain.gradients import GradientBuffers
 from raytrain.precision import PrecisionPolicy, policy_for
 from raytrain.probe.together import tried
 from raytrain.probe.untouched import untouched
 from raytrain.search.precision import PrecisionTrial
 from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import Trainable
+from raytrain.workers import Workers
 
 #: Rounds are taken in turn over the candidates until the time is up, at least `MIN_ROUNDS` of them.
 BUDGET_S = 2.0

@@ -8,7 +8,7 @@ from raytrain.data.batches import Cursor
 from raytrain.data.contract import Split
 from raytrain.data.longest import longest_row
 from raytrain.feed import Feed
-from raytrain.gradients import Workers
+from raytrain.workers import Workers
 
 
 class RowChoice:

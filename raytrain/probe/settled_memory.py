@@ -15,7 +15,7 @@ from raytrain.layer_precision import kept_in_fp32
 from raytrain.loop_state import Reporter
 from raytrain.memory import process_budget
 from raytrain.plan import Deferred, Resolved
-from raytrain.planning.memory import DOUBTFUL, TINY_PARAMETERS
+from raytrain.planning.shortage import DOUBTFUL, TINY_PARAMETERS
 from raytrain.planning.values import size_text
 from raytrain.probe.record import Push, shared_record, write_measured
 from raytrain.run_folder import RunFolder

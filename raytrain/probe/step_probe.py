@@ -34,13 +34,12 @@ from raytrain.search.measurement import Candidate, Measurement, Outcome, alike
 from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import GlobalStep
 
-#: Micro-batches that accumulate while memory is read: from the second on, gradients are there already.
-ACCUMULATED = 2
-#: Rows that warm a CPU up before its memory is read: what a larger size takes for good is part of its own peak.
-FEW_ROWS = 2
+#: Micro-batches that accumulate while memory is read (from the second on, gradients are there already), and rows that
+#: warm a CPU up before that: what a larger size takes for good is part of its own peak.
+ACCUMULATED = FEW_ROWS = 2
 #: Steps over which the optimizer alone is timed, once in the life of a probe.
 OPTIMIZER_STEPS = 3
-#: A new loss scale of fp16 is halved so often, at most, before a gradient counts as not finite.
+#: Times that a new loss scale of fp16 is halved before a gradient counts as not finite.
 HALVINGS = 24
 
 

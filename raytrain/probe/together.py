@@ -12,10 +12,10 @@ import torch
 
 from raytrain.elsewhere import StateElsewhere
 from raytrain.errors import OutOfMemory, first_line
-from raytrain.gradients import Workers
 from raytrain.memory import is_out_of_memory
 from raytrain.oom import let_go
 from raytrain.search.measurement import Outcome
+from raytrain.workers import Workers
 
 
 def tried(

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from raytrain.gradients import Workers
 from raytrain.models.mask_cache import MaskCache
 from raytrain.planning.values import Resolved
 from raytrain.recompute import recompute
@@ -16,6 +15,7 @@ from raytrain.speed.parts import parts_to_compile
 from raytrain.speed.toolchain import missing_for_compile
 from raytrain.train_job import TrainJob
 from raytrain.trainable import Trainable
+from raytrain.workers import Workers
 
 MEGABYTE = 2**20
 

@@ -11,10 +11,10 @@ import torch
 from jobs.driver import check_on_driver, train_job
 from jobs.plan import plan_job
 from jobs.spec import load_spec
-from raytrain.gradients import Workers
 from raytrain.plan import Resolved
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
+from raytrain.workers import Workers
 
 
 @pytest.fixture

@@ -36,12 +36,12 @@ from experts.shapes import LayerShape
 from experts.transport.protocol import Header, Op
 from raytrain.elsewhere import Death
 from raytrain.errors import StateLost
-from raytrain.gradients import Workers
 from raytrain.loop_state import Clock
 from raytrain.rollback import Rewinds
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
+from raytrain.workers import Workers
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",

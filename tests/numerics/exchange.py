@@ -23,11 +23,11 @@ from experts.transport.process_group import JointGroup, gloo
 from experts.transport.protocol import Header, Op
 from experts.vote import Tally
 from raytrain.checkpoint import load
-from raytrain.gradients import Workers, WorkersGroup
 from raytrain.loop_state import Clock
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
+from raytrain.workers import Workers, WorkersGroup
 
 DATA = {"train": token_rows(70, ragged=True, empty=(3, 11)), "eval": token_rows(20, seed=5)}
 

@@ -24,12 +24,12 @@ from jobs.driver import train_job
 from jobs.plan import plan_job
 from jobs.spec import load_spec
 from raytrain.data.sources import Source, open_source
-from raytrain.gradients import Workers
 from raytrain.loop_state import Outcome, Saver
 from raytrain.plan import Resolved
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.train_job import TrainJob
+from raytrain.workers import Workers
 
 ROOT = Path(raytrain.session.__file__).parent.parent
 PRODUCT = tuple(str(ROOT / package) for package in ("raytrain", "experts"))

@@ -14,11 +14,11 @@ from torch import nn
 
 from raytrain.checkpoint import load, newest_good
 from raytrain.data.batches import Cursor
-from raytrain.gradients import Workers
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
 from raytrain.step import MicroBatch
+from raytrain.workers import Workers
 
 # ---------------------------------------------------------------- DESIGN 4.2: one step, however it is shared out
 

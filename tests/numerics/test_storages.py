@@ -15,10 +15,10 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, make_job, token_rows, train
 
 from raytrain.data.batches import Cursor
-from raytrain.gradients import Workers
 from raytrain.plan import Resolved
 from raytrain.session import Session
 from raytrain.step import TrainingStep
+from raytrain.workers import Workers
 
 STEPS = 13
 

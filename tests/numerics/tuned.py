@@ -7,8 +7,8 @@ from typing import Any
 from lab import make_session, train
 
 from raytrain.export import export
-from raytrain.gradients import Workers
 from raytrain.run_folder import RunFolder
+from raytrain.workers import Workers
 
 
 def fine_tune(rank: int, world: int, model: dict[str, Any], data: dict[str, Any], strategy: str, run: str) -> Any:

@@ -9,13 +9,13 @@ from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, tr
 from torch import nn
 
 from raytrain.checkpoint import load
-from raytrain.gradients import Workers
 from raytrain.plan import Resolved
 from raytrain.probe import settled_shares
 from raytrain.run_folder import RunFolder
 from raytrain.saver import CheckpointSaver
 from raytrain.search.shares import Shares
 from raytrain.session import Session
+from raytrain.workers import Workers
 
 ROWS, GLOBAL, MICRO = 54, 16, 2
 SLOWNESS = 12

@@ -50,12 +50,12 @@ from raytrain.data.sources import open_source
 from raytrain.decode import dump_yaml, encode, parse_override
 from raytrain.errors import InputError
 from raytrain.expected import key_rows
-from raytrain.gradients import Workers
 from raytrain.plan import Deferred, Plan, Resolved
 from raytrain.recovery import Fault, decide
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.train_job import build_trainable, source_facts
+from raytrain.workers import Workers
 
 HOSTS = [HostSpec(host, 1.0, None) for host in range(3)]
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,8 +15,8 @@ from raytrain.beginning import attempt_number, begin
 from raytrain.checkpoint import CheckpointWriter, list_checkpoints
 from raytrain.data.batches import Cursor
 from raytrain.faults import fault_of, read_faults, write_fault
-from raytrain.gradients import Workers
 from raytrain.run_folder import RunFolder
+from raytrain.workers import Workers
 
 
 @pytest.fixture

@@ -93,6 +93,7 @@ def test_a_weight_that_is_moved_at_step_five_stops_the_run_there_and_is_named(wh
     module = WithBuffer()
     module.inner["linear"].shift = torch.zeros(4)
     session = make_session({"module": module}, DATA, loop={"max_steps": 9})
+    module = session.trainable.module  # a copy of it
     linear = module.inner["linear"]
 
     def move(*_: Any) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 
 from raytrain.errors import CollectiveFailed, DevicePlacementError, InputError, OutOfMemory, RunError
 from raytrain.faults import fallen_precision, fault_of, read_faults, write_fault
-from raytrain.gradients import Workers
 from raytrain.recovery import Fault
 from raytrain.run_folder import RunFolder
 from raytrain.session import Session
 from raytrain.worker import Worker
+from raytrain.workers import Workers
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def test_the_precision_a_run_fell_to_is_the_last_one_decided(run: RunFolder) -> 
 def test_a_failure_before_there_is_a_batch_is_recorded_as_what_it_is(run: RunFolder) -> None:
     job, source = make_job(MLP, {"train": class_rows(32), "eval_fraction": 0.0}, run=run)
     worker = Worker(replace(job, run_path=run.path), workers=Workers(), local_rank=0, link=None)
+    worker.attempt = 1
     worker.session = session = Session(worker.job, workers=worker.workers, source=source)
     session.trainable.module.register_parameter("empty", nn.Parameter(torch.empty(3, device="meta")))
     with pytest.raises(DevicePlacementError) as caught:

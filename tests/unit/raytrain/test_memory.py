@@ -11,13 +11,13 @@ import torch
 
 from cluster.telemetry import process_memory
 from raytrain.errors import OutOfMemory, RunError
-from raytrain.gradients import Workers
 from raytrain.memory import (
     is_out_of_memory,
     limit_device_memory,
     process_budget,
     processes_sharing,
 )
+from raytrain.workers import Workers
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -25,7 +25,8 @@ from raytrain.errors import InputError
 from raytrain.models.sizes import model_facts as facts_of
 from raytrain.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
 from raytrain.planning.hosts import separate
-from raytrain.planning.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
+from raytrain.planning.memory import HOST_PROCESS_BYTES, PROCESS_BYTES
+from raytrain.planning.shortage import LEAST_PROCESS_BYTES
 from raytrain.planning.values import ExpertFacts, size_text
 
 GIB = 1 << 30

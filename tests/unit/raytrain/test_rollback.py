@@ -18,7 +18,6 @@ from raytrain.checkpoint import newest_good
 from raytrain.data.batches import Cursor
 from raytrain.errors import StateLost
 from raytrain.fsdp.gradients import local
-from raytrain.gradients import Workers
 from raytrain.loop_state import Clock, Outcome
 from raytrain.rollback import Rewinds, RollBacks, rewind, roll_back, skipped_to
 from raytrain.run_folder import RunFolder
@@ -26,6 +25,7 @@ from raytrain.saver import CheckpointSaver
 from raytrain.session import Session
 from raytrain.train_job import copy_of
 from raytrain.trainable import LossOutput, Trainable
+from raytrain.workers import Workers
 
 BAD = Outcome("rollback", "3 steps in a row were not finite", 3)
 

@@ -12,11 +12,11 @@ from jobs.keys import key_lines
 from jobs.spec import load_spec
 from raytrain.config import OptimConfig
 from raytrain.errors import RunError
-from raytrain.gradients import Workers
 from raytrain.optim import Schedule, build_optimizers
 from raytrain.precision import LossScale, policy_for
 from raytrain.step import MicroBatch, TrainingStep
 from raytrain.trainable import GlobalStep, LocalStep, LossOutput, Trainable
+from raytrain.workers import Workers
 
 CPU = torch.device("cpu")
 PULL = torch.tensor([3.0, 4.0, 12.0])  # the gradient of `pulled`: its norm is 13

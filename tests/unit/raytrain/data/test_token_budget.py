@@ -15,13 +15,13 @@ from raytrain.data.memory import object_split
 from raytrain.data.token_budget import check_budget, cut_by_tokens, waste_of
 from raytrain.errors import InputError
 from raytrain.feed import Feed
-from raytrain.gradients import Workers
 from raytrain.loop_memory import LoopMemory
 from raytrain.micro_batch_size import MicroBatchSize
 from raytrain.oom import Shortage, StepDropped
 from raytrain.plan import Resolved
 from raytrain.probe.row_choice import RowChoice
 from raytrain.train_job import with_micro_batch
+from raytrain.workers import Workers
 
 LENGTHS = np.random.default_rng(5).integers(1, 65, size=300)
 
