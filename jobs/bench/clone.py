@@ -171,7 +171,7 @@ def _loader(options: CloneOptions, found: Measurement) -> None:
     """
     seconds = options.transform_ms / 1e3
     split = DatasetSplit(Worked(options.load_batch * options.load_batches, turns=turns_for(_count, seconds)))
-    step = turns_for(_multiply, seconds * options.load_batch)
+    step = [turns_for(_multiply, seconds * options.load_batch)]
     seen: dict[str, list[list[float]]] = {"0 processes": [], "1 process": []}
     spent: dict[str, list[_Spent]] = {name: [] for name in seen}
     begin = time.perf_counter()
@@ -190,7 +190,7 @@ def _loader(options: CloneOptions, found: Measurement) -> None:
             for micro in feed.micro_batches(handles):
                 times.append(time.perf_counter())
                 seen[name].append(micro.batch["x"][:, 0].tolist())
-                _multiply(step)
+                _multiply(step[0])
                 times.append(time.perf_counter())
         if feed._ahead is not None:
             feed._ahead.stop()
@@ -198,6 +198,10 @@ def _loader(options: CloneOptions, found: Measurement) -> None:
         spent[name].append(_Spent(parts[0], sum(parts[2::2]), sum(parts[3::2])))
         return spent[name][-1].steady
 
+    block("0 processes")
+    alone = spent["0 processes"].pop()
+    step[0] = max(1, round(step[0] * alone.waiting / alone.stepping))  # as it is among all else that a step does
+    seen["0 processes"].clear()
     times = alternate({name: (lambda name=name: block(name)) for name in seen}, blocks=options.load_blocks)
     for feed in feeds.values():
         feed.close()

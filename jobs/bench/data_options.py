@@ -40,5 +40,5 @@ class CloneOptions(BenchOptions):
     calls: Count = Field(5000, description="moves of one batch that are timed together")
     transform_ms: NonNegative = Field(5.0, description="what an item of the loader's dataset computes, alone")
     load_batch: Count = Field(8, description="rows of a step of the loader's part")
-    load_batches: Count = Field(12, description="steps of one of its blocks")
-    load_blocks: Count = Field(7, description="repetitions of it that are kept")
+    load_batches: Count = Field(24, description="steps of one of its blocks")
+    load_blocks: Count = Field(11, description="repetitions of it that are kept")
