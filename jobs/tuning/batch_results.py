@@ -78,7 +78,8 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     found = measured(answer, caches, search)
     memory = memory_used(found["peak_bytes"], next(k.budget_bytes for k in search.kinds if k.name == answer.binding))
     job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
-    sweep.write_text(sweep.best, best_text(job, reasons, header=header_of(command)))
+    header = "; ".join(filter(None, [header_of(command), unsteadiness(known)]))
+    sweep.write_text(sweep.best, best_text(job, reasons, header=header))
     advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)
     table = [
         {**asdict(row), "precision": f"{name} {row.precision}".strip()}
@@ -191,15 +192,20 @@ def decision_table(decision: BatchDecision, *, kind: str) -> Table:
     return table
 
 
+def unsteadiness(known: Known) -> str:
+    """A warning that not all times are to be relied on, or ""."""
+    unsteady = sum(not one.is_steady for one in known.measurements)
+    if not unsteady:
+        return ""
+    told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
+    return f"{told}: the machine did other work. They are not kept; search again when it is quiet"
+
+
 def advice_lines(
     decision: BatchDecision, chosen: Candidate, known: Known, search: BatchSearch, asked: Any
 ) -> list[str]:
     """What else the measurements tell: memory at half and twice the size, and what another global batch is worth."""
-    lines = []
-    unsteady = sum(not one.is_steady for one in known.measurements)
-    if unsteady:
-        told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
-        lines.append(f"{told}: the machine did other work. They are not kept; search again when it is quiet")
+    lines = [warning] if (warning := unsteadiness(known)) else []
     space, size = search.space, chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
     if any(one.peak_bytes for one in own):

@@ -43,7 +43,7 @@ class Standing:
         """Whether a precision cannot win any more, whatever its unmeasured sizes give by their bounds: another one,
         that no gate has refused, is ahead. To be ahead of the reference takes a gain that is worth its rounding."""
         for rival in self.curves.values():
-            if rival is curve or rival.nonfinite or self.refused(rival):
+            if rival is curve or rival.nonfinite or self.refused(rival) or (curve is self.lead and self.doubted(rival)):
                 continue
             needed = rival.best
             if self.lead in (curve, rival):
@@ -57,6 +57,18 @@ class Standing:
         gate = self.gates.get(curve.precision)
         return "" if gate is None else gate_refusal(gate)
 
+    def doubted(self, curve: SpeedCurve) -> bool:
+        """Whether a precision was not faster than the reference in every round in which both were timed in turn: what
+        is faster by the median alone may be so by what else the machine did."""
+        size = chosen_size(curve)
+        if curve is self.lead or self.contest is None or size is None or curve.entry(size) is None:
+            return False
+        own, leads = Candidate(curve.precision, size), [one.candidate for one in self.contest.measurements]
+        rows = self.space.rows_per_step
+        return any(
+            min(self.contest.gains(own, one, rows=rows)) <= 1 for one in leads if one.precision == self.lead.precision
+        )
+
     def gain(self, curve: SpeedCurve) -> float:
         """Throughput of a precision at its own best size against the reference's at its own; as the contest has it,
         where both took part."""
@@ -69,7 +81,7 @@ class Standing:
         others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
         if chosen_size(self.lead) is None:
             return sorted(others, key=lambda curve: curve.best, reverse=True)
-        faster = [curve for curve in others if self.gain(curve) > 1 + WORTHWHILE_GAIN]
+        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.doubted(one)]
         return sorted(faster, key=self.gain, reverse=True)
 
     def winner(self) -> SpeedCurve | None:
@@ -112,6 +124,8 @@ class Standing:
         if curve is self.lead or chosen_size(self.lead) is None:
             return ""
         told = self._against(curve, self.lead)
+        if self.doubted(curve) and self.gain(curve) > 1 + WORTHWHILE_GAIN:
+            told += ", not in every round"
         if self.refused(curve):
             return f"{told}, but refused: {self.refused(curve)}"
         few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self.outdone(curve) else ""

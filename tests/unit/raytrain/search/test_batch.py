@@ -572,3 +572,23 @@ def test_where_fp32_does_not_fit_the_other_is_taken_and_nobody_says_that_it_was_
     found = searched(space, Large(machine.seconds)).decision
     assert found.candidate.precision == "bf16"
     assert "bf16 could not be held against it" in found.precision.reason
+
+
+def test_a_precision_that_is_slower_in_one_round_is_not_taken_for_the_median() -> None:
+    class Torn(Machine):
+        """In the last round the machine does other work while bf16 has its turn."""
+
+        def contend(self, wanted: Proposal) -> Contest:
+            seen = super().contend(wanted).measurements
+            torn = [replace(one, pass_s=(*one.pass_s[:-1], 40 * one.pass_s[-1])) for one in seen]
+            pairs = zip(seen, torn, strict=True)
+            return Contest(tuple(late if one.candidate.precision == "bf16" else one for one, late in pairs))
+
+    space, quiet = two(2.0)
+    found = searched(space, Torn(quiet.seconds, update_s=0.0))
+    decision = found.decision
+    assert decision.candidate.precision == "fp32" and decision.complete
+    assert decision.refusals["bf16"].endswith(", not in every round")
+    truth = scores(space, quiet, "fp32")
+    assert truth[decision.candidate.micro_batch_size] >= 0.95 * max(truth.values()), "it was measured to its end"
+    assert max(decision.steps.values()) <= MOST_STEPS
