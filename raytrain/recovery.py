@@ -100,7 +100,7 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     if newest.final:
         return Decision("stop", what)
     if _has_half(newest):
-        return _after_out_of_memory(newest, what)
+        return _after_out_of_memory(newest, what, resumed_from[-1])
     compared = newest.traceback and newest.error not in PASSING_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
@@ -116,9 +116,15 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
         return Decision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
-    return Decision(
-        "go_on", f"rank {newest.rank} failed at step {newest.step} ({what}); restarted from the newest checkpoint"
-    )
+    return Decision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {_from(resumed_from[-1])}")
+
+
+def _when(fault: Fault) -> str:
+    return "failed" if fault.step is None else f"failed at step {fault.step}"
+
+
+def _from(step: int) -> str:
+    return f"restarted from the checkpoint of step {step}" if step else "there is no checkpoint yet: begun again"
 
 
 def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]], *, step: int) -> list[int]:
@@ -139,11 +145,11 @@ def _has_half(fault: Fault) -> bool:
     return fault.out_of_memory and fault.micro_batch is not None
 
 
-def _after_out_of_memory(fault: Fault, what: str) -> Decision:
+def _after_out_of_memory(fault: Fault, what: str, step: int) -> Decision:
     where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
     if fault.micro_batch and fault.micro_batch > 1:
         half = halved(fault.micro_batch)
-        return Decision("go_on", f"{where}; restarted from the newest checkpoint with micro-batches of {half}")
+        return Decision("go_on", f"{where}; {_from(step)} with micro-batches of {half}")
     return Decision(
         "stop",
         f"{where} with loop.micro_batch_size 1; a smaller model or shorter samples (model.*), optim.name: sgd, "

@@ -26,7 +26,7 @@ from raytrain.data.contract import Batch
 from raytrain.data.dataset import DatasetSplit
 from raytrain.data.draws import seeded_batch
 from raytrain.data.shared import receive, send
-from raytrain.errors import InputError, RunError
+from raytrain.errors import InputError, RunError, first_line
 
 ENDING_S = 5.0
 NAMED_ROWS = 5
@@ -196,8 +196,8 @@ def _serve(line: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
                 send(line, (number, kind), value)
             except OSError:
                 raise
-            except Exception:  # an object in it cannot be sent; told to the training process, which raises it
-                send(line, (number, "error"), _failed(split, wanted))
+            except Exception as error:  # an object in it cannot be sent; told to the training process, which raises it
+                send(line, (number, "error"), _failed(split, wanted, error))
         except (BrokenPipeError, ConnectionResetError):
             os._exit(0)
 
@@ -215,12 +215,13 @@ def _answered(split: DatasetSplit, wanted: Wanted, seed: int) -> tuple[str, Any]
         return "batch", seeded_batch(split, wanted.rows, seed=seed, epoch=wanted.epoch)
     except InputError as error:
         return "input", (error.key, error.seen, error.expected, error.remedy)
-    except Exception:  # told to the training process, which raises it
-        return "error", _failed(split, wanted)
+    except Exception as error:  # told to the training process, which raises it
+        return "error", _failed(split, wanted, error)
 
 
-def _failed(split: DatasetSplit, wanted: Wanted) -> str:
-    """What went wrong just now, with its traceback."""
+def _failed(split: DatasetSplit, wanted: Wanted, error: Exception) -> str:
+    """What went wrong just now in one line, with its traceback below."""
     rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
     more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""
-    return f"{split.key} failed while rows {rows}{more} were read:\n{traceback.format_exc()}"
+    what = f"{type(error).__name__}: {first_line(error)}"
+    return f"{split.key} failed while rows {rows}{more} were read: {what}\n{traceback.format_exc()}"

@@ -12,6 +12,10 @@ from torch import Tensor
 
 from raytrain.workers import Workers
 
+#: As torch names them since 2.13, or before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Meeting:
     """What FSDP2 asks of a communication of one's own (`torch.distributed.fsdp`, `set_custom_all_gather`).
@@ -40,9 +44,9 @@ class Gathering(Meeting):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """As `dist.all_gather_into_tensor`."""
+        """As `dist.all_gather_single`."""
         begin = time.perf_counter()
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return self._timed(begin, work, output_tensor)
 
 
@@ -52,7 +56,7 @@ class Scattering(Meeting):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """As `dist.reduce_scatter_tensor`."""
+        """As `dist.reduce_scatter_single`."""
         begin = time.perf_counter()
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return self._timed(begin, work, output_tensor)

@@ -147,7 +147,8 @@ def restarts(records: RunRecords) -> list[Finding]:
     causes += [cause_of(row) for row in decisive.values()]
     told = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause on record"
     starts = ", ".join(f"{int(number(row.get('from_step')) or 0):,}" for row in attempts[1:])
-    return [Finding("info", f"{len(attempts)} attempts", f"went on from step {starts}: {told}")]
+    failed = f"; {len(decisive)} of those before had failed" if 0 < len(decisive) < len(attempts) - 1 else ""
+    return [Finding("info", f"{len(attempts)} attempts", f"went on from step {starts}{failed}: {told}")]
 
 
 def fall_backs(records: RunRecords) -> list[Finding]:

@@ -46,7 +46,7 @@ def test_without_a_fault_it_goes_on() -> None:
     ("faults", "action", "words"),
     [
         pytest.param([died()], "go_on", "SIGKILL", id="a lost worker"),
-        pytest.param([fault()], "go_on", "newest checkpoint", id="the first error"),
+        pytest.param([fault()], "go_on", "restarted from the checkpoint of step 10", id="the first error"),
         pytest.param([fault(final=True, error="InputError")], "stop", "InputError", id="what we explain ourselves"),
         pytest.param([fault(), fault(message="at 0x9999")], "stop", "twice at step 5", id="the same place twice"),
         pytest.param([fault(), fault(line=77)], "go_on", "restarted", id="another line is another error"),
@@ -61,6 +61,11 @@ def test_without_a_fault_it_goes_on() -> None:
 def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
     decision = decided(*faults)
     assert decision.action == action and words in decision.reason
+
+
+def test_before_there_is_a_checkpoint_a_run_begins_again_and_says_no_step_that_nobody_knows() -> None:
+    told = decided(died(step=None), starts=[0, 0]).reason
+    assert told.startswith("rank 0 failed (WorkerDied") and told.endswith("there is no checkpoint yet: begun again")
 
 
 def test_an_operation_that_fails_in_reduced_precision_raises_it_once() -> None:
