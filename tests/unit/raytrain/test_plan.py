@@ -498,7 +498,7 @@ def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
     assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
 
 
-@pytest.mark.covers("CFG-17")
+@pytest.mark.covers("CFG-17", "DATA-03")
 def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
     items = replace(DATA, kind="items", total_bytes=1000 * GIB)
     for cores, workers, expected in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (3, 1, 2), (16, 1, 4), (16, 8, 1), (8, 2, 3)):
