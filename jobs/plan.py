@@ -13,6 +13,7 @@ from cluster.inventory import Inventory, local_inventory
 from cluster.nvidia import narrow_visible
 from experts.planned import check_room, idle_keys, shared_out
 from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
+from jobs.named_devices import warn_of_named_devices
 from jobs.paths import resolved
 from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.decode import encode
@@ -122,7 +123,7 @@ def plan_job(
     assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # known before any start
     facts = sized.experts if sized is not None else None
     idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
-    warnings = [*plan.warnings, *idle]
+    warnings = [*plan.warnings, *idle, *warn_of_named_devices(spec)]
     hosts = _told_of_own(plan.hosts, spec, seen=model_facts is not None)
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
 
