@@ -182,6 +182,22 @@ def wrong_commands(place: Any, guest_job: Job) -> dict[tuple[str, ...], str]:
     }
 
 
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_program_that_has_imported_ray_before_gets_a_cluster_with_its_token(
+    start_python: Callable[..., Any], place: Any
+) -> None:
+    """Ray reads its environment once, at the latest when ray.data is imported."""
+    program = """
+import ray.data
+from jobs.runtime import connected
+with connected("local", num_cpus=1, num_gpus=0, verbose=False):
+    mode = ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
+    print(ray.get(ray.remote(lambda: 2 + 2).remote()), mode)
+"""
+    ended = start_python("-c", program, cwd=place.folder, env=place.env).finish(timeout=LIMIT_S)
+    assert ended.code == 0 and ended.out.split() == ["4", "True"], ended.text
+
+
 @pytest.mark.timeout(400)
 def test_wrong_input_is_one_message_exit_2_and_nothing_started(
     start_python: Callable[..., Any], guest_job: Job, place: Any
