@@ -104,7 +104,7 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
 
 def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
     import ray
-    from ray._raylet import Config
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]  (of a compiled module)
 
     Config.initialize("")  # who imported Ray (or ray.data) before us has had it read the environment before it was set
     # while Ray's daemons start: what takes longest of Ray Train's imports, and imports nothing of Ray
