@@ -6,17 +6,14 @@ a model of its own, has all gradients in buckets of 64 MiB: what dividing them c
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.lines import ADDRESS, Arms
-from jobs.bench.loop_arms import borrowed_environment, make_text
+from jobs.bench.loop_arms import make_text
 from jobs.bench.measuring import Check, Measurement, Say, alternate, compare, equal_series
 from jobs.bench.options import LoopOptions
-from jobs.bench.pair import Pair
+from jobs.bench.pair import Pair, training_pair
 from jobs.bench.speed_options import OverlapOptions
 from raytrain.search.precision import WORTHWHILE_GAIN
 
@@ -26,14 +23,8 @@ AFTER, DURING, UNDIVIDED = "after", "during", "undivided"
 def run(options: OverlapOptions, *, quick: bool, say: Say) -> Measurement:
     """Measure; see `OverlapOptions`. Raises RunError where a process died."""
     found = Measurement("overlap", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
-        os.environ |= {ADDRESS: arms.address, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        pair = Pair(arms, "overlap", settings_of(options, Path(folder)), Path(folder))
-        try:
-            pair.await_ready()
-            _measure(options, found, pair, say)
-        finally:
-            pair.close()
+    with training_pair("overlap", lambda folder: settings_of(options, folder)) as pair:
+        _measure(options, found, pair, say)
     return found
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.lines import Arms, await_end
+from jobs.bench.lines import ADDRESS, Arms, await_end
+from jobs.bench.loop_arms import borrowed_environment
 from raytrain.errors import RunError
 
 
@@ -51,3 +56,16 @@ class Pair:
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-2000:]
+
+
+@contextlib.contextmanager
+def training_pair(name: str, settings_of: Callable[[Path], dict[str, Any]]) -> Iterator[Pair]:
+    """The two processes, ready, of one thread each; `settings_of` may fill their folder, which goes with them."""
+    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
+        os.environ |= {ADDRESS: arms.address, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        pair = Pair(arms, name, settings_of(Path(folder)), Path(folder))
+        try:
+            pair.await_ready()
+            yield pair
+        finally:
+            pair.close()

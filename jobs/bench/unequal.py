@@ -6,17 +6,14 @@ how many micro-batches differs. The slow worker computes every pass several time
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.lines import ADDRESS, Arms
-from jobs.bench.loop_arms import borrowed_environment, make_text
+from jobs.bench.loop_arms import make_text
 from jobs.bench.measuring import Check, Goal, Measurement, Say, alternate, compare
 from jobs.bench.options import LoopOptions, UnequalOptions
-from jobs.bench.pair import Pair
+from jobs.bench.pair import Pair, training_pair
 from raytrain.errors import InputError
 
 #: Seconds per step with equal shares over those with measured ones, one worker being half as fast.
@@ -37,14 +34,8 @@ def run(options: UnequalOptions, *, quick: bool, say: Say) -> Measurement:
         expected = f"at least four micro-batches, {4 * options.micro_batch} rows"
         raise InputError("batch", seen=str(options.batch), expected=expected)
     found = Measurement("unequal", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
-        os.environ |= {ADDRESS: arms.address, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        pair = Pair(arms, "unequal", settings_of(options, Path(folder)), Path(folder))
-        try:
-            pair.await_ready()
-            _measure(options, found, pair, say)
-        finally:
-            pair.close()
+    with training_pair("unequal", lambda folder: settings_of(options, folder)) as pair:
+        _measure(options, found, pair, say)
     return found
 
 
