@@ -1,6 +1,6 @@
 """Sections that belong to machines, and `Section`, what every section of a job is.
 
-Ranges, words and null stand in the annotations, so that `raytrain.decode` can say what a key expects, and
+Ranges, words and null stand in the annotations, so that `raytrain.config.decode` can say what a key expects, and
 `--help` can list it, without a second table that would drift away from this one.
 """
 

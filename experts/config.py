@@ -64,7 +64,7 @@ class ExpertsConfig(Section):
 
     @property
     def connection(self) -> Any:
-        """How a worker's builder reaches the experts' hosts (`experts.membership.Connection`); None builds them in
+        """How a worker's builder reaches the experts' hosts (`experts.exchange.membership.Connection`); None builds them in
         the process."""
         return self._connection
 

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.balancer import Balancer
 from experts.config import ExpertsConfig
-from experts.dispatch import PooledExperts
-from experts.expert import GroupedExperts, UnevenExperts, build_experts
+from experts.exchange.dispatch import PooledExperts
+from experts.exchange.interval_log import LoadWindow
+from experts.exchange.membership import Membership
+from experts.exchange.rebalancer import Balancer
+from experts.exchange.worker import ExpertPool
 from experts.layer import MoELayer
-from experts.membership import Membership
+from experts.member.checkpoint import locate
 from experts.placement.starting import PlacementRules, costs_of
 from experts.placement.values import HostSpec
-from experts.planned import expert_costs
-from experts.pool import ExpertPool
-from experts.save import locate
+from experts.plan.bytes import expert_costs
+from experts.routing.grouped import GroupedExperts, UnevenExperts, build_experts
 from experts.shapes import LayerShape
-from experts.window import LoadWindow
-from raytrain.checkpoint_read import read_manifest
-from raytrain.config import OptimConfig
+from raytrain.checkpoint.reader import read_manifest
+from raytrain.config.sections import OptimConfig
 from raytrain.elsewhere import Death, Notice
 from raytrain.errors import InputError
-from raytrain.oom import Shortage
-from raytrain.optim import build_optimizers, muons_blocks
-from raytrain.recompute import as_with_rows
+from raytrain.models.weights.initial import fill_offered
+from raytrain.train.compute.activation_checkpointing import as_with_rows
+from raytrain.train.memory.oom import Shortage
+from raytrain.train.optim.build import build_optimizers, muons_blocks
 from raytrain.trainable import Trainable
-from raytrain.weights.starting import fill_offered
 
 
 def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
@@ -40,7 +40,7 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
 
     Args:
         trainable: built in this process, with its experts in its MoELayers; changed in place.
-        config: with a connection, see `experts.membership.Connection`.
+        config: with a connection, see `experts.exchange.membership.Connection`.
 
     Raises:
         InputError: experts of another kind, or none at all.
@@ -74,7 +74,7 @@ def _shape(experts: nn.Module) -> LayerShape:
     if not isinstance(experts, GroupedExperts | UnevenExperts):
         raise InputError(
             "model.builder", seen=f"{type(experts).__name__} as the experts of a MoELayer",
-            expected="experts of experts.expert, whose weights can live elsewhere",
+            expected="experts of experts.routing.grouped, whose weights can live elsewhere",
             remedy="experts.hosts 0 keeps any module inside the workers",
         )  # fmt: skip
     return LayerShape(experts.width, experts.hidden_E, experts.activation, experts.bias)

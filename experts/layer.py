@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.dispatch import PooledExperts
-from experts.router import Routing, TopKRouter
+from experts.exchange.dispatch import PooledExperts
+from experts.routing.router import Routing, TopKRouter
 
 
 class MoELayer(nn.Module):

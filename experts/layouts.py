@@ -18,10 +18,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from experts.expert import GroupedExperts, SharedExpert
+from experts.huggingface.layout_read import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    LAYOUTS,
+    SHARED_GATE,
+    FoundLayer,
+    Names,
+    Sizes,
+    blocks_of,
+)
 from experts.layer import MoELayer
-from experts.layout_read import DOWN, GATE, GATE_UP, LAYOUTS, SHARED_GATE, FoundLayer, Names, Sizes, blocks_of
-from experts.router import TopKRouter
+from experts.routing.grouped import GroupedExperts, SharedExpert
+from experts.routing.router import TopKRouter
 from raytrain.errors import InputError
 
 Layout = Literal["mixtral", "qwen2_moe", "qwen3_moe"]
@@ -95,7 +105,7 @@ def load_layers(
     their `top_k` and `renormalize` are as they were built.
 
     Args:
-        state: of the whole model; `experts.stored.StoredTensors` reads it from a folder a tensor at a time.
+        state: of the whole model; `raytrain.models.weights.stored.StoredTensors` reads it from a folder a tensor at a time.
     Returns:
         The numbers of the decoder layers that were read.
     Raises:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
-from experts.expert import SharedExpert, build_experts
+from experts.exchange.interval_log import LoadWindow
 from experts.layer import MoELayer
-from experts.load import LoadBook
-from experts.plan import (
+from experts.plan.sizes import (
     check_experts,
     check_moe_mlp,
     hidden_widths,
@@ -24,10 +23,11 @@ from experts.plan import (
     moe_mlp_flops,
     shared_width,
 )
-from experts.router import TopKRouter
-from experts.trace import traced
-from experts.window import LoadWindow
-from experts.worst import worst_case
+from experts.routing.grouped import SharedExpert, build_experts
+from experts.routing.load import LoadBook
+from experts.routing.router import TopKRouter
+from experts.routing.trace import traced
+from experts.routing.worst_case import worst_case
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt

@@ -20,7 +20,7 @@ class _Verbs(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb takes the signals over
-        from jobs.runtime import Interrupted
+        from jobs.driver.runtime import Interrupted
 
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})
@@ -63,7 +63,7 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
 
     class Command(click.Command):
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-            from jobs.keys import key_lines
+            from jobs.job.keys import key_lines
 
             with formatter.section("Keys, as section.key=value, with their defaults"):
                 for line in key_lines(sections):
@@ -166,7 +166,7 @@ def report(runs: tuple[str, ...]) -> None:
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
     """List the packaged recipes, which stand for a JOB.yaml by their names; with a NAME print that one."""
-    from jobs.job_file import read_recipe, recipe_lines
+    from jobs.job.job_file import read_recipe, recipe_lines
 
     click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
 
@@ -175,7 +175,7 @@ class _BenchCommand(click.Command):
     """`bench --help` ends with the keys of every bench."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from jobs.bench.command import bench_key_lines
+        from jobs.bench.harness.command import bench_key_lines
 
         with formatter.section("Keys of each bench, as key=value, with their defaults"):
             for line in bench_key_lines():
@@ -193,7 +193,7 @@ def bench(
     name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool
 ) -> None:
     """Measure this machine: arms in alternating blocks of one run, ratios with an interval."""
-    from jobs.bench.command import bench_verb, list_lines
+    from jobs.bench.harness.command import bench_verb, list_lines
 
     if as_list:
         click.echo("\n".join(list_lines()))
@@ -207,7 +207,7 @@ def _later(verb: str, does: str) -> None:
     @main.command(name=verb, help=f"{does} (not built yet)", context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def refuse(arguments: tuple[str, ...]) -> None:
-        from jobs.spec import load_spec, refuse_later
+        from jobs.job.spec import load_spec, refuse_later
 
         path, overrides = split_arguments(tuple(item for item in arguments if not item.startswith("-")))
         refuse_later(load_spec(path, overrides).spec, verb)

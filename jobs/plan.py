@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.inventory import Inventory, local_inventory
-from cluster.nvidia import narrow_visible
-from experts.planned import check_room, idle_keys, shared_out
-from jobs.facts import facts_of_data, facts_of_model, shapes_of_data
-from jobs.named_devices import warn_of_named_devices
-from jobs.paths import resolved
-from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from raytrain.decode import encode
-from raytrain.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
-from raytrain.planning.hosts import separate
-from raytrain.planning.machines import pick_devices
+from cluster.devices.inventory import Inventory, local_inventory
+from cluster.devices.nvidia import narrow_visible
+from experts.plan.bytes import check_room, idle_keys, shared_out
+from jobs.driver.facts import facts_of_data, facts_of_model, shapes_of_data
+from jobs.job.named_devices import warn_of_named_devices
+from jobs.job.paths import resolved
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
+from raytrain.config.decode import encode
+from raytrain.plan.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan.rules.devices import pick_devices
+from raytrain.plan.rules.hosts import separate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,7 @@ def plan_verb(
     refuse_later(loaded.spec, "plan")
     inventory = None
     if inventory_file is not None:
-        from jobs.nodes_file import inventory_from_file
+        from jobs.job.nodes_file import inventory_from_file
 
         inventory = inventory_from_file(inventory_file)
     plan = plan_job(loaded, inventory=inventory, build=build)
@@ -81,15 +81,15 @@ def plan_job(
         inventory: the machines, by default this one as this process may use it.
         build: open the data and build the model for what is not given below; else what only that can tell
             is left to the start.
-        model_facts, data_facts: for whoever has opened and built them already (`jobs.built.facts_from`).
+        model_facts, data_facts: for whoever has opened and built them already (`jobs.driver.build.facts_from`).
 
     Raises:
         InputError: what the job asks for cannot be had, or its data cannot be read; it names the key.
     """
     spec = resolved(loaded.spec)
     if build and (model_facts is None or data_facts is None):
-        from jobs.built import check_experts, facts_from, opened
-        from raytrain.train_job import source_facts
+        from jobs.driver.build import check_experts, facts_from, opened
+        from raytrain.train.job import source_facts
 
         source = opened(spec)
         built, read = facts_from(spec, source)
@@ -132,7 +132,7 @@ def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
     """Why this machine cannot compile; others that are planned for are not asked."""
     if spec.loop.compile == "off" or given is not None:
         return None
-    from raytrain.speed.toolchain import missing_for_compile
+    from raytrain.train.compute.toolchain import missing_for_compile
 
     return missing_for_compile("cuda" if local_inventory().devices() else "cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain.errors import InputError
-from raytrain.readers.report import build_report, compare
-from raytrain.run_folder import RunFolder
+from raytrain.report.build import build_report, compare
+from raytrain.runs.folder import RunFolder
 
 NEWEST = "runs/latest"
 
@@ -23,7 +23,7 @@ def report(paths: list[str]) -> int:
     """
     measured = [path for path in paths if path.endswith(".json")]
     for path in measured:
-        from jobs.bench.summary import write_summary
+        from jobs.bench.harness.summary import write_summary
 
         print(write_summary(Path(path)))
     folders = [path for path in paths if path not in measured] or ([] if measured else [NEWEST])

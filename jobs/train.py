@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.command import Result, TrainCommand, result_of
-from jobs.resume import open_resumed
-from jobs.runtime import StopSignals
-from jobs.spec import load_spec, refuse_later
+from jobs.driver.command import Result, TrainCommand, result_of
+from jobs.driver.resume import open_resumed
+from jobs.driver.runtime import StopSignals
+from jobs.job.spec import load_spec, refuse_later
 from raytrain.errors import RunError
-from raytrain.run_folder import RunFolder
+from raytrain.runs.folder import RunFolder
 
 __all__ = ["Result", "run_train", "train"]
 

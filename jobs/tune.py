@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.runtime import Interrupted, StopSignals
-from jobs.spec import LoadedSpec, load_spec, refuse_later
+from jobs.driver.runtime import Interrupted, StopSignals
+from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
-from raytrain.run_folder import RunFolder
-from raytrain.sweep_folder import SweepFolder
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.sweep import SweepFolder
 
 __all__ = ["TuneResult", "run_tune"]
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from raytrain.oom import Shortage
-from raytrain.turns import Turns
-from raytrain.workers import WorkersGroup
+from raytrain.train.memory.oom import Shortage
+from raytrain.train.parallel.collectives import WorkersGroup
+from raytrain.train.parallel.interleave import Turns
 
 Notice = tuple[str, dict[str, Any]]
 """(kind, fields) of an event."""

@@ -82,7 +82,7 @@ class Trainable:
         commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; nothing in it
             is read from the device.
         blocks: name of the module's list of repeated blocks, or names of lists and blocks (recomputing, sharding,
-            compiling one by one); None = the class of modules that repeats (`raytrain.blocks`).
+            compiling one by one); None = the class of modules that repeats (`raytrain.models.blocks`).
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums

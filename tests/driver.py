@@ -15,7 +15,7 @@ import runpy
 import sys
 from typing import Any
 
-from jobs.runtime import connected
+from jobs.driver.runtime import connected
 from jobs.train import train
 from raytrain.errors import RaytrainError
 

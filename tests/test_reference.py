@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.spec import JobSpec, load_spec, refuse_later
-from raytrain.data.keys import SOURCES
-from raytrain.decode import load_yaml
-from raytrain.expected import key_rows
+from jobs.job.spec import JobSpec, load_spec, refuse_later
+from raytrain.config.decode import load_yaml
+from raytrain.config.messages import key_rows
+from raytrain.data.sources.keys import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("cluster", "raytrain", "experts", "jobs")

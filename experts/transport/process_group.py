@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experts.transport.protocol import Aborted
-from raytrain.workers import WORD_S
+from raytrain.train.parallel.collectives import WORD_S
 
 HEADERS, ROWS, END = 0, 1, 2
 """Tags: what is between two members stays in order for each of them."""

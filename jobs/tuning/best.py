@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from raytrain.decode import apply_overrides, dump_yaml
-from raytrain.expected import render
+from raytrain.config.decode import apply_overrides, dump_yaml
+from raytrain.config.messages import render
 
 WIDTH = 108
 

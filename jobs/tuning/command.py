@@ -7,22 +7,22 @@ import time
 
 from rich.console import Console
 
+from cluster.checks.preflight import run_preflight
+from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from cluster.devices.nvidia import narrow_visible
 from cluster.environment import environment_record
-from cluster.inventory import Inventory, inventory_from_ray, local_inventory
-from cluster.nvidia import narrow_visible
-from cluster.preflight import run_preflight
-from jobs.driver import Checked, check_on_driver
-from jobs.paths import resolved
-from jobs.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
-from jobs.spec import JobSpec, LoadedSpec
-from jobs.tuning.points import Points, find_points, whole_mapping
-from jobs.tuning.space import told
+from jobs.driver.checks import Checked, check_on_driver
+from jobs.driver.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
+from jobs.job.paths import resolved
+from jobs.job.spec import JobSpec, LoadedSpec
+from jobs.tuning.space.keys import told
+from jobs.tuning.space.points import Points, find_points, whole_mapping
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted
-from raytrain.attempts import this_process
 from raytrain.errors import InputError
-from raytrain.planning.machines import choose_machines, pick_devices
-from raytrain.record import event
-from raytrain.sweep_folder import SweepFolder
+from raytrain.plan.rules.devices import choose_machines, pick_devices
+from raytrain.runs.lease import this_process
+from raytrain.runs.records import event
+from raytrain.runs.sweep import SweepFolder
 
 
 class TuneCommand:
@@ -49,7 +49,7 @@ class TuneCommand:
         checked = check_on_driver(self.spec)
         inventory = local_inventory()
         if self.spec.tune.space is None:
-            from jobs.tuning.batch_command import run_batch
+            from jobs.tuning.batch.command import run_batch
 
             return run_batch(self, checked, address=address, inventory=inventory)
         return self._whole(address, checked, inventory)
@@ -82,12 +82,12 @@ class TuneCommand:
     def _try(self, points: Points, inventory: Inventory, cluster: Cluster, *, private: bool) -> None:
         from ray import tune
 
-        from jobs.tuning.results import curves_of, write_whole
-        from jobs.tuning.schedulers import scheduler_of
+        from jobs.tuning.space.results import curves_of, write_whole
+        from jobs.tuning.space.schedulers import scheduler_of
+        from jobs.tuning.space.trial import WholeOrders, WholeTrial
+        from jobs.tuning.space.trials import TRIAL_RESOURCES, WholeTrials
         from jobs.tuning.sweep import make_tuner, run_trials, stop_link
-        from jobs.tuning.whole import WholeOrders, WholeTrial
-        from jobs.tuning.whole_trials import TRIAL_RESOURCES, WholeTrials
-        from raytrain.trainer import make_link
+        from raytrain.execution.trainer import make_link
 
         sweep, keys = self.the_sweep, list(points.trials[0].values)
         at_a_time = self._at_a_time(points, inventory)

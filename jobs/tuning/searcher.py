@@ -12,7 +12,7 @@ from ray import cloudpickle
 from ray.tune import Callback
 from ray.tune.search import Searcher
 
-from raytrain.sweep_folder import SweepFolder
+from raytrain.runs.sweep import SweepFolder
 
 DONE = "done"
 

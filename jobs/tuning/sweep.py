@@ -17,10 +17,10 @@ import ray
 import ray.exceptions
 from ray import tune
 
-from jobs.runtime import Interrupted, StopSignals
+from jobs.driver.runtime import Interrupted, StopSignals
 from jobs.tuning.searcher import EndedTrials, ProposingSearcher, Trials
 from raytrain.errors import RunError
-from raytrain.sweep_folder import SweepFolder
+from raytrain.runs.sweep import SweepFolder
 
 LOOK_EVERY_S = 0.1
 

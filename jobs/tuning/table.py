@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
-from jobs.tuning.space import told
-from raytrain.planning.values import size_text
-from raytrain.search.contest import Contest
-from raytrain.search.loaders import LoaderRates, choose_count
-from raytrain.search.measurement import Measurement
-from raytrain.search.precision import GateReport, gate_refusal
-from raytrain.search.space import BatchSpace
+from jobs.tuning.space.keys import told
+from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.loaders import LoaderRates, choose_count
+from raytrain.autotune.search.measurement import Measurement
+from raytrain.autotune.search.precision import GateReport, gate_refusal
+from raytrain.autotune.search.space import BatchSpace
+from raytrain.plan.choice import size_text
 
 PIPED_COLUMNS = 10_000
 """Wider than any line of a table."""

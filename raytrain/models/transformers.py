@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raytrain.data.tokenizer import has_tokenizer, open_tokenizer, pad_id
 from raytrain.errors import InputError, RunError
-from raytrain.models.folder import (
+from raytrain.models.gpt import token_loss
+from raytrain.models.huggingface.folder import (
     CAUSAL_LM,
     CLASSIFIER,
     check_installed,
@@ -24,10 +24,10 @@ from raytrain.models.folder import (
     longest_input,
     read_config,
 )
-from raytrain.models.gpt import token_loss
-from raytrain.models.loading import exporter, load_module, open_config, quiet, translator
+from raytrain.models.huggingface.loading import exporter, load_module, open_config, quiet, translator
+from raytrain.models.huggingface.tokenizer import has_tokenizer, open_tokenizer, pad_id
 from raytrain.models.sizes import SizeError, check_counts, language_flops
-from raytrain.step import in_eval
+from raytrain.train.step import in_eval
 from raytrain.trainable import (
     IGNORED_LABEL,
     Batch,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from raytrain.attempts import this_process
-from raytrain.run_folder import RunFolder
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
 
 Job = Callable[..., dict[str, Any]]
 MANY = Path(__file__).parent / "guest" / "many_commands.py"
@@ -189,7 +189,7 @@ def test_a_program_that_has_imported_ray_before_gets_a_cluster_with_its_token(
     """Ray reads its environment once, at the latest when ray.data is imported."""
     program = """
 import ray.data
-from jobs.runtime import connected
+from jobs.driver.runtime import connected
 with connected("local", num_cpus=1, num_gpus=0, verbose=False):
     mode = ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN
     print(ray.get(ray.remote(lambda: 2 + 2).remote()), mode)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain.search.shares import Shares
+from raytrain.autotune.search.shares import Shares
 
 GUESTS = Path(__file__).parent / "guest"
 

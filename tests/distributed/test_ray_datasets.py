@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raytrain.config import DataConfig
-from raytrain.data import ray_source
-from raytrain.data.sources import handed_over, open_source
+from raytrain.config.sections import DataConfig
+from raytrain.data.sources import ray_dataset as ray_source
+from raytrain.data.sources.open import handed_over, open_source
 from raytrain.errors import InputError
 
 CODE = """

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from raytrain.attempts import this_process
-from raytrain.checkpoint import newest_good
-from raytrain.run_folder import RunFolder
+from raytrain.checkpoint.writer import newest_good
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
 
 Fit = Callable[..., Any]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cluster.inventory import local_inventory
-from jobs.spec import load_spec
-from raytrain.search.measurement import Measurement
+from cluster.devices.inventory import local_inventory
+from jobs.job.spec import load_spec
+from raytrain.autotune.search.measurement import Measurement
 
 LIMIT_S = 280
 MIB = 2**20

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jobs.driver import check_on_driver, train_job
+from jobs.driver.checks import check_on_driver, train_job
+from jobs.job.spec import load_spec
 from jobs.plan import plan_job
-from jobs.spec import load_spec
-from raytrain.plan import Resolved
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
-from raytrain.workers import Workers
+from raytrain.plan.plan import Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
 
 
 @pytest.fixture

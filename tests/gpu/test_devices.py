@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raytrain.data.transfer import COPIES
-from raytrain.device import worker_device
-from raytrain.loop_state import LoopState
-from raytrain.plan import Resolved
-from raytrain.session import Session
+from raytrain.data.loading.transfer import COPIES
+from raytrain.plan.plan import Resolved
+from raytrain.train.device import worker_device
+from raytrain.train.session import Session
+from raytrain.train.state import LoopState
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 on_each_device = pytest.mark.parametrize("kind", DEVICES)

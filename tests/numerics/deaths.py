@@ -24,24 +24,24 @@ from gang import LIMIT_S, PRELOAD
 from lab import Rows, make_job
 from torch import Tensor
 
-import experts.host
-from experts.generation import connect, join_as_worker, open_store
-from experts.host import ExpertHost
-from experts.membership import Membership
+import experts.hosts.host
+from experts.exchange.host import HostServer
+from experts.exchange.membership import Membership
+from experts.exchange.worker import ExpertPool
+from experts.hosts.generation import connect, join_as_worker, open_store
+from experts.hosts.host import ExpertHost
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import Placement
-from experts.pool import ExpertPool
-from experts.serve import HostServer
 from experts.shapes import LayerShape
 from experts.transport.protocol import Header, Op
 from raytrain.elsewhere import Death
 from raytrain.errors import StateLost
-from raytrain.loop_state import Clock
-from raytrain.rollback import Rewinds
-from raytrain.run_folder import RunFolder
-from raytrain.saver import CheckpointSaver
-from raytrain.session import Session
-from raytrain.workers import Workers
+from raytrain.execution.checkpointer import CheckpointSaver
+from raytrain.execution.rollback import Rewinds
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.train.state import Clock
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",
@@ -219,7 +219,7 @@ def live(name: str, story: Story, fates: list[Fate], address: tuple[str, int], p
         work(int(number), story, fates, address, pipe)
         signal.pause()
     own = [fate for fate in fates if fate[2] == int(number)]
-    experts.host.HostServer = lambda *args, **keys: Doomed(story, own, pipe, *args, **keys)  # type: ignore[assignment,misc]
+    experts.hosts.host.HostServer = lambda *args, **keys: Doomed(story, own, pipe, *args, **keys)  # type: ignore[assignment,misc]
     failed = SimpleNamespace(remote=lambda *about: pipe.send(("failed", *about)))
     host = ExpertHost(threads=1, device="cpu", directory=SimpleNamespace(failed=failed))
     while True:
@@ -339,7 +339,7 @@ class Asks:
 
 
 def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], pipe: Connection) -> None:
-    """Train to the end, back to the newest checkpoint whenever a generation is over, as `raytrain.worker` does."""
+    """Train to the end, back to the newest checkpoint whenever a generation is over, as `raytrain.execution.worker` does."""
     connection = Asks(rank, story, address, pipe)
     session, run, rows = session_of(rank, story, connection), RunFolder(story.run_path), Events(pipe)
     rewinds = Rewinds(run, limit=3)

@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from lab import MOE, Rows, make_job, token_rows, train
 
-from experts.membership import Membership
+from experts.exchange.host import HostServer
+from experts.exchange.membership import Membership
+from experts.member.vote import Tally
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import LayerPlacement, Placement
-from experts.serve import HostServer
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup, gloo
 from experts.transport.protocol import Header, Op
-from experts.vote import Tally
-from raytrain.checkpoint import load
-from raytrain.loop_state import Clock
-from raytrain.run_folder import RunFolder
-from raytrain.saver import CheckpointSaver
-from raytrain.session import Session
-from raytrain.workers import Workers, WorkersGroup
+from raytrain.checkpoint.writer import load
+from raytrain.execution.checkpointer import CheckpointSaver
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers, WorkersGroup
+from raytrain.train.session import Session
+from raytrain.train.state import Clock
 
 DATA = {"train": token_rows(70, ragged=True, empty=(3, 11)), "eval": token_rows(20, seed=5)}
 

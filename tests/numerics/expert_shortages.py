@@ -11,15 +11,15 @@ from exchange import Scene, joint_group, placement_of, record, scene_experts, se
 from lab import Rows, train
 from torch import Tensor
 
+from experts.exchange.host import HostServer
 from experts.layer import MoELayer
-from experts.serve import HostServer
-from experts.shard import ExpertShard
-from raytrain.plan import Deferred
-from raytrain.probe.precisions import compare_precisions
-from raytrain.probe.record import read_measured
-from raytrain.probe.settled_memory import settle_micro_batch
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
+from experts.member.shard import ExpertShard
+from raytrain.autotune.probe.precision import compare_precisions
+from raytrain.autotune.startup.micro_batch import settle_micro_batch
+from raytrain.autotune.startup.record import read_measured
+from raytrain.plan.plan import Deferred
+from raytrain.runs.folder import RunFolder
+from raytrain.train.session import Session
 
 Fate = tuple[int, int, str, int]
 """Step, rank in the gang, point, and which time (from 0) that point of layer 1 is met in the step."""

@@ -15,10 +15,10 @@ from lab import train
 from test_probe_is_neutral import state_of
 from torch import Tensor
 
+from experts.exchange.host import HostServer
 from experts.layer import MoELayer
-from experts.serve import HostServer
 from experts.transport.protocol import Aborted, Header, Op
-from raytrain.probe.settled import measure_inflight
+from raytrain.autotune.startup.precision import measure_inflight
 
 Sections = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 

@@ -8,10 +8,10 @@ import torch
 from lab import Rows, class_rows, digest, make_session, optimizer_state, train
 from torch import Tensor, nn
 
-from raytrain.plan import Resolved
-from raytrain.probe import settled_layers
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
+from raytrain.autotune.startup import layers as settled_layers
+from raytrain.plan.plan import Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.session import Session
 
 FRAGILE = "layers.4"
 DEPTH, WIDTH, STEPS = 12, 24, 40

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import raytrain.session
-from cluster.inventory import Inventory, Node
-from jobs.driver import train_job
+import raytrain.train.session
+from cluster.devices.inventory import Inventory, Node
+from jobs.driver.checks import train_job
+from jobs.job.spec import load_spec
 from jobs.plan import plan_job
-from jobs.spec import load_spec
-from raytrain.data.sources import Source, open_source
-from raytrain.loop_state import Outcome, Saver
-from raytrain.plan import Resolved
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
-from raytrain.train_job import TrainJob
-from raytrain.workers import Workers
+from raytrain.data.sources.open import Source, open_source
+from raytrain.plan.plan import Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.job import TrainJob
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.train.state import Outcome, Saver
 
-ROOT = Path(raytrain.session.__file__).parent.parent
+ROOT = Path(raytrain.train.session.__file__).parents[2]
 PRODUCT = tuple(str(ROOT / package) for package in ("raytrain", "experts"))
 BOX = Inventory(
     nodes=(Node("box", 8, 16 << 30),),

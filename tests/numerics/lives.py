@@ -12,13 +12,13 @@ import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain.checkpoint import load, newest_good
-from raytrain.data.batches import Cursor
-from raytrain.run_folder import RunFolder
-from raytrain.saver import CheckpointSaver
-from raytrain.session import Session
-from raytrain.step import MicroBatch
-from raytrain.workers import Workers
+from raytrain.checkpoint.writer import load, newest_good
+from raytrain.data.rows.batches import Cursor
+from raytrain.execution.checkpointer import CheckpointSaver
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.train.step import MicroBatch
 
 # ---------------------------------------------------------------- DESIGN 4.2: one step, however it is shared out
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unequal import everything
 
-import raytrain.reduction
-from raytrain.bucket_sums import BucketSums
+import raytrain.train.parallel.reduction
+from raytrain.autotune.search.shares import Shares
+from raytrain.autotune.startup.overlap import settle_overlap
 from raytrain.errors import CollectiveFailed
-from raytrain.plan import Deferred, Resolved
-from raytrain.probe.settled_overlap import settle_overlap
-from raytrain.run_folder import RunFolder
-from raytrain.search.shares import Shares
-from raytrain.session import Session
+from raytrain.plan.plan import Deferred, Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.buckets import BucketSums
+from raytrain.train.session import Session
 
 ROWS, STEPS = 54, 9
 """Windows of 16 rows in micro-batches of 2; the fourth has 6, of which two workers have two passes and one."""
@@ -33,7 +33,7 @@ def session_of(
     overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any
 ) -> Session:
     """A session with buckets of so many bytes, overlapping or not."""
-    raytrain.reduction.BUCKET_BYTES = {"cpu": bucket}
+    raytrain.train.parallel.reduction.BUCKET_BYTES = {"cpu": bucket}
     given = {"model": GPT, "precision": "fp64", **sections}
     model = given.pop("model")
     tokens = {"train": token_rows(ROWS, ragged=True, empty=range(3)), "eval": token_rows(9, seed=5)}

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
-from cluster.telemetry import process_memory, reset_peak
-from raytrain import memory
-from raytrain.config import TuneFound
-from raytrain.memory import address_space_limit
-from raytrain.plan import Deferred, Resolved
-from raytrain.probe import settled
-from raytrain.probe.found import confirm_found, signature_of
-from raytrain.probe.record import read_measured
-from raytrain.probe.settled_memory import memory_budget, settle_micro_batch
-from raytrain.run_folder import RunFolder
-from raytrain.search.measurement import Candidate
-from raytrain.session import Session
-from raytrain.train_job import with_micro_batch
+from cluster.telemetry.process import process_memory, reset_peak
+from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.startup import precision as settled
+from raytrain.autotune.startup.confirm import confirm_found, signature_of
+from raytrain.autotune.startup.micro_batch import memory_budget, settle_micro_batch
+from raytrain.autotune.startup.record import read_measured
+from raytrain.config.sections import TuneFound
+from raytrain.plan.plan import Deferred, Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.job import with_micro_batch
+from raytrain.train.memory import device as memory
+from raytrain.train.memory.device import address_space_limit
+from raytrain.train.session import Session
 
 WIDE_GPT = {**GPT, "layers": 1, "width": 32, "context": 128, "vocab_size": 512}
 ROWS = 64

@@ -9,8 +9,8 @@ import torch
 from exchange import Scene, serve, session_of
 from lab import train
 
-from experts.router import TopKRouter
-from raytrain.session import Session
+from experts.routing.router import TopKRouter
+from raytrain.train.session import Session
 
 
 class Recount:

@@ -11,7 +11,7 @@ import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, token_rows, train, weights_of
 from torch import Tensor
 
-from raytrain.session import Session
+from raytrain.train.session import Session
 from raytrain.trainable import LossOutput
 
 Where = tuple[int, int, int, str]

@@ -14,7 +14,7 @@ from lab import GPT, MLP, MOE, DeviceReads, Rows, class_rows, make_session, toke
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain.session import Session
+from raytrain.train.session import Session
 
 LAYERS, STEPS, LOG_EVERY = 2, 12, 5
 EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "hosts": 0}}
@@ -67,8 +67,8 @@ def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, p
         layers = 2 * CASES[name][3]
         logged = step % LOG_EVERY == 0 or step == STEPS
         counted = Counter(spots)
-        assert counted.pop("tolist in experts/expert.py:forward", 0) == layers, (step, spots)
-        assert counted == ({"tolist in raytrain/loop.py:_log": 1} if logged else {}), (step, spots)
+        assert counted.pop("tolist in experts/routing/grouped.py:forward", 0) == layers, (step, spots)
+        assert counted == ({"tolist in raytrain/train/loop.py:_log": 1} if logged else {}), (step, spots)
 
 
 def test_the_counter_sees_every_way_to_read() -> None:

@@ -14,10 +14,10 @@ import pytest
 from exchange import Scene, act, play
 from gang import run_gang
 
-from experts.save import locate
-from raytrain.checkpoint_read import read_manifest
+from experts.member.checkpoint import locate
+from raytrain.checkpoint.reader import read_manifest
 from raytrain.errors import CheckpointError
-from raytrain.run_folder import RunFolder
+from raytrain.runs.folder import RunFolder
 
 EXACT = 1e-12
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance")

@@ -14,8 +14,8 @@ from lab import make_session, train
 from torch import Tensor
 from tuned import fine_tune
 
-from raytrain.data.tokenizer import open_tokenizer
-from raytrain.run_folder import RunFolder
+from raytrain.models.huggingface.tokenizer import open_tokenizer
+from raytrain.runs.folder import RunFolder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
 

@@ -11,9 +11,9 @@ import torch
 from gang import run_gang
 from lab import GPT, MOE, make_session, token_rows, train
 
-from raytrain.layer_precision import layers_of
-from raytrain.probe.settled_layers import measure_layers
-from raytrain.search.precision import LOSS_TOLERANCE
+from raytrain.autotune.search.precision import LOSS_TOLERANCE
+from raytrain.autotune.startup.layers import measure_layers
+from raytrain.train.precision.layers import layers_of
 
 
 @pytest.mark.covers("FUT-10")

@@ -10,10 +10,10 @@ from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, tr
 from test_probe_is_neutral import moe, noisy, state_of
 from torch import nn
 
-from raytrain.probe.gate import run_gate
-from raytrain.search.measurement import Candidate
-from raytrain.search.precision import gate_refusal
-from raytrain.session import Session
+from raytrain.autotune.probe.numeric_gate import run_gate
+from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.search.precision import gate_refusal
+from raytrain.train.session import Session
 
 
 def everything(session: Session) -> dict[str, Any]:

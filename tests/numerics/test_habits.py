@@ -12,13 +12,13 @@ import torch
 from lab import BOX, MLP, Rows, class_rows, make_session, train
 from torch import Tensor, nn
 
+from jobs.job.spec import load_spec
 from jobs.plan import plan_job
-from jobs.spec import load_spec
-from raytrain.data.batches import Cursor, StepBatches
-from raytrain.data.memory import memory_source
-from raytrain.data.prepared import DataPlan, prepare_source
-from raytrain.data.transfer import COPIES, to_device
-from raytrain.feed import Feed
+from raytrain.data.loading.prepare import DataPlan, prepare_source
+from raytrain.data.loading.transfer import COPIES, to_device
+from raytrain.data.rows.batches import Cursor, StepBatches
+from raytrain.data.sources.in_memory import memory_source
+from raytrain.train.feed import Feed
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}
 

@@ -14,13 +14,13 @@ from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, sce
 from gang import run_gang
 from lab import DeviceReads, Rows, train
 
-import raytrain.probe.settled
-from experts.call import Call
+import raytrain.autotune.startup.precision
+from experts.exchange.call import Call
 from experts.transport.protocol import Op
+from raytrain.autotune.startup.precision import settle_inflight
 from raytrain.errors import StateLost
-from raytrain.plan import Deferred
-from raytrain.probe.settled import settle_inflight
-from raytrain.run_folder import RunFolder
+from raytrain.plan.plan import Deferred
+from raytrain.runs.folder import RunFolder
 
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
 
@@ -164,7 +164,7 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     assert written["value"] == session.step.inflight == session.job.planned("inflight") and len(said) == 1
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
     session.job = job
-    monkeypatch.setattr(raytrain.probe.settled, "measure_inflight", None)
+    monkeypatch.setattr(raytrain.autotune.startup.precision, "measure_inflight", None)
     settle_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
@@ -202,14 +202,14 @@ def test_when_a_host_goes_while_two_are_measured_one_worker_writes_that_the_next
 
     with monkeypatch.context() as patch:
         patch.setattr(session.step, "backward", lost)
-        patch.setattr(raytrain.probe.settled, "shared_record", lambda *_given: None)
+        patch.setattr(raytrain.autotune.startup.precision, "shared_record", lambda *_given: None)
         patch.setattr(session.workers, "rank", rank)
         with pytest.raises(StateLost):
             settle_inflight(session, run, reporter=reporter, push=said.append)
     assert run.exists(run.memory_probe) == (rank == 0) and len(reporter.events) == int(rank == 0)
     if rank:
         return
-    monkeypatch.setattr(raytrain.probe.settled, "measure_inflight", None)
+    monkeypatch.setattr(raytrain.autotune.startup.precision, "measure_inflight", None)
     settle_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == session.job.planned("inflight") == 1
     assert "2 in flight failed" in reporter.events[0]["reason"]

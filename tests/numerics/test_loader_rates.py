@@ -9,10 +9,10 @@ import torch
 from lab import MLP, class_rows, make_session
 from test_probe_is_neutral import state_of
 
-from raytrain.probe.loader_rates import measure_loaders
-from raytrain.search.loaders import choose_count
-from raytrain.search.measurement import Candidate
-from raytrain.session import Session
+from raytrain.autotune.probe.loaders import measure_loaders
+from raytrain.autotune.search.loaders import choose_count
+from raytrain.autotune.search.measurement import Candidate
+from raytrain.train.session import Session
 
 
 class Slow:

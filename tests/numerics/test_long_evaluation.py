@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from lab import MLP, class_rows, make_session
 
-from cluster.telemetry import process_memory
-from raytrain.evaluation import evaluate
-from raytrain.feed import EVAL_MICRO_BATCHES
+from cluster.telemetry.process import process_memory
+from raytrain.train.evaluation import evaluate
+from raytrain.train.feed import EVAL_MICRO_BATCHES
 
 
 @pytest.mark.covers("MEM-06")

@@ -19,12 +19,12 @@ from probes import (
     wide,
 )
 
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.startup.precision import settle_precision
+from raytrain.autotune.startup.record import read_measured
 from raytrain.errors import RunError
-from raytrain.plan import Deferred
-from raytrain.probe.record import read_measured
-from raytrain.probe.settled import settle_precision
-from raytrain.run_folder import RunFolder
-from raytrain.search.measurement import Candidate, Measurement
+from raytrain.plan.plan import Deferred
+from raytrain.runs.folder import RunFolder
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

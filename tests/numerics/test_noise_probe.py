@@ -10,9 +10,9 @@ from lab import GPT, MLP, class_rows, make_session, token_rows, train
 from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 
-from raytrain.probe.noise import measure_norms
-from raytrain.search.noise_scale import noise_scale
-from raytrain.session import Session
+from raytrain.autotune.probe.gradient_noise import measure_norms
+from raytrain.autotune.search.noise_scale import noise_scale
+from raytrain.train.session import Session
 
 
 @pytest.mark.parametrize("build", [noisy, moe])

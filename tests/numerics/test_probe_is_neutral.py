@@ -9,12 +9,12 @@ import torch
 from lab import MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from torch import Tensor, nn
 
-from experts.router import TopKRouter
-from raytrain.data.batches import Cursor
-from raytrain.device import rng_state
-from raytrain.probe.settled import measure_precision
-from raytrain.search.measurement import Candidate
-from raytrain.session import Session
+from experts.routing.router import TopKRouter
+from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.startup.precision import measure_precision
+from raytrain.data.rows.batches import Cursor
+from raytrain.train.device import rng_state
+from raytrain.train.session import Session
 from raytrain.trainable import Trainable
 
 

@@ -13,7 +13,7 @@ import lives
 import pytest
 from gang import run_gang
 
-from raytrain.run_folder import RunFolder
+from raytrain.runs.folder import RunFolder
 
 EVERY, STEPS, ROWS, STEPS_PER_EPOCH = 3, 24, 70, 6
 PRECISIONS = ["fp32", "bf16", "fp16"]

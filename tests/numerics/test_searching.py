@@ -11,15 +11,15 @@ from test_gate import everything
 from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
-from raytrain import device
-from raytrain.probe.carried_out import carry_out
-from raytrain.probe.gate import run_gate
-from raytrain.search.batch import BatchDecision, BatchSpace, decide, next_proposals
-from raytrain.search.contest import Contest
-from raytrain.search.measurement import Candidate, Measurement
-from raytrain.search.precision import GateReport
-from raytrain.search.space import MOST_STEPS, sizes_dividing
-from raytrain.session import Session
+from raytrain.autotune.probe.numeric_gate import run_gate
+from raytrain.autotune.probe.run_proposal import carry_out
+from raytrain.autotune.search.batch import BatchDecision, BatchSpace, decide, next_proposals
+from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.search.space import MOST_STEPS, sizes_dividing
+from raytrain.train import device
+from raytrain.train.session import Session
 
 
 def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[Measurement]]:

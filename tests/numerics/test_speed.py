@@ -16,12 +16,12 @@ from gang import run_gang
 from lab import GPT, MLP, class_rows, digest, make_session, token_rows, train
 from torch import nn
 
-from jobs.bench.sessions import SavedForBackward
-from jobs.reference import PLAIN
-from raytrain.checkpoint import CheckpointWriter, load
-from raytrain.recompute import recompute
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
+from jobs.bench.harness.sessions import SavedForBackward
+from jobs.job.reference import PLAIN
+from raytrain.checkpoint.writer import CheckpointWriter, load
+from raytrain.runs.folder import RunFolder
+from raytrain.train.compute.activation_checkpointing import recompute
+from raytrain.train.session import Session
 from raytrain.trainable import LossOutput, Trainable
 
 ROWS = {"train": class_rows(128), "eval_fraction": 0.0}
@@ -180,9 +180,9 @@ def two_workers(rank: int, world: int, again: bool) -> tuple[list[float], str]:
 PEAK = """
 import sys; sys.path[:0] = {paths!r}
 import torch
-from cluster.telemetry import process_memory, reset_peak
+from cluster.telemetry.process import process_memory, reset_peak
 from test_speed import Deep, deep_loss
-from raytrain.recompute import recompute
+from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.trainable import Trainable
 torch.set_num_threads(1)
 trainable, x = Trainable(Deep(width=128), deep_loss), torch.randn(2048, 128)

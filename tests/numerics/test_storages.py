@@ -14,11 +14,11 @@ import pytest
 import torch
 from lab import GPT, MLP, Rows, class_rows, make_job, token_rows, train
 
-from raytrain.data.batches import Cursor
-from raytrain.plan import Resolved
-from raytrain.session import Session
-from raytrain.step import TrainingStep
-from raytrain.workers import Workers
+from raytrain.data.rows.batches import Cursor
+from raytrain.plan.plan import Resolved
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.train.step import TrainingStep
 
 STEPS = 13
 

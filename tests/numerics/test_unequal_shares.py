@@ -12,9 +12,9 @@ import torch
 import unequal
 from gang import run_gang
 
-from raytrain.probe.pace import measure_paces
-from raytrain.probe.settled_shares import sizes_to_try
-from raytrain.search.shares import Shares
+from raytrain.autotune.probe.worker_speed import measure_paces
+from raytrain.autotune.search.shares import Shares
+from raytrain.autotune.startup.shares import sizes_to_try
 
 STEPS = 12
 TWO = Shares(unequal.MICRO, (unequal.MICRO, unequal.MICRO), (1.0, 3.0)).to_json()

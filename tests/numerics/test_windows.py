@@ -13,12 +13,12 @@ from gang import run_gang
 from lab import MOE, make_session, train
 from recount import Recount, recounted
 
-from experts.router import TopKRouter
-from jobs.bench.command import bench_verb
-from jobs.bench.traces import read_trace
-from raytrain.attempts import this_process
-from raytrain.reporter import RankZeroReporter
-from raytrain.run_folder import RunFolder
+from experts.routing.router import TopKRouter
+from jobs.bench.harness.command import bench_verb
+from jobs.bench.harness.traces import read_trace
+from raytrain.execution.reporter import RankZeroReporter
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
 
 STEPS, EVERY = 12, 5
 SECTIONS = (("loop", (("log_every", EVERY),)),)

@@ -9,7 +9,7 @@ import pytest
 from gang import run_gang
 from lab import MLP, class_rows, make_session
 
-from raytrain.workers import Workers
+from raytrain.train.parallel.collectives import Workers
 
 
 def test_the_verbs_of_three_workers_and_of_one() -> None:

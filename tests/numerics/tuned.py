@@ -6,9 +6,9 @@ from typing import Any
 
 from lab import make_session, train
 
-from raytrain.export import export
-from raytrain.run_folder import RunFolder
-from raytrain.workers import Workers
+from raytrain.execution.export import export
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
 
 
 def fine_tune(rank: int, world: int, model: dict[str, Any], data: dict[str, Any], strategy: str, run: str) -> Any:

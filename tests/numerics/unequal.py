@@ -8,14 +8,14 @@ from typing import Any
 from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain.checkpoint import load
-from raytrain.plan import Resolved
-from raytrain.probe import settled_shares
-from raytrain.run_folder import RunFolder
-from raytrain.saver import CheckpointSaver
-from raytrain.search.shares import Shares
-from raytrain.session import Session
-from raytrain.workers import Workers
+from raytrain.autotune.search.shares import Shares
+from raytrain.autotune.startup import shares as settled_shares
+from raytrain.checkpoint.writer import load
+from raytrain.execution.checkpointer import CheckpointSaver
+from raytrain.plan.plan import Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
 
 ROWS, GLOBAL, MICRO = 54, 16, 2
 SLOWNESS = 12

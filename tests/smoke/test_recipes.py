@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs.spec import load_spec
+from jobs.job.spec import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "jobs" / "recipes"

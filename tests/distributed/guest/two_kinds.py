@@ -24,9 +24,9 @@ from rich.console import Console
 
 from jobs.train import train
 from jobs.tune import run_tune
+from raytrain.config.yaml12 import load_yaml
 from raytrain.models.mlp import mlp
 from raytrain.trainable import Trainable
-from raytrain.yaml_core import load_yaml
 
 TYPES = {"127.0.0.1": "H100", "127.0.0.2": "T4"}
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record, git_commit, ray_environment
-from cluster.inventory import local_inventory
 
 
 def test_ray_stays_on_loopback_only_where_the_cluster_is_local() -> None:

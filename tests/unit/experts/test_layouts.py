@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
-from experts.expert import SharedExpert
 from experts.layer import MoELayer
 from experts.layouts import export_layers, from_layout, load_layers, to_layout
 from experts.models import moe_layer
-from experts.stored import StoredTensors
+from experts.routing.grouped import SharedExpert
 from raytrain.errors import InputError
+from raytrain.models.weights.stored import StoredTensors
 
 E, D, F = 3, 8, 5
 SECTIONS = {

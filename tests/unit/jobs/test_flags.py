@@ -31,31 +31,31 @@ from click.testing import CliRunner
 from rich.console import Console
 from torch import nn
 
-from cluster.inventory import Device, Inventory, Node
+from cluster.devices.inventory import Device, Inventory, Node
 from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
-from jobs.built import facts_from
-from jobs.driver import check_on_driver, train_job
+from jobs.driver.build import facts_from
+from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.runtime import Cluster, StopSignals
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.plan import plan_job
-from jobs.runtime import Cluster, StopSignals
-from jobs.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.tuning.batch_command import find_search
-from jobs.tuning.cache import Cache
-from jobs.tuning.points import find_points
-from raytrain.attempts import this_process
-from raytrain.checkpoint import export_weights
-from raytrain.data.sources import open_source
-from raytrain.decode import dump_yaml, encode, parse_override
+from jobs.tuning.batch.cache import Cache
+from jobs.tuning.batch.command import find_search
+from jobs.tuning.space.points import find_points
+from raytrain.checkpoint.writer import export_weights
+from raytrain.config.decode import dump_yaml, encode, parse_override
+from raytrain.config.messages import key_rows
+from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
-from raytrain.expected import key_rows
-from raytrain.plan import Deferred, Plan, Resolved
-from raytrain.recovery import Fault, decide
-from raytrain.run_folder import RunFolder
-from raytrain.session import Session
-from raytrain.train_job import build_trainable, source_facts
-from raytrain.workers import Workers
+from raytrain.execution.failure_policy import Fault, decide
+from raytrain.plan.plan import Deferred, Plan, Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
+from raytrain.train.job import build_trainable, source_facts
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
 
 HOSTS = [HostSpec(host, 1.0, None) for host in range(3)]
 ROOT = Path(__file__).resolve().parents[3]
@@ -272,7 +272,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
 def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """How often an evaluation gives memory back."""
     times: list[Any] = []
-    place.patch.setattr("raytrain.evaluation.give_back_cached", times.append)
+    place.patch.setattr("raytrain.train.evaluation.give_back_cached", times.append)
     trained(loaded, place)
     return {"cleared": len(times)}
 
@@ -309,8 +309,8 @@ def placed(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
 
 def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """A whole attempt of a worker: what lies in the run folder, who wrote it, and who was told."""
-    from raytrain import checkpoint
-    from raytrain.worker import Worker
+    from raytrain.checkpoint import writer as checkpoint
+    from raytrain.execution.worker import Worker
 
     writers: set[str] = set()
     write = checkpoint.write_checkpoint
@@ -340,8 +340,8 @@ def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
 
 def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """A whole command that is stopped while its workers train; Ray itself and the workers are played."""
-    from jobs import command
-    from raytrain import trainer
+    from jobs.driver import command
+    from raytrain.execution import trainer
 
     signals, stopped, seen = StopSignals(), threading.Event(), {}
     signals.training = True
@@ -369,7 +369,7 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(command, "connected", connected)
     place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(trainer, "make_link", lambda: link)
-    place.patch.setattr("jobs.hosts.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s))
+    place.patch.setattr("experts.hosts.reserve.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s))
     for name in ("TorchTrainer", "LocalTrainer"):
         place.patch.setattr(trainer, name, Trains)
     place.patch.setattr("ray.put", lambda value: value)
@@ -837,9 +837,9 @@ def loaded():
     return [name for name in ("torch", "ray") if name in sys.modules]
 import jobs.__main__, jobs.train
 print(loaded())
-import raytrain.loop, raytrain.session
+import raytrain.train.loop, raytrain.train.session
 print(loaded())
-import jobs.driver, jobs.command, raytrain.trainer, raytrain.worker
+import jobs.driver.checks, jobs.driver.command, raytrain.execution.trainer, raytrain.execution.worker
 import torch
 print(loaded(), torch.cuda.is_available(), asked)
 """

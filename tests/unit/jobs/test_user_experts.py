@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from jobs.driver import check_on_driver
+from jobs.driver.checks import check_on_driver
+from jobs.job.spec import LoadedSpec, load_spec
 from jobs.plan import plan_job
-from jobs.spec import LoadedSpec, load_spec
 from raytrain.errors import InputError
-from raytrain.plan import Plan, Resolved
+from raytrain.plan.plan import Plan, Resolved
 
 CODE = """
 import torch

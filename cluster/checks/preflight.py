@@ -1,0 +1,251 @@
+"""Checks before a run: can it write, is there room, do the variables agree. Each gives a `CheckResult`.
+
+Nothing here raises for what it finds: a failed check is a value, which names the key that mends it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.devices.inventory import Inventory
+from cluster.devices.limits import ROOT
+from cluster.devices.nvidia import select_visible, visible_devices
+
+DISK_SLACK = 64 << 20
+"""Metrics, logs and the report beside the checkpoints."""
+
+PROCESS_BYTES = 600 << 20
+"""A worker with torch and Ray imported, before any tensor: where its estimate is of a device, or there is none."""
+
+SHARED_MEMORY = 256 << 20
+"""Below this Ray puts its object store on disk."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The outcome of one check. `status` is ok, warn, fail or na; `key` names what mends it."""
+
+    name: str
+    status: str
+    seen: str
+    expected: str
+    remedy: str = ""
+    key: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_storage(save_dir: str) -> CheckResult:
+    """Makes the folder, a path or any URI pyarrow knows, and writes, reads back and deletes a token in it."""
+    token = secrets.token_hex(16)
+    name = f".raytrain-{token}"
+    try:
+        round_trip = _remote_round_trip if "://" in save_dir else _round_trip
+        seen = round_trip(save_dir, name, token)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return CheckResult(
+            "storage", "fail", f"{save_dir}: {reason}", "a folder that can be written to",
+            "give save.dir a folder with room that this user may write to", "save.dir",
+        )  # fmt: skip
+    if seen != token:
+        return CheckResult(
+            "storage", "fail", f"{save_dir} gave back {seen!r} for {token!r}", "what was written",
+            "give save.dir another folder", "save.dir",
+        )  # fmt: skip
+    return CheckResult("storage", "ok", f"{save_dir}: written, read back and deleted", "a writable folder")
+
+
+def _round_trip(folder: str, name: str, token: str) -> str:
+    path = Path(folder).expanduser() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "x", encoding="ascii") as stream:
+            stream.write(token)
+            stream.flush()
+            os.fsync(stream.fileno())  # a full disk or quota may only speak here
+        return path.read_text(encoding="ascii")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remote_round_trip(uri: str, name: str, token: str) -> str:
+    from pyarrow import fs
+
+    filesystem, inner = fs.FileSystem.from_uri(uri)
+    path = f"{inner.rstrip('/')}/{name}"
+    filesystem.create_dir(inner, recursive=True)
+    try:
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(token.encode())
+        with filesystem.open_input_stream(path) as stream:
+            return stream.read().decode()
+    finally:
+        if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+            filesystem.delete_file(path)
+
+
+def check_disk(
+    save_dir: str, need_bytes: int | None, *, usage: Callable[[Path], Any] = shutil.disk_usage
+) -> CheckResult:
+    """Room for three checkpoints and the rest of a run.
+
+    Args:
+        need_bytes: bytes of one checkpoint; None where not known before start, which checks the slack alone.
+        usage: like `shutil.disk_usage`.
+    """
+    if "://" in save_dir:
+        return CheckResult("disk", "na", f"{save_dir} is no local disk", "a local disk")
+    folder = Path(save_dir).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    wanted = 3 * (need_bytes or 0) + DISK_SLACK
+    free = usage(folder).free
+    expected = f"{_mib(wanted)} free: three checkpoints and {_mib(DISK_SLACK)}"
+    if free < wanted:
+        return CheckResult(
+            "disk", "fail", f"{_mib(free)} free in {folder}", expected,
+            "give save.dir a disk with room, or free some", "save.dir",
+        )  # fmt: skip
+    return CheckResult("disk", "ok", f"{_mib(free)} free in {folder}", expected)
+
+
+def check_memory(
+    need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool
+) -> CheckResult:
+    """Host memory for the processes of the tightest node.
+
+    Args:
+        need_bytes: estimated bytes of one worker, the process itself among them; None where not known. On a GPU they
+            are the device's.
+        local_workers: workers on one node.
+    """
+    each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
+    free = min(node.memory_bytes if node.free_bytes is None else node.free_bytes for node in inventory.nodes)
+    expected = f"{_mib(each * local_workers)} for {local_workers} workers of {_mib(each)}"
+    if not free:
+        return CheckResult("memory", "na", "the free memory is not known", expected)
+    if free < each * local_workers:
+        return CheckResult(
+            "memory", "warn", f"{_mib(free)} free", expected,
+            "lower scale.workers or loop.micro_batch_size", "loop.micro_batch_size",
+        )  # fmt: skip
+    return CheckResult("memory", "ok", f"{_mib(free)} free", expected)
+
+
+def check_shared_memory(
+    *, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage
+) -> CheckResult:
+    """/dev/shm, where Ray keeps its objects; too small, and they go to disk."""
+    folder = root / "dev/shm"
+    if not folder.is_dir():
+        return CheckResult("shared_memory", "na", "there is no /dev/shm", "Linux")
+    free = usage(folder).free
+    expected = f"{_mib(SHARED_MEMORY)} free"
+    if free < SHARED_MEMORY:
+        remedy = "give the container more (docker run --shm-size=1g)"
+        return CheckResult("shared_memory", "warn", f"{_mib(free)} free in /dev/shm", expected, remedy)
+    return CheckResult("shared_memory", "ok", f"{_mib(free)} free in /dev/shm", expected)
+
+
+def check_visible_devices(
+    *, environ: Mapping[str, str] | None = None, uuids: list[str] | None = None
+) -> CheckResult:
+    """Whether the variables that hide devices agree with each other and with the devices there are.
+
+    Args:
+        environ: by default the process's own.
+        uuids: UUIDs of the NVIDIA devices of this machine in the driver's order, hidden ones included; None
+            where they are not known, which checks the variables alone.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    hip = [name for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environ]
+    named = [name for name in ("CUDA_VISIBLE_DEVICES", *hip) if name in environ]
+    seen = ", ".join(f"{name}={environ[name]!r}" for name in named)
+    expected = "one variable that names devices which exist, or none"
+    problems = []
+    if text is not None and any(environ[name] != text for name in hip):
+        problems.append(f"CUDA_VISIBLE_DEVICES differs from {' and '.join(hip)}")
+    if text is not None and uuids:
+        _, problem = select_visible(text, uuids)
+        problems += [problem] if problem else []
+    if problems:
+        return CheckResult(
+            "visible_devices", "warn", f"{seen}: {'; '.join(problems)}", expected,
+            "unset all but one, and give it devices that exist", "CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+    return CheckResult("visible_devices", "ok", seen or "no variable hides a device", expected)
+
+
+def run_preflight(
+    *,
+    save_dir: str,
+    inventory: Inventory,
+    checkpoint_bytes: int | None,
+    worker_bytes: int | None,
+    local_workers: int,
+    on_gpu: bool,
+) -> list[CheckResult]:
+    """All checks, in the order in which they are shown; for preflight.json use `to_json` of each."""
+    every_gpu, _ = visible_devices({})
+    return [
+        check_storage(save_dir),
+        check_disk(save_dir, checkpoint_bytes),
+        check_memory(worker_bytes, inventory=inventory, local_workers=local_workers, on_gpu=on_gpu),
+        check_shared_memory(),
+        check_visible_devices(uuids=[device.uuid or "" for device in every_gpu]),
+    ]
+
+
+def check_seen_by_all(
+    paths: Mapping[str, str], *, ask: Callable[[list[str]], dict[str, list[str]]] | None = None
+) -> list[CheckResult]:
+    """Whether every node of a cluster sees the local paths that its workers will open.
+
+    Args:
+        paths: key of the job -> path (URIs are left out: they are the same everywhere).
+        ask: paths -> {node: those it does not see}; by default each living node of the connected Ray is asked.
+    """
+    local = {key: path for key, path in paths.items() if "://" not in path}
+    missing = (ask or _ask_nodes)(list(local.values())) if local else {}
+    results = []
+    for key, path in local.items():
+        blind = [node for node, unseen in missing.items() if path in unseen]
+        seen = f"{path}, not seen by {', '.join(blind)}" if blind else path
+        remedy = "use shared storage or a URI (s3://, gs://, hdfs://)" if blind else ""
+        status = "fail" if blind else "ok"
+        results.append(CheckResult("seen_by_all", status, seen, "a path that every node sees", remedy, key))
+    return results
+
+
+def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
+    """One task pinned to each living node; it needs no CPU."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    unseen = ray.remote(_unseen)
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    tasks = [
+        unseen.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(paths)
+        for node in alive
+    ]
+    names = [node["NodeManagerAddress"] for node in alive]
+    return dict(zip(names, ray.get(tasks, timeout=60), strict=True))
+
+
+def _unseen(paths: list[str]) -> list[str]:
+    return [path for path in paths if not os.path.exists(path)]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,0 +1,172 @@
+"""Which machines and accelerators exist: the only place that asks. No torch; Ray only where it is asked."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.devices.amd import amd_devices
+from cluster.devices.limits import ROOT, cpu_description, memory_bytes, usable_cores
+from cluster.devices.nvidia import Device, visible_devices
+
+__all__ = ["Device", "Inventory", "Node", "inventory_from_ray", "local_inventory"]
+
+# fmt: off
+CAPABILITIES: dict[str, tuple[int, int]] = {
+    "K80": (3, 7), "P100": (6, 0), "P4": (6, 1), "V100": (7, 0), "T4": (7, 5), "A10G": (8, 6), "A10": (8, 6),
+    "A40": (8, 6), "A100": (8, 0), "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0),
+    "H200": (9, 0), "H20": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3),
+}
+# fmt: on
+"""Compute capability by Ray's accelerator type, which is all that Ray tells about another node's GPU."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. `cpus` are the usable cores; `gpu_slots` is what Ray counts there, real or not; `accelerator` is
+    Ray's name for the kind of its devices, by which a task is kept there ("" where Ray has none)."""
+
+    host: str
+    cpus: int
+    memory_bytes: int
+    devices: tuple[Device, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    free_bytes: int | None = None
+    gpu_slots: int | None = None
+    accelerator: str = ""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The machines a job may use. `source` says who was asked, `notes` what was noticed on the way."""
+
+    nodes: tuple[Node, ...]
+    source: str
+    cpu_model: str
+    cpu_flags: Mapping[str, bool]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cpus(self) -> int:
+        return sum(node.cpus for node in self.nodes)
+
+    def devices(self, *, kind: str = "cuda") -> list[Device]:
+        """All accelerators of one kind, node by node."""
+        return [device for node in self.nodes for device in node.devices if device.kind == kind]
+
+    def describe(self) -> str:
+        """What exists, in words, for messages: ``2 nodes, 16 cores, cuda:0 NVIDIA T4 on a, no GPU on b``."""
+        parts = []
+        for node in self.nodes:
+            names = [f"{device.kind}:{device.index} {device.name}" for device in node.devices] or ["no GPU"]
+            where = f" on {node.host}" if len(self.nodes) > 1 else ""
+            parts.append(", ".join(names) + where)
+        machines = f"{len(self.nodes)} nodes, " if len(self.nodes) > 1 else ""
+        return f"{machines}{self.cpus} CPU cores, " + "; ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping for plan.json and environment.json."""
+        record = asdict(self)
+        for node in record["nodes"]:
+            node["devices"] = [dict(row, capability=_listed(row["capability"])) for row in node["devices"]]
+        return dict(record, nodes=list(record["nodes"]), notes=list(self.notes), summary=self.describe())
+
+
+def _listed(capability: tuple[int, int] | None) -> list[int] | None:
+    return list(capability) if capability is not None else None
+
+
+def local_inventory(
+    *, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None
+) -> Inventory:
+    """This machine, as this process may use it.
+
+    `CUDA_VISIBLE_DEVICES` (under ROCm `HIP_VISIBLE_DEVICES` too) is followed as CUDA does, so that index n here is
+    torch's ``cuda:n``. Without an NVIDIA library or driver, and without AMD's driver, there is no device, and a note
+    says what is missing.
+
+    Args:
+        environ: the environment to read, by default the process's own.
+        root: the directory that stands for ``/``.
+        nvml: the pynvml module or a stand-in for it; by default imported where it is installed.
+    """
+    settings = os.environ if environ is None else environ
+    devices, notes = visible_devices(settings, nvml=nvml)
+    devices = devices or amd_devices(settings, root=root)
+    cores, why = usable_cores(root=root)
+    total, free = memory_bytes(root=root)
+    model, flags = cpu_description(root=root)
+    node = Node(
+        host=socket.gethostname(), cpus=cores, memory_bytes=total, devices=tuple(devices), free_bytes=free
+    )
+    return Inventory((node,), source="this machine", cpu_model=model, cpu_flags=flags, notes=(why, *notes))
+
+
+def inventory_from_ray(*, local: Inventory | None = None) -> Inventory:
+    """The living nodes of the Ray cluster this process is connected to.
+
+    Ray knows counts and types; memory and capability of GPUs on this machine are taken from `local`, of
+    others the capability from the type's name, the memory stays 0 (unknown). GPU slots that Ray counts on
+    this very machine while its driver shows no device are not planned with, and a note says so.
+
+    Raises:
+        RuntimeError: Ray is not initialised in this process.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise RuntimeError("inventory_from_ray needs an initialised Ray (ray.init) in this process")
+    local = local or local_inventory()
+    address = ray.get_runtime_context().gcs_address
+    return inventory_from_rows(ray.nodes(), local=local, source=f"Ray cluster at {address}")
+
+
+def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, source: str) -> Inventory:
+    """What `ray.nodes()` returned, as an Inventory of the living nodes; see `inventory_from_ray`."""
+    here = local.nodes[0]
+    notes: list[str] = list(local.notes)
+    nodes = []
+    for row in (row for row in rows if row.get("Alive")):
+        resources = row.get("Resources", {})
+        slots = int(resources.get("GPU", 0))
+        is_here = row.get("NodeManagerHostname") == here.host
+        host = str(row.get("NodeName") or row.get("NodeManagerHostname") or row.get("NodeManagerAddress"))
+        if is_here and slots and not here.devices:
+            notes.append(f"Ray lists {slots} GPU slots on {host}, but its driver shows no device")
+            devices: tuple[Device, ...] = ()
+        elif is_here:
+            devices = here.devices[:slots]
+        else:
+            devices = _remote_devices(resources, row.get("Labels", {}), count=slots)
+        nodes.append(
+            Node(
+                host=host,
+                cpus=int(resources.get("CPU", 0)),
+                memory_bytes=int(resources.get("memory", 0)),
+                devices=devices,
+                labels={str(key): str(value) for key, value in row.get("Labels", {}).items()},
+                gpu_slots=slots,
+                accelerator=_accelerator(resources),
+            )
+        )
+    return Inventory(tuple(nodes), source, local.cpu_model, local.cpu_flags, tuple(notes))
+
+
+def _accelerator(resources: Mapping[str, float]) -> str:
+    return next((key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")), "")
+
+
+def _remote_devices(
+    resources: Mapping[str, float], labels: Mapping[str, str], *, count: int
+) -> tuple[Device, ...]:
+    """GPUs of a node that only Ray has seen."""
+    name = _accelerator(resources) or labels.get("ray.io/accelerator-type", "GPU")
+    capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
+    return tuple(
+        Device(kind="cuda", name=name, memory_bytes=0, capability=capability, uuid=None, index=index)
+        for index in range(count)
+    )

@@ -1,0 +1,178 @@
+"""Experts in a checkpoint: one file a host, its tensors named by (layer, logical expert), never by rank.
+
+A host snapshots in memory at the step's boundary and writes in a thread: first the tensors, then, as the last thing, a
+small JSON that says what they are. Rank 0 waits for all of these, and only then writes its manifest (DESIGN 7).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from experts.member.shard import ExpertShard
+from experts.shapes import Key
+from raytrain.checkpoint.reader import read_manifest
+from raytrain.checkpoint.safetensors import WrittenFile, read_tensors, write_tensors
+from raytrain.errors import CheckpointError, RunError
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import open_store
+
+POLL_S = 0.02
+#: A host that has not written its part by then never will.
+WRITE_S = 1800.0
+PART = "experts"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of the experts at home on one host: (layer, expert) -> name -> CPU tensor, apart from the live ones."""
+
+    experts: dict[Key, dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, shard: ExpertShard) -> Snapshot:
+        """Copied now."""
+        return cls(
+            {
+                key: {name: value.detach().to("cpu", copy=True) for name, value in shard.state_of(key).items()}
+                for key in shard.homes()
+            }
+        )
+
+
+class ExpertFiles:
+    """One host's files of the checkpoints of a run; `begin` returns at once, one file is written at a time."""
+
+    def __init__(self, run_path: str, *, host: int) -> None:
+        self._run, self.host = RunFolder(run_path), host
+        self._thread: threading.Thread | None = None
+
+    def begin(self, snapshot: Snapshot, *, step: int) -> None:
+        """Write in the background."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot, step), daemon=True, name="expert-files")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the last one is written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, snapshot: Snapshot, step: int) -> None:
+        store = open_store(self._run.checkpoint_dir(step))
+        name = f"{PART}-{self.host:05d}.safetensors"
+        told: dict[str, Any] = {"name": name, "experts": [list(key) for key in snapshot.experts]}
+        try:
+            tensors = {
+                f"{layer}.{expert}.{field}": value
+                for (layer, expert), state in snapshot.experts.items()
+                for field, value in state.items()
+            }
+            with store.open_write(name) as file:
+                told["file"] = asdict(write_tensors(file, tensors))
+        except Exception as error:  # told to rank 0, which gives the checkpoint up
+            told["error"] = f"{type(error).__name__}: {error}"
+        store.write_bytes(f"{PART}-{self.host:05d}.json", json.dumps(told).encode())
+
+    def load(self, shard: ExpertShard, folder: str) -> None:
+        """Take the state of this host's experts, homes and replicas, out of a checkpoint of any number of hosts.
+
+        Raises:
+            CheckpointError: an expert is missing or stands there twice, by name; another layout.
+        """
+        where = locate(read_manifest(folder), [shape.num_experts for shape in shard.shapes])
+        homes = set(shard.homes())
+        wanted: dict[str, list[Key]] = {}
+        for key in shard.held():
+            wanted.setdefault(where[key], []).append(key)
+        for name, keys in wanted.items():
+            tensors = read_tensors_of(folder, name)
+            for key in keys:
+                state = state_in(tensors, key, name)
+                _check_shapes(shard, key, state)
+                (shard.load_state if key in homes else shard.set_weights)(key, state)
+
+
+def locate(manifest: Mapping[str, Any], num_experts: Iterable[int]) -> dict[Key, str]:
+    """(layer, expert) -> the file of a checkpoint that holds it.
+
+    Raises:
+        CheckpointError: the checkpoint holds no experts by name, misses one, or holds one twice.
+    """
+    described = manifest.get("experts")
+    if described is None:
+        raise CheckpointError("this checkpoint holds its experts inside the model: resume it with experts.hosts 0")
+    where: dict[Key, str] = {}
+    for name, keys in described.items():
+        for layer, expert in keys:
+            if (layer, expert) in where:
+                raise CheckpointError(
+                    f"layer {layer} expert {expert} stands twice: in {where[layer, expert]} and in {name}"
+                )
+            where[layer, expert] = name
+    wanted = {(layer, expert) for layer, number in enumerate(num_experts) for expert in range(number)}
+    for layer, expert in sorted(wanted - set(where)):
+        raise CheckpointError(f"layer {layer} expert {expert} is missing: no file of the checkpoint holds it")
+    for layer, expert in sorted(set(where) - wanted):
+        raise CheckpointError(f"layer {layer} expert {expert} in {where[layer, expert]} is not in the model")
+    return where
+
+
+def read_tensors_of(folder: str, name: str) -> dict[str, Tensor]:
+    """The tensors of one file of a checkpoint, local or not."""
+    with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+        return read_tensors(open_store(folder).local_copy(name, scratch))
+
+
+def state_in(tensors: Mapping[str, Tensor], key: Key, name: str) -> dict[str, Tensor]:
+    """The state of one expert out of a file's tensors."""
+    prefix = f"{key[0]}.{key[1]}."
+    state = {field[len(prefix) :]: value for field, value in tensors.items() if field.startswith(prefix)}
+    if not state:
+        raise CheckpointError(f"{name} lacks layer {key[0]} expert {key[1]}, which its manifest names")
+    return state
+
+
+def _check_shapes(shard: ExpertShard, key: Key, state: Mapping[str, Tensor]) -> None:
+    for field, shape in shard.shapes[key[0]].weights(key[1]).items():
+        seen = tuple(state[field].shape) if field in state else None
+        if seen != shape:
+            raise CheckpointError(f"layer {key[0]} expert {key[1]}: {field} is {seen}, the model's is {shape}")
+
+
+def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> dict[str, Any]:
+    """Rank 0's writer: wait until every host has written; {"files": {name: WrittenFile}, "experts": {name: keys}}.
+
+    Raises:
+        RunError: a host could not write, or the generation ended meanwhile.
+    """
+    store, ends = open_store(folder), time.monotonic() + WRITE_S
+    missing, files, keys = set(range(hosts)), {}, {}
+    while missing:
+        for host in sorted(missing):
+            name = f"{PART}-{host:05d}.json"
+            if not store.exists(name):
+                continue
+            told = json.loads(store.read_bytes(name))
+            if "error" in told:
+                raise RunError(f"expert host {host} could not write its part of {folder}: {told['error']}")
+            files[told["name"]] = WrittenFile(**told["file"])
+            keys[told["name"]] = told["experts"]
+            store.delete(name)
+            missing.discard(host)
+        reason = lost()
+        if missing and time.monotonic() > ends:
+            reason = f"expert hosts {sorted(missing)} wrote nothing within {WRITE_S:g} s"
+        if missing and reason is not None:
+            raise RunError(f"the checkpoint in {folder} was given up: {reason}")
+        if missing:
+            time.sleep(POLL_S)
+    return {"files": files, "experts": keys}
+

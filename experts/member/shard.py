@@ -1,0 +1,289 @@
+"""The experts of one host: weights, gradients, optimizer, and what backward needs. Knows no process and no transport.
+
+The same object serves an expert host and, where experts are colocated, a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from experts.member.device_timer import BusyTime
+from experts.member.layer import LayerShard, by_slot, by_source
+from experts.placement.values import Placement
+from experts.routing.routes import LayerRoutes
+from experts.shapes import Key, LayerShape
+from raytrain.config.sections import OptimConfig
+from raytrain.train.memory.oom import Shortage, attempt
+from raytrain.train.optim.build import build_optimizers, takes_skip_on_device
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What everybody agreed on, and what an optimizer step needs: all of it host numbers.
+
+    Attributes:
+        coefficient: of the clip, 1 where nothing is clipped.
+        inverse_scale: of the loss scale, a power of two.
+    """
+
+    skip: bool
+    coefficient: float
+    inverse_scale: float
+    lr: float
+
+
+class ExpertShard:
+    """Every layer of one host.
+
+    Args:
+        shapes: of the layers.
+        host: whose part of `placement` this is.
+        optim: kind and constants of the optimizer; the learning rate comes with each commit.
+        dtype: of the master weights.
+
+    Attributes:
+        busy: seconds that the experts computed.
+        short: where there was no memory for rows, since the last step; it is dropped by everybody.
+        dropping: rows are answered as they came, nothing is computed: the step will be dropped anyhow.
+    """
+
+    def __init__(
+        self,
+        shapes: list[LayerShape],
+        placement: Placement,
+        host: int,
+        *,
+        optim: OptimConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shapes, self.placement, self.host = shapes, placement, host
+        self.optim, self.dtype, self.device = optim, dtype, device
+        self.busy = BusyTime(device)
+        self.short: Shortage | None = None
+        self.dropping = False
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.layers = [self._layer(layer) for layer in range(len(shapes))]
+        self.optimizers = self._built_optimizers()
+
+    def _layer(self, layer: int) -> LayerShard:
+        routes = LayerRoutes.of(self.placement, layer)
+        return LayerShard(self.shapes[layer], routes, self.host, dtype=self.dtype, device=self.device)
+
+    def _built_optimizers(self) -> list[torch.optim.Optimizer]:
+        homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
+        return build_optimizers(homes, self.optim, lr=1.0, blocks=[homes]) if len(homes) else []
+
+    # -- forward and backward ---------------------------------------------------------------------
+
+    def forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
+        """Rows of all workers through their experts.
+
+        Args:
+            rows: worker by worker, each sorted by slot; (R, D) in the wire's dtype.
+            sources: for each worker the rows of each slot.
+            keep: for `backward`.
+        Returns:
+            (R, D) in the same order.
+        """
+        return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
+
+    def _forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
+        with self.busy.counted():
+            x = by_slot(rows, sources)
+            counts = [sum(column) for column in zip(*sources, strict=True)]
+            with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _own_graph():
+                x = x.detach().requires_grad_(keep)
+                y = self.layers[layer].forward(x, counts) if counts else x
+            if keep:
+                self._kept[layer, micro_batch] = (x, y)
+            return by_source(y.detach(), sources)
+
+    def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
+        """Gradients of the outputs to gradients of the inputs; those of the weights are added up."""
+        return self._unless_dropped(grads, lambda: self._backward(layer, micro_batch, grads, sources))
+
+    def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
+        """What `work` makes of the rows, or, from the first shortage of anybody on, the rows themselves."""
+        if not self.dropping:
+            made = attempt(work, device=self.device, who=f"expert host {self.host}")
+            if not isinstance(made, Shortage):
+                return made
+            self.ran_out(made)
+        return rows
+
+    def ran_out(self, short: Shortage) -> None:
+        """There was no memory for rows: nothing more of this step is computed here."""
+        self.short, self.dropping = self.short or short, True
+        self._kept.clear()
+
+    def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
+        with self.busy.counted():
+            x, y = self._kept.pop((layer, micro_batch))
+            if y is not x:
+                torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
+            inner = torch.zeros_like(x) if x.grad is None else x.grad
+            return by_source(inner, sources)
+
+    def discard(self) -> None:
+        """Forget gradients and whatever was kept for backward."""
+        self._kept.clear()
+        self.short, self.dropping = None, False
+        for layer in self.layers:
+            layer.discard()
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def squares(self) -> dict[Key, float]:
+        """Sum of squares of the gradient of each expert at home here, in float64: the same for any placement."""
+        keys, totals = self.homes(), []
+        for layer, expert in keys:
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for grad in self.layers[layer].gradients_of(expert).values():
+                total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+            totals.append(total)
+        return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
+
+    def commit(self, agreed: Commit) -> None:
+        """Unscale, clip, step; or skip. Gradients are zero afterwards."""
+        if not agreed.skip:
+            for factor in (agreed.inverse_scale, agreed.coefficient):
+                if factor != 1.0:
+                    scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
+                    for layer in self.layers:
+                        layer.gradients.scale_(scale)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = agreed.lr
+                if takes_skip_on_device(optimizer):
+                    optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
+                optimizer.step()
+        self.discard()
+
+    # -- state, by (layer, logical expert) ----------------------------------------------------------
+
+    def homes(self) -> list[Key]:
+        """The experts at home here."""
+        return [(n, expert) for n, shard in enumerate(self.layers) for expert in shard.experts[: shard.num_homes]]
+
+    def held(self) -> list[Key]:
+        """The experts with a copy here, homes and replicas."""
+        return [(n, expert) for n, shard in enumerate(self.layers) for expert in shard.experts]
+
+    def weights_of(self, key: Key) -> dict[str, Tensor]:
+        """Name -> weight of an expert held here; views."""
+        return self.layers[key[0]].weights_of(key[1])
+
+    def set_weights(self, key: Key, weights: Mapping[str, Tensor]) -> None:
+        """Copy weights in."""
+        for name, view in self.weights_of(key).items():
+            view.copy_(weights[name])
+
+    def state_of(self, key: Key) -> dict[str, Tensor]:
+        """Weights and optimizer state of an expert at home here, by name: "w1", "w1.exp_avg", ...; views where they
+        can be, so clone what is kept."""
+        stack, place = self.layers[key[0]].slot(key[1])
+        state: dict[str, Tensor] = {}
+        for name, weight in self.weights_of(key).items():
+            state[name] = weight
+            parameter = getattr(stack, name)
+            for slot, value in self._optimizer_state(parameter).items():
+                state[f"{name}.{slot}"] = value[place] if value.shape == parameter.shape else value
+        return state
+
+    def load_state(self, key: Key, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_of`, into an expert at home here."""
+        self.set_weights(key, state)
+        stack, place = self.layers[key[0]].slot(key[1])
+        for full, value in state.items():
+            name, dot, slot = full.partition(".")
+            if dot:
+                self._load_slot(getattr(stack, name), slot, place, value)
+
+    def _optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        for optimizer in self.optimizers:
+            if parameter in optimizer.state:
+                held = optimizer.state[parameter]
+                return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        return {}
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        groups = ((own, group) for own in self.optimizers for group in own.param_groups)
+        return next(own for own, group in groups if any(parameter is one for one in group["params"]))
+
+    def _load_slot(self, parameter: nn.Parameter, name: str, place: int, value: Tensor) -> None:
+        held = self._optimizer_of(parameter).state[parameter]
+        if value.ndim:
+            if name not in held:
+                held[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            held[name][place].copy_(value)
+        else:
+            held[name] = value.clone().to(self.device if value.is_cuda else value.device)
+
+    # -- another placement --------------------------------------------------------------------------
+
+    def switch(self, placement: Placement, arrived: Mapping[Key, Mapping[str, Tensor]]) -> None:
+        """Take another placement, between the last backward of a step and its vote.
+
+        What is at home here, and stays so, keeps weights, optimizer state and gradient; an expert that was here as a
+        copy and is at home now keeps its gradient. New replicas are empty: they get their weights after the commit.
+
+        Args:
+            arrived: state of each expert that comes to its new home here.
+        """
+        changed = [
+            layer
+            for layer, (old, new) in enumerate(zip(self.placement.layers, placement.layers, strict=True))
+            if old.copies != new.copies
+        ]
+        kept, gradients = self._carried(placement, changed)
+        states = {parameter: held for optimizer in self.optimizers for parameter, held in optimizer.state.items()}
+        self.placement = placement
+        for layer in changed:
+            self.layers[layer] = self._layer(layer)
+        self.optimizers = self._built_optimizers()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in states:
+                        optimizer.state[parameter] = states[parameter]
+        for key, state in {**kept, **arrived}.items():
+            self.load_state(key, state)
+        for (layer, expert), values in gradients.items():
+            for name, view in self.layers[layer].gradients_of(expert).items():
+                view.copy_(values[name])
+
+    def _carried(
+        self, placement: Placement, changed: list[int]
+    ) -> tuple[dict[Key, dict[str, Tensor]], dict[Key, dict[str, Tensor]]]:
+        """(state of the homes that stay here, gradients of what is at home here from now on), of changed layers."""
+        kept, gradients = {}, {}
+        for layer in changed:
+            own = self.layers[layer]
+            for expert in own.experts:
+                if placement.home_of(layer, expert) != self.host:
+                    continue
+                if self.placement.home_of(layer, expert) == self.host:
+                    kept[layer, expert] = {n: value.clone() for n, value in self.state_of((layer, expert)).items()}
+                gradients[layer, expert] = {n: value.clone() for n, value in own.gradients_of(expert).items()}
+        return kept, gradients
+
+
+def _autocast(rows: Tensor, master: torch.dtype) -> torch.autocast:
+    """Rows that come in half precision are computed in it."""
+    half = rows.dtype in (torch.bfloat16, torch.float16) and master == torch.float32
+    return torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half)
+
+
+def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
+    """What this graph keeps is its own: where experts are colocated, the block around them may be one that is computed
+    again, and would take the tensors saved here for its own."""
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

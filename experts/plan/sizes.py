@@ -1,0 +1,272 @@
+"""Sizes of the built-in mixture-of-experts models by formula, and the checks of their keys; no torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from experts.config import ExpertsConfig
+from experts.kinds import weight_shapes
+from raytrain.config.messages import describe
+from raytrain.errors import InputError
+from raytrain.models.sizes import (
+    FLOAT_BYTES,
+    BuilderKeys,
+    SizeError,
+    check_counts,
+    check_dropout,
+    check_gpt,
+    facts,
+    gpt_activations,
+    gpt_parameters,
+    known_facts,
+    language_flops,
+)
+from raytrain.plan.choice import ExpertFacts
+from raytrain.plan.plan import ModelFacts
+
+DEFAULT_EXPERTS = 4
+KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
+"""Hidden values of a row that autograd keeps, by activation: a ReLU needs them after it only."""
+
+
+def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int | None:
+    """The keys of the section against each other.
+
+    Args:
+        default: the number of experts where no key says one; None = only the builder knows.
+    Returns:
+        The number of experts per layer, or None.
+    Raises:
+        InputError: more experts chosen than there are, another number of widths than of experts, or keys of a shared
+            expert without one.
+    """
+    number = experts.num_experts
+    if isinstance(experts.hidden, list):
+        number = len(experts.hidden) if number is None else number
+        if len(experts.hidden) != number:
+            raise InputError(
+                "experts.hidden",
+                seen=f"{len(experts.hidden)} widths",
+                expected=f"one for each expert: experts.num_experts is {number}",
+            )
+    number = default if number is None else number
+    if number is not None and experts.top_k > number:
+        raise InputError(
+            "experts.top_k",
+            seen=str(experts.top_k),
+            expected=f"at most experts.num_experts, {number}",
+            remedy="raise experts.num_experts or lower experts.top_k",
+        )
+    for key, value in (("shared_hidden", experts.shared_hidden), ("shared_gate", experts.shared_gate or None)):
+        if value is not None and not experts.shared_expert:
+            raise InputError(
+                f"experts.{key}",
+                seen=str(value).lower(),
+                expected="experts.shared_expert: true beside it",
+                remedy="there is no shared expert",
+            )
+    return number
+
+
+def check_used(experts: ExpertsConfig, builder: str | None) -> None:
+    """Keys of the section where the builder makes no experts, or where none could move.
+
+    Raises:
+        InputError: names the first of them.
+    """
+    if (builder or "").startswith("raytrain."):
+        asked = {"num_experts": (experts.num_experts, "null"), "hosts": (experts.hosts, "auto or 0")}
+        for key, (value, expected) in asked.items():
+            if value not in (None, "auto", 0):
+                raise InputError(
+                    f"experts.{key}",
+                    seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
+                    expected=f"{expected}, as this model has no experts",
+                    remedy="experts.models:moe_gpt and experts.models:moe_mlp have some",
+                )
+    idle = {
+        "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
+        "rebalance_every": (experts.rebalance_every, "null", "what every worker holds has nowhere to move"),
+    }
+    for key, (value, expected, remedy) in idle.items():
+        if value and experts.hosts == 0:
+            expected = f"{expected} where experts.hosts is 0"
+            raise InputError(f"experts.{key}", seen=describe(value), expected=expected, remedy=remedy)
+
+
+def check_experts(experts: ExpertsConfig) -> int:
+    """The number of experts per layer of a built-in model. Raises InputError as `check_section`."""
+    return check_section(experts, default=DEFAULT_EXPERTS) or DEFAULT_EXPERTS
+
+
+def hidden_widths(experts: ExpertsConfig, width: int) -> tuple[int, ...]:
+    """F of each expert of a layer: 4 x width where it is not given."""
+    if isinstance(experts.hidden, list):
+        return tuple(experts.hidden)
+    return (4 * width if experts.hidden is None else experts.hidden,) * check_experts(experts)
+
+
+def shared_width(experts: ExpertsConfig, width: int) -> int:
+    """F of the shared expert: that of the widest other where it is not given."""
+    return experts.shared_hidden or max(hidden_widths(experts, width))
+
+
+def check_moe_mlp(
+    *, width: Any, layers: Any, num_features: Any, num_classes: Any, dropout: Any, experts: ExpertsConfig
+) -> tuple[int, int]:
+    """(features, classes) of a `moe_mlp`. Raises SizeError for keys that cannot be built, and InputError."""
+    if experts.capacity_factor is not None:
+        raise InputError(
+            "experts.capacity_factor",
+            seen=str(experts.capacity_factor),
+            expected="null: an expert has room for a part of each sequence, and the rows of moe_mlp are none",
+        )
+    if num_features is None:
+        raise SizeError("num_features", seen="null", expected="a number, as this source does not say it")
+    classes = 1 if num_classes is None else num_classes
+    check_counts(width=width, layers=layers, num_features=num_features, num_classes=classes)
+    check_dropout(dropout)
+    return num_features, classes
+
+
+def layer_parameters(width: int, experts: ExpertsConfig) -> int:
+    """Parameters of one MoELayer, router included."""
+    number = check_experts(experts) * width + sum(expert_sizes(width, experts))
+    if experts.shared_expert:
+        shapes = _shapes(width, shared_width(experts, width), experts).values()
+        number += sum(map(prod, shapes)) + (width if experts.shared_gate else 0)
+    return number
+
+
+def expert_sizes(width: int, experts: ExpertsConfig) -> tuple[int, ...]:
+    """Parameters of each expert of a layer."""
+    widths = hidden_widths(experts, width)
+    return tuple(sum(map(prod, _shapes(width, hidden, experts).values())) for hidden in widths)
+
+
+def layer_products(width: int, experts: ExpertsConfig) -> float:
+    """Multiplications of one token in one MoELayer: the matrices that it meets, the router's among them.
+
+    Experts of several sizes count as if each were chosen equally often.
+    """
+    number, widths = check_experts(experts), hidden_widths(experts, width)
+    each = [_products(width, hidden, experts) for hidden in widths]
+    total = number * width + experts.top_k * sum(each) / number
+    if experts.shared_expert:
+        total += _products(width, shared_width(experts, width), experts) + (width if experts.shared_gate else 0)
+    return total
+
+
+def _products(width: int, hidden: int, experts: ExpertsConfig) -> int:
+    return sum(prod(shape) for shape in _shapes(width, hidden, experts).values() if len(shape) == 2)
+
+
+def _shapes(width: int, hidden: int, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
+    return weight_shapes(width, hidden, activation=experts.activation, bias=experts.bias)
+
+
+def layer_activations(width: int, experts: ExpertsConfig) -> float:
+    """Numbers per token that autograd keeps for one MoELayer.
+
+    Per choice: its row, its hidden values before and after the activation (a ReLU needs them after it only), its
+    result unsorted, and its int64 places; per expert the scores; the router's input is the norm's output, counted
+    there. Experts of several sizes count as if each were chosen equally often.
+    """
+    number = check_experts(experts)
+    kept = KEPT[experts.activation]
+    hidden = sum(hidden_widths(experts, width)) / number
+    routed = experts.top_k * (2 * width + kept * hidden + 12) + 3 * number
+    if not experts.shared_expert:
+        return routed
+    gated = width + 1 if experts.shared_gate else 0  # its output, and the sigmoid it is multiplied with
+    return routed + kept * shared_width(experts, width) + gated
+
+
+def parts_elsewhere(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
+    """What may live on hosts: its sizes, and what travels there. `tokens` of one sample."""
+    number = check_experts(experts)
+    hidden = sum(hidden_widths(experts, width)) / number
+    return ExpertFacts(
+        parameters=(expert_sizes(width, experts),) * layers,
+        gate_bytes=layers * gate_bytes(width, number),
+        rows_per_sample=experts.top_k * tokens,
+        row_bytes=FLOAT_BYTES * width,
+        kept_bytes_per_row=round(FLOAT_BYTES * (width + KEPT[experts.activation] * hidden)),
+    )
+
+
+def gate_bytes(width: int, number: int) -> int:
+    """Of one router: for each expert a row of weights, its bias and its share, and int64 counts."""
+    return FLOAT_BYTES * number * (width + 2) + 8 * (number + 1)
+
+
+def moe_gpt_flops(
+    *, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig, window: int | None = None
+) -> float:
+    """Forward and backward of one full window; only the experts a token visits count."""
+    sizes = {"layers": layers, "width": width, "context": context}
+    others = gpt_parameters(**sizes, vocab_size=vocab_size, feed_forward=0) - context * width
+    return language_flops(
+        **sizes, matmul_parameters=others + layers * layer_products(width, experts), window=window
+    )
+
+
+def moe_mlp_flops(*, width: int, layers: int, features: int, classes: int, experts: ExpertsConfig) -> float:
+    """Forward and backward of one row."""
+    return 6.0 * ((features + classes) * width + layers * layer_products(width, experts))
+
+
+def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
+    check_gpt(**keys)
+    layers, width, context, vocab = (keys[k] for k in ("layers", "width", "context", "vocab_size"))
+    sizes = {"layers": layers, "width": width, "context": context, "vocab_size": vocab}
+    parameters = gpt_parameters(**sizes, feed_forward=layer_parameters(width, experts))
+    activations = gpt_activations(
+        **sizes,
+        heads=keys["heads"],
+        dropout=keys["dropout"],
+        feed_forward=layer_activations(width, experts),
+    )
+    flops = moe_gpt_flops(**sizes, experts=experts, window=keys["window"])
+    reason = f"formula of moe_gpt, {check_experts(experts)} experts a layer"
+    found = facts(parameters, activations, flops, reason)
+    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=context))
+
+
+def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
+    check_moe_mlp(**keys, experts=experts)
+    layers, width, features = keys["layers"], keys["width"], keys["num_features"]
+    classes = keys["num_classes"] or 1
+    layer = layer_parameters(width, experts) + 2 * width
+    parameters = (features + 1) * width + layers * layer + (width + 1) * classes
+    kept = features + 2 * width + layers * (2 * width + layer_activations(width, experts)) + classes
+    flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
+    reason = f"formula of moe_mlp, {check_experts(experts)} experts a layer"
+    found = facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
+    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=1))
+
+
+EXPERT_BUILDERS = {
+    "experts.models:moe_gpt": BuilderKeys(
+        ("layers", "heads", "width", "context", "vocab_size"), {"dropout": 0.0, "window": None}, _moe_gpt_facts
+    ),
+    "experts.models:moe_mlp": BuilderKeys(
+        (),
+        {"width": 128, "layers": 2, "num_features": None, "num_classes": None, "dropout": 0.0},
+        _moe_mlp_facts,
+    ),
+}
+
+
+def expert_facts(
+    builder: str, keys: Mapping[str, Any], source_facts: Mapping[str, Any], experts: ExpertsConfig
+) -> ModelFacts | None:
+    """Sizes of a built-in mixture-of-experts model; arguments and errors as `model_facts`.
+
+    Returns None for any other builder, and where only the opened source can tell a size.
+    """
+    known = EXPERT_BUILDERS.get(builder)
+    return known_facts(builder, known, keys, source_facts, experts=experts) if known else None

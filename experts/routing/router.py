@@ -1,0 +1,239 @@
+"""Top-k routing whose losses and counts add up over any split of the sequences (DESIGN 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain.train.compute.activation_checkpointing import inside_backward
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where T tokens go.
+
+    Attributes:
+        indices_TK: int64, the K experts of each token, best first; distinct.
+        weights_TK: float32 (float64 for float64 models), zero where the token was dropped.
+        counts_E: int64, the rows each expert receives.
+        kept_TK: bool, false where an expert was full; None = nothing can be dropped.
+        aux: scalar, weighted balance loss plus z-loss, a mean over the valid tokens; None in evaluation.
+    """
+
+    indices_TK: Tensor
+    weights_TK: Tensor
+    counts_E: Tensor
+    kept_TK: Tensor | None
+    aux: Tensor | None
+
+
+class TopKRouter(nn.Module):
+    """Scores every expert for every token and picks the best K.
+
+    Args:
+        width, num_experts, top_k: D, E, K.
+        score: softmax over the experts, or a sigmoid each.
+        renormalize: the K weights of a token sum to one.
+        balance: "loss", the loss-free "bias", "both" or "none".
+        balance_scope: "sequence" judges each sequence by itself; "batch", for rows without a sequence,
+            multiplies with the shares of the last committed step, so that it too adds up over a split.
+        capacity_factor: an expert takes at most ceil(factor * S * K / E) of a sequence of S valid tokens,
+            earlier ones first, so that no token's fate depends on a later one's choice; None drops nothing.
+        noise, temperature: on the logits, in training only.
+
+    The bias is added for selection only and moves at a commit, from the step's global counts. State kept in
+    checkpoints: `bias_E` and `shares_E` (the last committed step's); pending counts are not.
+    """
+
+    bias_E: Tensor
+    shares_E: Tensor
+    pending_counts: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: bool = True,
+        balance: Literal["bias", "loss", "both", "none"] = "both",
+        balance_scope: Literal["sequence", "batch"] = "sequence",
+        balance_weight: float = 0.01,
+        z_loss_weight: float = 0.001,
+        bias_rate: float = 0.001,
+        capacity_factor: float | None = None,
+        noise: float = 0.0,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k is {top_k}, expected 1 to num_experts ({num_experts})")
+        self.num_experts, self.top_k = num_experts, top_k
+        self.score, self.renormalize = score, renormalize
+        self.balance_scope, self.capacity_factor = balance_scope, capacity_factor
+        self.balance_weight = balance_weight if balance in ("loss", "both") else 0.0
+        self.bias_rate = bias_rate if balance in ("bias", "both") else 0.0
+        self.z_loss_weight, self.noise, self.temperature = z_loss_weight, noise, temperature
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        nn.init.normal_(self.weight, std=0.02)
+        self.register_buffer("bias_E", torch.zeros(num_experts))
+        self.register_buffer("shares_E", torch.full((num_experts,), 1 / num_experts))
+        # the last entry counts drops; int64, so that sums over ranks are exact and casts leave it alone
+        pending = torch.zeros(num_experts + 1, dtype=torch.int64)
+        self.register_buffer("pending_counts", pending, persistent=False)
+        self.forced: list[int] | None = None
+        """Experts to send all tokens to, whatever the scores say: the first `top_k` of them, or, with a capacity, all
+        in turn; for measurements only."""
+        self.traced = False
+        self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
+        """Where `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward since it was None."""
+
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
+        """Route the tokens of B sequences.
+
+        Args:
+            x_BSD: any float dtype; scores are float32 even under autocast, float64 for float64.
+            valid_BS: bool, false for padding, which is routed but not counted and not judged; None = all.
+        """
+        B, S, _ = x_BSD.shape
+        logits_BSE = self._logits(x_BSD)
+        scores_BSE = self._scores(self._perturbed(logits_BSE))
+        indices_BSK = (scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
+        if self.forced is not None:
+            indices_BSK = self._by_force(indices_BSK, self.forced)
+        weights_BSK = scores_BSE.gather(-1, indices_BSK)
+        if self.renormalize:
+            weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
+        counts_BE = self._count(indices_BSK, None)
+        routed_BE = counts_BE if valid_BS is None else self._count(indices_BSK, valid_BS)
+        aux = self._aux(logits_BSE, scores_BSE, routed_BE, valid_BS) if self.training else None
+        kept_BSK = self._keep(indices_BSK, valid_BS)
+        if kept_BSK is not None:
+            weights_BSK = weights_BSK * kept_BSK
+            counts_BE = self._count(indices_BSK, kept_BSK)
+        self._note(routed_BE, kept_BSK, valid_BS)
+        if self.traced and self.seen is None and self.training and not inside_backward():
+            self.seen = (indices_BSK, weights_BSK.detach(), valid_BS)
+        return Routing(
+            indices_TK=indices_BSK.view(B * S, -1),
+            weights_TK=weights_BSK.view(B * S, -1),
+            counts_E=counts_BE.sum(0),
+            kept_TK=None if kept_BSK is None else kept_BSK.view(B * S, -1),
+            aux=aux,
+        )
+
+    @torch.no_grad()
+    def commit(self, counts: Tensor | None, *, skipped: Tensor | bool) -> None:
+        """End a step: move the bias by the global counts, note the shares, forget what is pending.
+
+        Args:
+            counts: (E + 1,) of all ranks, as `pending_counts`; None = the step was dropped.
+            skipped: bool or bool tensor (not read from the device); a skipped step moves nothing.
+        """
+        self.pending_counts.zero_()
+        if counts is None or skipped is True:
+            return
+        counts_E = counts[: self.num_experts].double()
+        mean = counts_E.mean()
+        bias_E = self.bias_E + self.bias_rate * torch.sign(mean - counts_E).to(self.bias_E)
+        shares_E = (counts_E / counts_E.sum().clamp(min=1)).to(self.shares_E)
+        stays = torch.as_tensor(skipped, device=mean.device) | (mean == 0)
+        self.bias_E.copy_(torch.where(stays, self.bias_E, bias_E))
+        self.shares_E.copy_(torch.where(stays, self.shares_E, shares_E))
+
+    def _logits(self, x_BSD: Tensor) -> Tensor:
+        dtype = torch.float64 if torch.float64 in (x_BSD.dtype, self.weight.dtype) else torch.float32
+        with torch.autocast(x_BSD.device.type, enabled=False):
+            return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
+
+    def _by_force(self, indices_BSK: Tensor, experts: list[int]) -> Tensor:
+        S, K = indices_BSK.shape[1:]
+        places = torch.arange(S * K if self.capacity_factor is not None else K, device=indices_BSK.device)
+        chosen = torch.tensor(experts, device=indices_BSK.device)[places % len(experts)]
+        return chosen.view(-1, K).expand_as(indices_BSK).contiguous()
+
+    def _perturbed(self, logits: Tensor) -> Tensor:
+        if not self.training:
+            return logits
+        if self.noise:
+            logits = logits + self.noise * torch.randn_like(logits)
+        return logits / self.temperature if self.temperature != 1.0 else logits
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+
+    def _count(self, indices_BSK: Tensor, mask: Tensor | None) -> Tensor:
+        """Chosen tokens per sequence and expert (B, E), int64; `mask` is (B, S) or (B, S, K)."""
+        flat = indices_BSK.flatten(1)
+        if mask is None:
+            ones = torch.ones_like(flat)
+        else:
+            mask = mask.unsqueeze(-1) if mask.ndim == 2 else mask
+            ones = mask.expand_as(indices_BSK).flatten(1).to(torch.int64)
+        return flat.new_zeros(len(flat), self.num_experts).scatter_add_(1, flat, ones)
+
+    def _keep(self, indices_BSK: Tensor, valid_BS: Tensor | None) -> Tensor | None:
+        """Which choices find room: the first `capacity` of each expert, in the sequence's order.
+
+        Padding takes no room and makes none, so a sequence fares alike however far it is padded.
+        """
+        if self.capacity_factor is None:
+            return None
+        B, S, K = indices_BSK.shape
+        wanted = indices_BSK.new_ones(B, S * K)
+        if valid_BS is not None:
+            wanted = valid_BS.repeat_interleave(K, dim=1, output_size=S * K).to(torch.int64)
+        per_choice = self.capacity_factor / self.num_experts
+        capacity_B1 = (wanted.sum(1, keepdim=True).double() * per_choice).ceil()
+        # one column per expert: a choice's place is how many of its sequence chose that expert up to it
+        chosen = F.one_hot(indices_BSK.view(B, S * K), self.num_experts) * wanted.unsqueeze(-1)
+        place = (chosen.cumsum(1) * chosen).sum(-1)
+        return ((place <= capacity_B1) & (wanted > 0)).view(B, S, K)
+
+    def _aux(
+        self, logits_BSE: Tensor, scores_BSE: Tensor, routed_BE: Tensor, valid_BS: Tensor | None
+    ) -> Tensor | None:
+        """Both losses as means over the valid tokens: a sequence's balance loss weighs as its tokens."""
+        per_token = None
+        if self.z_loss_weight:
+            per_token = self.z_loss_weight * torch.logsumexp(logits_BSE, dim=-1).square()
+        if self.balance_weight:
+            portions = scores_BSE
+            if self.score == "sigmoid":
+                portions = scores_BSE / scores_BSE.sum(-1, keepdim=True)
+            if self.balance_scope == "sequence":
+                shares_BE = routed_BE / routed_BE.sum(-1, keepdim=True).clamp(min=1)
+                balance_BS = (portions * shares_BE.to(portions).unsqueeze(1)).sum(-1)
+            else:
+                balance_BS = portions @ self.shares_E.to(portions)
+            balance_BS = self.balance_weight * self.num_experts * balance_BS
+            per_token = balance_BS if per_token is None else per_token + balance_BS
+        if per_token is None:
+            return None
+        if valid_BS is None:
+            return per_token.mean()
+        return (per_token * valid_BS).sum() / valid_BS.sum().clamp(min=1)
+
+    @torch.no_grad()
+    def _note(self, routed_BE: Tensor, kept_BSK: Tensor | None, valid_BS: Tensor | None) -> None:
+        """Add to the pending counts: training forwards only, and never what backward computes again."""
+        compiled = torch.compiler.is_compiling()
+        if not self.training or (not compiled and inside_backward()):
+            return
+        add = _add_unless_again if compiled else Tensor.add_
+        add(self.pending_counts[: self.num_experts], routed_BE.sum(0))
+        if kept_BSK is not None:
+            dropped = ~kept_BSK if valid_BS is None else ~kept_BSK & valid_BS.unsqueeze(-1)
+            add(self.pending_counts[self.num_experts], dropped.sum())
+
+
+@torch.library.custom_op("raytrain::add_unless_again", mutates_args=("pending",))
+def _add_unless_again(pending: Tensor, more: Tensor) -> None:
+    """`pending += more`, but not inside backward: compiled code is the same in both passes, and asks when it runs."""
+    if not inside_backward():
+        pending += more

@@ -1,0 +1,191 @@
+"""Bench `attention`: what a causal mask costs, built anew, kept, and not made at all; and memory by length.
+
+Ways of the same attention: written out with a mask (built in each call, or kept), torch's fused attention with a mask
+(built, or kept) and with `is_causal`, which makes none. A sliding window is another attention, timed beside them.
+Bytes are counted by torch's profiler: every allocation of one forward and backward pass, and the most at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jobs.bench.harness.measuring import Check, Measurement, Say, alternate, compare
+from jobs.bench.harness.speed_options import AttentionOptions
+from raytrain.models.attention import windowed_attention
+from raytrain.models.mask_cache import MaskCache
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+CPU = torch.device("cpu")
+BUILT, KEPT = "written out, mask built", "written out, mask kept"
+FUSED_BUILT, FUSED_KEPT, NONE = "fused, mask built", "fused, mask kept", "fused, no mask"
+#: fp32 sums in another order.
+TOLERANCE = 1e-4
+#: A straight line through bytes by length fits this well, and a parabola's curvature counts from there.
+STRAIGHT = 0.999
+#: What a mask cache is commonly promised to gain of a forward pass, and to need.
+PROMISED_GAIN, PROMISED_BYTES = 1.05, 2**20
+
+
+def run(options: AttentionOptions, *, quick: bool, say: Say) -> Measurement:
+    """Measure each way; see `AttentionOptions`."""
+    found = Measurement("attention", quick, options.model_dump(), "seconds of one forward pass through the layers")
+    threads = torch.get_num_threads()
+    if options.threads != "auto":
+        torch.set_num_threads(options.threads)
+    try:
+        cache = MaskCache()
+        ways = _ways(cache)
+        heads = _drawn(options, rows=options.rows, length=options.length)
+        _gate(found, ways, heads)
+        window: Way = partial(windowed_attention, window=options.window, masks=MaskCache())
+        _time(found, options, {**ways, "sliding window": window}, heads, say)
+        _bytes(found, options, {BUILT: ways[BUILT], NONE: ways[NONE], "sliding window": window}, say)
+    finally:
+        torch.set_num_threads(threads)
+    _claims(found, options, cache)
+    return found
+
+
+def _drawn(options: AttentionOptions, *, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(options.seed)
+    shape = (rows, options.heads, length, options.width // options.heads)
+    q, k, v = (torch.randn(shape, generator=draw).requires_grad_() for _ in range(3))
+    return q, k, v
+
+
+def _ways(cache: MaskCache) -> dict[str, Way]:
+    def kept(length: int) -> Tensor:
+        return cache.get("causal", length, device=CPU, dtype=torch.bool, build=partial(_mask, length))
+
+    def written(mask_of: Callable[[int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        return scores.masked_fill(~mask_of(q.shape[2]), float("-inf")).softmax(-1) @ v
+
+    def fused(mask_of: Callable[[int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(q.shape[2]))
+
+    def maskless(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return {
+        BUILT: partial(written, _mask), KEPT: partial(written, kept),
+        FUSED_BUILT: partial(fused, _mask), FUSED_KEPT: partial(fused, kept), NONE: maskless,
+    }  # fmt: skip
+
+
+def _mask(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def _gate(found: Measurement, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor]) -> None:
+    with torch.no_grad():
+        expected = ways[BUILT](*heads)
+        for name, way in ways.items():
+            worst = float((way(*heads) - expected).abs().max())
+            found.gate(Check(f"{name}: the same attention", worst <= TOLERANCE, f"largest difference {worst:.3g}"))
+
+
+def _time(
+    found: Measurement, options: AttentionOptions, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor], say: Say
+) -> None:
+    def forward(way: Way, times: int) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(times * options.layers):
+                way(*heads)
+        return (time.perf_counter() - began) / times
+
+    once = max(forward(way, 1) for way in ways.values())
+    times = max(1, round(options.block_s / once))
+    say(f"{len(ways)} ways of attention, {times} passes a block")
+    found.arms = alternate(
+        {name: partial(forward, way, times) for name, way in ways.items()}, blocks=options.blocks
+    )
+    pairs = ((BUILT, KEPT), (FUSED_BUILT, FUSED_KEPT), (FUSED_KEPT, NONE), (BUILT, NONE), (NONE, "sliding window"))
+    for of, to in pairs:
+        found.ratios.append(compare(found.arms, of=of, to=to, name=f"{of} / {to}"))
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+def _bytes(found: Measurement, options: AttentionOptions, ways: dict[str, Way], say: Say) -> None:
+    say(f"bytes at lengths {', '.join(map(str, options.lengths))}")
+    peaks = {
+        name: [peak_bytes(way, _drawn(options, rows=1, length=length)) for length in options.lengths]
+        for name, way in ways.items()
+    }
+    found.values["peak_bytes"] = {
+        name: {"lengths": options.lengths, "bytes": values, **shape_of(options.lengths, values)}
+        for name, values in peaks.items()
+    }
+
+
+def peak_bytes(way: Way, heads: tuple[Tensor, Tensor, Tensor]) -> int:
+    """The most bytes that one forward and backward pass holds at a time, beyond its inputs."""
+    for tensor in heads:
+        tensor.grad = torch.zeros_like(tensor)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        way(*heads).sum().backward()
+    found: Any = profile.profiler
+    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def shape_of(lengths: list[int], values: list[int]) -> dict[str, Any]:
+    """How bytes grow with the length: the power of it, and how well a line and a parabola without one fit."""
+    n, y = np.asarray(lengths, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    power = float(np.polyfit(np.log(n), np.log(y), 1)[0]) if len(n) > 1 else math.nan
+    spread = float(((y - y.mean()) ** 2).sum()) or 1.0
+    fits = {}
+    for name, columns in (("linear", [n, n**0]), ("quadratic", [n**2, n**0])):
+        matrix = np.stack(columns, axis=1)
+        rest = y - matrix @ np.linalg.lstsq(matrix, y, rcond=None)[0]
+        fits[name] = 1 - float((rest**2).sum()) / spread
+    return {"power": power, "r2": fits, "shape": max(fits, key=lambda name: fits[name])}
+
+
+# -- what follows ---------------------------------------------------------------------------------
+
+
+def _claims(found: Measurement, options: AttentionOptions, cache: MaskCache) -> None:
+    ratios = {ratio.name: ratio for ratio in found.ratios}
+    gain, fused = ratios[f"{BUILT} / {KEPT}"], ratios[f"{FUSED_BUILT} / {FUSED_KEPT}"]
+    found.values["mask_cache"] = MaskCache.total([cache])
+    interval = f"{gain.median:.3f} [{gain.low:.3f}, {gain.high:.3f}]"
+    found.claim(
+        f"keeping masks saves at least {PROMISED_GAIN - 1:.0%} of the forward pass of attention",
+        gain.low >= PROMISED_GAIN,
+        f"written out {interval}, fused {fused.median:.3f}; of attention alone, of a whole model less",
+    )
+    none, kept = ratios[f"{BUILT} / {NONE}"], ratios[f"{FUSED_KEPT} / {NONE}"]
+    found.claim(
+        "no mask at all (is_causal) beats a kept one", kept.low > 1,
+        f"{kept.median:.2f} [{kept.low:.2f}, {kept.high:.2f}] against the fused one with a kept mask, "
+        f"{none.median:.2f} against the written-out one",
+    )  # fmt: skip
+    one = _mask(options.length).nbytes
+    found.claim(
+        "the masks of typical lengths take less than 1 MB", one < PROMISED_BYTES,
+        f"one mask of {options.length} tokens: {one} bytes; of 1024 exactly {1024 * 1024}, of n always n x n",
+    )  # fmt: skip
+    shapes = found.values["peak_bytes"]
+    straight = shapes[NONE]["shape"] == "linear" and shapes[NONE]["r2"]["linear"] > STRAIGHT
+    found.claim(
+        "without a mask memory grows with the length, written out with its square",
+        straight and shapes[BUILT]["shape"] == "quadratic",
+        ", ".join(f"{name}: {row['shape']} (R2 {row['r2'][row['shape']]:.4f})" for name, row in shapes.items()),
+    )

@@ -1,0 +1,123 @@
+"""Bench `compile`: optimizer steps of a small GPT, compiled against eager, and what the compiler takes first.
+
+A compiled step pays from the step on at which its gains have made up for the compiler's seconds: that step is printed.
+The last pair is everything at its default against `loop.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from cluster.devices.inventory import local_inventory
+from jobs.bench.harness.measuring import Check, Measurement, Say, alternate, compare, equal_series, median_interval
+from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.harness.speed_options import CompileOptions
+from raytrain.train.compute.toolchain import missing_for_compile
+
+TOLERANCE = 1e-4
+MAX_STEPS = 100_000
+#: What is commonly promised of all optimisations together.
+PROMISED_TOGETHER = 2.0
+
+
+def run(options: CompileOptions, *, quick: bool, say: Say) -> Measurement:
+    """Measure every mode; see `CompileOptions`."""
+    found = Measurement("compile", quick, options.model_dump(), "seconds per step, the mean of one block")
+    missing = missing_for_compile("cpu")
+    if not found.gate(Check("this machine can compile", missing is None, missing or "a C++ compiler is there")):
+        return found
+    threads = torch.get_num_threads()
+    try:
+        arms = {"eager": _arm(options)}
+        for mode in options.modes:
+            arms[mode] = _arm(options, compile=mode, compile_parts=options.parts)
+        _compare(found, options, arms, say)
+        if options.reference:
+            _together(found, options, say)
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def _arm(options: CompileOptions, *, fused: bool | str = "auto", **loop: Any) -> SessionArm:
+    draw = torch.Generator().manual_seed(options.seed)
+    tokens = torch.randint(97, 123, (60_000,), generator=draw, dtype=torch.uint8)
+    sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "context")}
+    threads = local_inventory().cpus if options.threads == "auto" else options.threads
+    return SessionArm(
+        {
+            "name": "bench-compile",
+            "seed": options.seed,
+            "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
+            "data": {"train": bytes(tokens.tolist()), "eval_fraction": 0.0},
+            "optim": {"fused": fused},
+            "loop": {
+                "max_steps": MAX_STEPS, "global_batch_size": options.batch, "log_every": options.block_steps, **loop,
+            },
+            "scale": {"workers": 1, "mode": "cpu", "threads": threads},
+        },
+        precision="fp32",
+    )  # fmt: skip
+
+
+def _compare(found: Measurement, options: CompileOptions, arms: dict[str, SessionArm], say: Say) -> None:
+    first: dict[str, float] = {}
+    for name, arm in arms.items():
+        say(f"{name}: the first steps")
+        first[name] = arm.run(2 * options.block_steps)
+        parts = arm.session.switches.compiled
+        if parts is not None:
+            status = parts.status()
+            whole = status["achieved"] == f"{len(status['parts'])} of {len(status['parts'])} parts"
+            found.gate(Check(f"{name}: every part is compiled", whole, "; ".join(status["reasons"]) or "all of them"))
+            found.values[name] = status
+        label = f"{name}: the losses are those of eager code"
+        found.gate(equal_series(label, arm.losses, arms["eager"].losses, relative=TOLERANCE))
+    steps = options.block_steps
+    found.arms = alternate(
+        {name: (lambda arm=arm: arm.run(steps) / steps) for name, arm in arms.items()}, blocks=options.blocks
+    )
+    eager = median_interval(found.arms["eager"]).median
+    for mode in options.modes:
+        ratio = compare(found.arms, of="eager", to=mode, name=f"eager / {mode}")
+        found.ratios.append(ratio)
+        seconds, gain = found.values[mode]["seconds"], eager - median_interval(found.arms[mode]).median
+        found.values[mode]["pays_from_step"] = pays = math.ceil(seconds / gain) if gain > 0 else None
+        found.claim(
+            f"torch.compile ({mode}) makes steps faster", ratio.low > 1,
+            f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]; {seconds:.1f} s in the compiler, "
+            f"{found.values[mode]['graph_breaks']} graph breaks, {found.values[mode]['recompiles']} recompiles; "
+            + ("it never pays" if pays is None else f"pays from step {pays}"),
+        )  # fmt: skip
+    found.values["first_blocks_s"] = first
+
+
+def _together(found: Measurement, options: CompileOptions, say: Say) -> None:
+    """Every default against the plain path, and against itself without fused kernels, in blocks of their own."""
+    say("every default against loop.reference")
+    arms = {
+        "defaults": _arm(options), "optim.fused false": _arm(options, fused=False),
+        "reference": _arm(options, reference=True),
+    }  # fmt: skip
+    for name, arm in arms.items():
+        arm.run(2 * options.block_steps)
+        losses, plain = arm.losses, arms["defaults"].losses
+        found.gate(equal_series(f"{name}: the losses of the defaults", losses, plain, relative=TOLERANCE))
+    steps = options.block_steps
+    times = alternate({name: (lambda arm=arm: arm.run(steps) / steps) for name, arm in arms.items()},
+                      blocks=options.blocks)  # fmt: skip
+    found.arms |= times
+    ratio = compare(times, of="reference", to="defaults", name="reference / every default")
+    fused = compare(times, of="optim.fused false", to="defaults", name="optimizer without / with fused kernels")
+    found.ratios += [ratio, fused]
+    found.claim(
+        f"all optimisations together train {PROMISED_TOGETHER:g} times as fast", ratio.low >= PROMISED_TOGETHER,
+        f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of this small GPT on this CPU",
+    )
+    found.claim(
+        "fused optimizer kernels make steps faster on a CPU", fused.low > 1,
+        f"{fused.median:.3f} [{fused.low:.3f}, {fused.high:.3f}] of whole steps",
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""Bench `precision`: full optimizer steps in fp32, bf16 and fp16, by layer width, and what `auto` makes of it.
+
+A lower precision pays only where the products outweigh the casts, so there is a width at which it breaks even: it is
+printed, and where it loses, fp32 is the right choice. At one width our gain is held against the gain that the plain
+loop itself has from bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cluster.devices.inventory import local_inventory
+from jobs.bench.compute.precision_arms import PlainArm, gpt_job, perceptron_job
+from jobs.bench.harness.measuring import (
+    Goal,
+    Measurement,
+    Ratio,
+    Say,
+    alternate,
+    compare,
+    equal_series,
+    matrix_units,
+    median_interval,
+    median_ms,
+)
+from jobs.bench.harness.options import PrecisionOptions
+from jobs.bench.harness.sessions import SavedForBackward, SessionArm, chosen_precision
+from raytrain.autotune.probe.precision import compare_precisions
+from raytrain.autotune.search.precision import LOSS_TOLERANCE, WORTHWHILE_GAIN
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+#: The range that half-precision training is commonly promised to gain.
+PROMISED_SPEED, PROMISED_MEMORY = 1.5, 0.25
+WARM_STEPS = 5
+
+
+def run(options: PrecisionOptions, *, quick: bool, say: Say) -> Measurement:
+    """Measure every width, then the small GPT; see `PrecisionOptions`."""
+    found = Measurement("precision", quick, options.model_dump(), "seconds per step, the mean of one block")
+    units = matrix_units(local_inventory().cpu_flags)
+    found.values |= {"matrix_units": units, "models": {}}
+    say(f"this CPU has for bf16: {units}")
+    threads = torch.get_num_threads()
+    try:
+        for width in options.widths:
+            say(f"perceptron of width {width}")
+            _model(found, options, f"mlp {width}", perceptron_job(options, width), plain=width == options.compare_width)
+        if options.gpt_width:
+            say("small GPT")
+            _model(found, options, "gpt", gpt_job(options), plain=False)
+    finally:
+        torch.set_num_threads(threads)
+    _claims(found, options, units)
+    return found
+
+
+# -- one model ------------------------------------------------------------------------------------
+
+
+def _model(
+    found: Measurement, options: PrecisionOptions, name: str, job: dict[str, Any], *, plain: bool
+) -> None:
+    arms = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
+    turns: dict[str, Callable[[int], float]] = {precision: arm.run for precision, arm in arms.items()}
+    rivals = {f"plain {precision}": PlainArm(job, precision) for precision in ("fp32", "bf16")} if plain else {}
+    turns |= {rival: arm.run for rival, arm in rivals.items()}
+    for turn in turns.values():
+        turn(WARM_STEPS)  # optimizer state, allocator, oneDNN's kernels; the same losses for the gate
+    _gate(found, name, arms, rivals)
+    seconds = arms["fp32"].run(WARM_STEPS) / WARM_STEPS
+    steps = max(1, min(200, round(options.block_s / seconds)))
+    times = alternate(
+        {key: (lambda turn=turn: turn(steps) / steps) for key, turn in turns.items()}, blocks=options.blocks
+    )
+    for key, values in times.items():
+        found.arms[f"{name}, {key}"] = values
+    share = _touched_share(arms["fp32"], times["fp32"])
+    gains = {
+        precision: compare(times, of="fp32", to=precision, name=f"{name}: fp32 / {precision}", share=share)
+        for precision in ("bf16", "fp16")
+    }
+    found.ratios += gains.values()
+    value, reason, trials = chosen_precision(job)
+    found.values["models"][name] = {
+        "ms_per_step": {key: median_ms(values) for key, values in times.items()},
+        "steps_per_block": steps,
+        "auto": {"value": value, "reason": reason, "trials": trials, "agrees": _agrees(value, gains["bf16"])},
+        "saved_for_backward": {precision: _saved_bytes(arms[precision]) for precision in ("fp32", "bf16")},
+    }
+    if rivals:
+        _gain_against_plain(found, name, times)
+
+
+def _gate(found: Measurement, name: str, arms: dict[str, SessionArm], rivals: dict[str, PlainArm]) -> None:
+    for rival, arm in rivals.items():
+        ours = arms[rival.removeprefix("plain ")].losses
+        found.gate(equal_series(f"{name}: ours equals {rival}", ours, arm.losses, relative=1e-6))
+    reference = arms["fp32"].losses
+    for precision in ("bf16", "fp16"):
+        label = f"{name}: the loss in {precision} is that of fp32"
+        found.gate(equal_series(label, arms[precision].losses, reference, relative=LOSS_TOLERANCE))
+
+
+def _touched_share(arm: SessionArm, times: list[float]) -> float:
+    """Part of a full fp32 step that is forward and backward: what a precision can touch at all."""
+    session = arm.session
+    handles, _ = session.feed.window(session.state.cursor)
+    micro = next(iter(session.feed.micro_batches(handles)))
+    trial = compare_precisions(
+        session.trainable,
+        micro,
+        candidates=["fp32"],
+        gradients=session.step.gradients,
+        workers=session.workers,
+        device=session.device,
+        budget_s=0.0,
+    )[0]
+    return min(1.0, trial.seconds / median_interval(times).median)
+
+
+def _saved_bytes(arm: SessionArm) -> dict[str, float]:
+    """Bytes kept for the backward pass: of one micro-batch (`total`, a lower precision's copies of the weights
+    included), and what each further row adds (`per_row`, activations alone)."""
+    session = arm.session
+    handles, _ = session.feed.window(session.state.cursor)
+
+    def kept(rows: int) -> int:
+        micro = session.feed.one(handles[:rows])
+        counter = SavedForBackward(session.trainable.module)
+        return counter.during(lambda: session.step.forward(micro.batch, global_weight=micro.weight))
+
+    full, half = len(handles), len(handles) // 2
+    total = kept(full)
+    return {"total": total, "per_row": (total - kept(half)) / (full - half)}
+
+
+def _agrees(chosen: str, gain: Ratio) -> bool:
+    """Whether `auto` chose what full steps say; within its own threshold of a tie both are right."""
+    tie = gain.low > 1 - WORTHWHILE_GAIN and gain.high < 1 + 2 * WORTHWHILE_GAIN
+    return tie or chosen == ("bf16" if gain.median >= 1 + WORTHWHILE_GAIN else "fp32")
+
+
+def _gain_against_plain(found: Measurement, name: str, times: dict[str, list[float]]) -> None:
+    """Our gain from bf16 over the plain loop's own, repetition by repetition."""
+    ours = [a / b for a, b in zip(times["fp32"], times["bf16"], strict=True)]
+    theirs = [a / b for a, b in zip(times["plain fp32"], times["plain bf16"], strict=True)]
+    label = f"{name}: our gain from bf16 / the plain loop's own gain"
+    found.ratios.append(
+        compare(
+            {"ours": ours, "the plain loop's": theirs},
+            of="ours",
+            to="the plain loop's",
+            name=label,
+            goal=Goal(at_least=0.9),
+            words=("smaller", "larger"),
+        )
+    )
+    found.ratios.append(compare(times, of="plain fp32", to="fp32", name=f"{name}: plain / ours, fp32"))
+    found.values["models"][name]["gain"] = {
+        "ours": median_interval(ours).median, "plain": median_interval(theirs).median
+    }  # fmt: skip
+
+
+# -- what follows ---------------------------------------------------------------------------------
+
+
+def break_even(gains: dict[int, float]) -> float | None:
+    """The width from which a lower precision gains at every larger width measured; None where it never does.
+
+    Between the last width that loses and the next, the crossing is interpolated over the logarithm of the width.
+    """
+    widths = sorted(gains)
+    losing = [width for width in widths if gains[width] <= 1]
+    if not losing:
+        return float(widths[0])
+    last = losing[-1]
+    if last == widths[-1]:
+        return None
+    following = widths[widths.index(last) + 1]
+    part = (1 - gains[last]) / (gains[following] - gains[last])
+    return math.exp(math.log(last) + part * (math.log(following) - math.log(last)))
+
+
+def _claims(found: Measurement, options: PrecisionOptions, units: str) -> None:
+    gains = {ratio.name: ratio for ratio in found.ratios}
+    models: dict[str, Any] = found.values["models"]
+    by_width = {width: gains[f"mlp {width}: fp32 / bf16"].median for width in options.widths}
+    even = break_even(by_width)
+    found.values["break_even_width"] = even
+    best = max(options.widths, key=lambda width: by_width[width])
+    speed = gains[f"mlp {best}: fp32 / bf16"]
+    said = f"no width up to {options.widths[-1]} gains" if even is None else f"break-even near width {even:.0f}"
+    found.claim(
+        f"bf16 trains at least {PROMISED_SPEED} times as fast as fp32 at some width",
+        speed.low >= PROMISED_SPEED,
+        f"at width {best} {speed.median:.2f} [{speed.low:.2f}, {speed.high:.2f}]; {said}; this CPU has {units}",
+    )
+    ratios = {
+        kind: {
+            name: row["saved_for_backward"]["bf16"][kind] / row["saved_for_backward"]["fp32"][kind]
+            for name, row in models.items()
+        }
+        for kind in ("per_row", "total")
+    }
+    found.values["saved_bytes_ratio"] = ratios
+    for family, names in (("a perceptron", [n for n in models if n != "gpt"]), ("a small GPT", ["gpt"])):
+        told = ", ".join(f"{n} {ratios['per_row'][n]:.2f} ({ratios['total'][n]:.2f})" for n in names if n in models)
+        if told:
+            found.claim(
+                f"bf16 keeps at least {PROMISED_MEMORY:.0%} fewer bytes of activations for backward, in {family}",
+                max(ratios["per_row"][n] for n in names) <= 1 - PROMISED_MEMORY,
+                f"bytes of each further row (of a whole batch, copies of weights included), against fp32's: {told}",
+            )
+    wrong = [name for name, row in models.items() if not row["auto"]["agrees"]]
+    chose = ", ".join(f"{name} {row['auto']['value']}" for name, row in models.items())
+    found.claim(
+        "`precision.dtype: auto` takes bf16 where it wins and fp32 where it loses",
+        not wrong,
+        f"{chose}{'; full steps say otherwise for ' + ', '.join(wrong) if wrong else ''}",
+    )

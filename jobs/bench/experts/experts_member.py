@@ -1,0 +1,251 @@
+"""The processes of bench `experts`: a worker or host of a gang, or the experts in one process.
+
+    python -m jobs.bench.experts.experts_member SETTINGS.json RANK
+
+Workers and the lone process obey the bench's orders, a host obeys its workers; everybody else waits without a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from experts.config import ExpertsConfig
+from experts.distribute import distribute
+from experts.exchange.dispatch import PooledExperts
+from experts.exchange.host import HostServer
+from experts.exchange.interval_log import LoadWindow
+from experts.exchange.worker import ExpertPool, Membership
+from experts.member.shard import ExpertShard
+from experts.placement.starting import PlacementRules, first_placement
+from experts.routing.load import LoadBook
+from experts.shapes import LayerShape
+from experts.transport.process_group import JointGroup
+from jobs.bench.experts.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
+from jobs.bench.experts.experts_train import Trainer
+from jobs.bench.harness.lines import dial
+from raytrain.config.sections import OptimConfig
+from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.train.parallel.flat_gradients import GradientBuffers
+from raytrain.trainable import LocalStep, Trainable
+
+#: Plain gradient descent, unclipped: one step at a learning rate of 1 shows every expert's gradient.
+OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
+#: A gang waits this long at most while others have their turns, the longest of which are on a busy machine.
+TIMEOUT_S = 4 * 3600.0
+
+
+@dataclass(frozen=True)
+class GangConnection:
+    """Joins the gang's only generation, on a store in a file."""
+
+    settings: dict[str, Any]
+    rank: int
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def join(self, shapes: list[LayerShape], _rules: PlacementRules) -> tuple[JointGroup, Membership]:
+        """Meet all members."""
+        workers, colocated = self.settings["workers"], self.settings["hosts"] == 0
+        placement = first_placement([shape.num_experts for shape in shapes], hosts=self.settings["hosts"] or workers)
+        membership = Membership(
+            generation=1, rank=self.rank, workers=workers, placement=placement, run_path="unused",
+            host=self.rank if colocated else None,
+        )  # fmt: skip
+        return joint_group(self.settings, self.rank), membership
+
+
+def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
+    """This member's end."""
+    workers, hosts = settings["workers"], settings["hosts"]
+    size = workers + hosts
+    return JointGroup(
+        dist.FileStore(settings["store"], size),  # pyright: ignore[reportPrivateImportUsage]
+        name="bench-experts",
+        rank=rank,
+        size=size,
+        workers=workers,
+        holders=list(range(workers, size)) if hosts else list(range(workers)),
+        device=torch.device("cpu"),
+        interface="lo",
+        timeout_s=TIMEOUT_S,
+    )
+
+
+class Meter:
+    """Seconds that this process has computed in its experts and used a CPU, in a file that the bench reads."""
+
+    def __init__(self, path: str) -> None:
+        self._file = np.memmap(path, dtype=np.float64, mode="w+", shape=(2,))
+
+    def watch(self) -> None:
+        """From now on."""
+        for name in ("forward", "backward"):
+            setattr(ExpertShard, name, self._timed(getattr(ExpertShard, name)))
+
+    def _timed(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def timed(*args: Any, **kwargs: Any) -> Tensor:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._file[:] = self._file[0] + time.perf_counter() - began, time.process_time()
+
+        return timed
+
+
+class Worker:
+    """One worker of a gang, with its part of every case's tokens."""
+
+    def __init__(self, settings: dict[str, Any], rank: int) -> None:
+        self.seed, self.rank, self.workers = settings["seed"], rank, settings["workers"]
+        sizes = {name: settings[name] for name in ("num_experts", "top_k", "seed")}
+        layers = build_layers(settings["widths"], **sizes)
+        self.first = [dict(layer.experts.named_parameters()) for layer in layers]
+        self.layers = dict(zip(settings["widths"], layers, strict=True))
+        trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
+        trainable.window = LoadWindow(LoadBook([layer.router for layer in layers]))
+        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
+        self.pool = _pool(layers[0].experts)
+        self.buffers = GradientBuffers(trainable.module.parameters())
+        self.renew()
+
+    def renew(self) -> None:
+        """The experts have their first weights again before their next use."""
+        self.pool.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
+
+    def prepare(self, case: Case) -> None:
+        """Draw the whole input, balance its load, keep this worker's part."""
+        self.case, self.layer = case, self.layers[case.width]
+        x_TD, grad_TD = case.draw(self.seed)
+        even_out(self.layer, x_TD)
+        part = slice(self.rank * case.tokens // self.workers, (self.rank + 1) * case.tokens // self.workers)
+        self.x, self.grad = x_TD[part].clone().requires_grad_(), grad_TD[part].clone()
+
+    def once(self) -> Tensor:
+        """One forward and backward."""
+        return run_pass(lambda x: one_sequence(self.layer, x), self.case, self.x, self.grad)
+
+    def block(self, steps: int) -> dict[str, float]:
+        """So many passes; gradients are zero afterwards, everywhere."""
+        before, cpu = self.pool.group.seconds, time.process_time()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.once()
+        seconds = time.perf_counter() - began
+        answer = {
+            "seconds": seconds,
+            "cpu_s": time.process_time() - cpu,
+            "transport_s": self.pool.group.seconds - before,
+        }
+        self.pool.discard()
+        self.buffers.zero_()
+        return answer
+
+    def results(self) -> dict[str, Tensor]:
+        """Of one pass on the first weights: output, gradients of input and router, and what a step of 1 takes off each
+        expert (on rank 0)."""
+        self.renew()
+        self.buffers.zero_()
+        y = self.once()
+        assert self.x.grad is not None and self.layer.router.weight.grad is not None
+        made = {"output": y.clone(), "gradient of the input": self.x.grad.clone()}
+        made["gradient of router.weight"] = self.layer.router.weight.grad.clone()
+        nothing = torch.zeros((), dtype=torch.float64)
+        step = self.pool.steps + 1
+        self.pool.agree(LocalStep(step, nothing, torch.tensor(False), lr=1.0))
+        number = list(self.layers).index(self.case.width)
+        after = self.pool.fetch(number)
+        for name in ("w1", "w2") if after is not None else ():
+            stacked = torch.stack([weights[name] for weights in after or ()])
+            made[f"gradient of experts.{name}"] = self.first[number][name].detach() - stacked
+        self.renew()
+        self.buffers.zero_()
+        return made
+
+
+def _pool(experts: torch.nn.Module) -> ExpertPool:
+    assert isinstance(experts, PooledExperts)
+    return experts.pool
+
+
+def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
+    raise AssertionError("the bench calls the layers")
+
+
+def train(settings: dict[str, Any], rank: int) -> None:
+    """A worker that takes real steps."""
+    trainer = Trainer(settings["job"], GangConnection(settings, rank), inflight=settings["inflight"])
+    line = dial(arm=settings["arm"], rank=rank)
+    while (order := line.receive())["steps"]:
+        line.send(trainer.block(order["steps"]))
+    trainer.end()
+
+
+def work(settings: dict[str, Any], rank: int) -> None:
+    """A worker: obey the bench until it says goodbye, then let the hosts go."""
+    worker = Worker(settings, rank)
+    line = dial(arm=settings["arm"], rank=rank)
+    while (order := line.receive())["steps"]:
+        if "prepare" in order:
+            worker.prepare(Case(**order["prepare"]))
+        if "results" in order:
+            save_file(worker.results(), f"{order['results']}-{rank}.safetensors")
+        line.send(worker.block(order["steps"]))
+    worker.pool.end()
+
+
+def serve(settings: dict[str, Any], rank: int) -> None:
+    """A host, until the workers let it go."""
+    HostServer(
+        joint_group(settings, rank),
+        host=rank - settings["workers"],
+        generation=1,
+        placement=first_placement([settings["num_experts"]] * len(settings["widths"]), hosts=settings["hosts"]),
+        device=torch.device("cpu"),
+    ).serve()
+
+
+def stay_alone(settings: dict[str, Any]) -> None:
+    """The experts in one process."""
+    alone = InProcess(settings["widths"], **{name: settings[name] for name in ("num_experts", "top_k", "seed")})
+    line = dial(arm=settings["arm"], rank=0)
+    while (order := line.receive())["steps"]:
+        torch.set_num_threads(order["threads"])
+        if "prepare" in order:
+            alone.prepare(Case(**order["prepare"]))
+        if "results" in order:
+            save_file(alone.results(order["kind"]), f"{order['results']}-0.safetensors")
+        cpu = time.process_time()
+        seconds = alone.block(order["kind"], order["steps"])
+        line.send({"seconds": seconds, "cpu_s": time.process_time() - cpu, "counts": alone.counts})
+
+
+def main(settings: dict[str, Any], rank: int) -> None:
+    """Be this member."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    if settings["workers"] == 0:
+        stay_alone(settings)
+        return
+    Meter(f"{settings['meters']}-{rank}").watch()
+    if rank < settings["workers"]:
+        train(settings, rank) if "job" in settings else work(settings, rank)
+    else:
+        serve(settings, rank)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))

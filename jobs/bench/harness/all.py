@@ -1,0 +1,133 @@
+"""Bench `all`: every bench, one after the other, and one table of what was claimed and what this machine says.
+
+Each runs as a command of its own, so that none inherits another's memory, threads or warm caches. Its document is kept
+in a folder; one that is there already is taken as it is, so that a long measurement can be made in parts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.bench.harness.measuring import Check, Measurement, Say
+from jobs.bench.harness.options import BENCHES, AllOptions
+from raytrain.errors import InputError
+from raytrain.runs.records import plain
+
+VERDICTS = ("reproduced", "not reproduced", "not measurable here")
+SAID_AT_MOST = 2000
+
+
+def run(options: AllOptions, *, quick: bool, say: Say) -> Measurement:
+    """Run the benches and gather their claims; see `AllOptions`.
+
+    Raises:
+        InputError: `only` or `changes` name something that is no bench of this kind.
+    """
+    found = Measurement("all", quick, options.model_dump(), "a bench of its own")
+    folder = Path(options.dir)
+    names = chosen(options)
+    keys = keys_by_bench(options.changes, names)
+    documents: dict[str, dict[str, Any]] = {}
+    for name in names:
+        path = folder / f"{name}.json"
+        if path.exists():
+            say(f"{name}: taken from {path}")
+        else:
+            say(f"{name}: {BENCHES[name][1]}")
+            why = _measured(name, keys.get(name, []), path, quick=quick)
+            if why:
+                found.gate(Check(name, False, why))
+                continue
+        documents[name] = json.loads(path.read_text())
+        gate = documents[name]["gate"]
+        failed = [check["name"] for check in gate["checks"] if not check["passed"]]
+        found.gate(Check(name, gate["passed"], "; ".join(failed) if failed else "its arms compute the same thing"))
+    rows = table(documents)
+    found.values |= {"table": rows, "benches": documents}
+    found.advice = [*markdown(rows), count_line(rows), machine_line(documents)]
+    return found
+
+
+def chosen(options: AllOptions) -> list[str]:
+    """The benches to run, in the order of the list."""
+    known = [name for name, (kind, _) in BENCHES.items() if kind.IN_ALL]
+    for name in [*options.only, *options.skip]:
+        if name not in known:
+            raise InputError("only" if name in options.only else "skip", seen=name, expected=f"of {', '.join(known)}")
+    return [name for name in known if (name in options.only or not options.only) and name not in options.skip]
+
+
+def keys_by_bench(changes: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
+    """`NAME.key=value` -> the `key=value` of each bench."""
+    known, found = list(names), {}
+    for change in changes:
+        name, _, rest = change.partition(".")
+        if name not in known:
+            raise InputError(change, seen=f"{name} before the dot", expected=f"one of {', '.join(known)}")
+        found.setdefault(name, []).append(rest)
+    return found
+
+
+def _measured(name: str, keys: list[str], path: Path, *, quick: bool) -> str:
+    """Runs one bench, which writes its document to `path`; why it could not, or ""."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "jobs", "bench", name, *keys, "--out", str(path), *(["--quick"] if quick else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    path.with_suffix(".log").write_text(done.stdout)
+    return "" if path.exists() else f"exit {done.returncode}: {done.stdout[-SAID_AT_MOST:].strip()}"
+
+
+def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for each claim, and for each ratio that has a goal: {bench, claim, figure, verdict}."""
+    rows: list[dict[str, str]] = []
+    for name, document in documents.items():
+        for claim in document["claims"]:
+            rows.append({"bench": name, "claim": claim["effect"], "figure": claim["evidence"],
+                         "verdict": claim["verdict"]})  # fmt: skip
+        for ratio in document["ratios"]:
+            if ratio["goal"] is not None:
+                verdict = VERDICTS[2] if document["quick"] else VERDICTS[0] if ratio["met"] else VERDICTS[1]
+                rows.append({"bench": name, "claim": f"{ratio['name']}: {_goal(ratio['goal'])}",
+                             "figure": _figure(ratio), "verdict": verdict})  # fmt: skip
+        if not document["gate"]["passed"]:
+            rows.append({"bench": name, "claim": BENCHES[name][1], "figure": "its arms do not compute the same thing",
+                         "verdict": VERDICTS[2]})  # fmt: skip
+    return [{key: " ".join(value.split()) for key, value in row.items()} for row in rows]
+
+
+def _goal(goal: Mapping[str, Any]) -> str:
+    least, most = goal["at_least"], goal["at_most"]
+    return f"at least {least}" if least is not None else f"at most {most}"
+
+
+def _figure(ratio: Mapping[str, Any]) -> str:
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] over {len(ratio['values'])} blocks"
+
+
+def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """The table as a README shows it."""
+    cells = ("bench", "claim", "figure", "verdict")
+    head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
+    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in cells) + " |" for row in rows)]
+
+
+def count_line(rows: list[dict[str, str]]) -> str:
+    """How many claims stand."""
+    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
+    return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
+def machine_line(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """When, on what and by which command: of the first document, whose parts may be older than this command."""
+    if not documents:
+        return "nothing was measured"
+    told = [document["environment"] for document in documents.values()]
+    dates = sorted(one["date"][:10] for one in told)
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    first: dict[str, Any] = plain(told[0])
+    return f"{when}, {first.get('cpu_model') or first.get('cpu')}, by: raytrain bench all"

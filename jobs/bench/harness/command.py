@@ -1,0 +1,92 @@
+"""The verb `bench`: a name and its keys in, a table for people and a JSON document out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from jobs.bench.harness.options import BENCHES, BenchOptions
+from raytrain.config.decode import decode, parse_override
+from raytrain.config.messages import key_rows
+from raytrain.errors import InputError
+from raytrain.runs.records import plain
+
+DEFAULT_FOLDER = Path("runs") / "bench"
+
+
+def list_lines() -> list[str]:
+    """One line for each bench: its name and what it measures."""
+    width = max(len(name) for name in BENCHES)
+    return [f"{name:<{width}}  {does}" for name, (_, does) in BENCHES.items()]
+
+
+def bench_key_lines() -> list[str]:
+    """Every bench's keys with what they take and their defaults, for `bench --help`."""
+    return [
+        f"{name}: {row.key} = {row.default}  ({row.expected})"
+        for name, (options, _) in BENCHES.items()
+        for row in key_rows(options)
+    ]
+
+
+def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOptions:
+    """The keys of bench `name`: defaults, under them the quick ones, under those the command line.
+
+    Raises:
+        InputError: no such bench, or a key or value it does not take.
+    """
+    if name not in BENCHES:
+        raise InputError("bench", seen=name, expected=f"one of {', '.join(BENCHES)}", remedy="bench --list")
+    kind, _ = BENCHES[name]
+    if "changes" in kind.model_fields:
+        overrides = _with_changes(overrides, job="job" in kind.model_fields)
+    given = dict(parse_override(text) for text in overrides)
+    return decode(kind, {**(kind.QUICK if quick else {}), **given})
+
+
+def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
+    """Of a bench that passes keys on, `section.key=value` become `changes`; of one of a job, its JOB.yaml `job`."""
+    files = [text for text in arguments if "=" not in text] if job else []
+    if len(files) > 1:
+        raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and key=value")
+    changes = [text for text in arguments if "." in text.partition("=")[0] and text not in files]
+    own = [text for text in arguments if text not in files and text not in changes]
+    named = [f"job={json.dumps(files[0])}"] if files else []
+    return [*named, *([f"changes={json.dumps(changes)}"] if changes else []), *own]
+
+
+def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: bool, as_json: bool) -> int:
+    """Measure, show, write the document; 1 where the arms do not compute the same thing, else 0.
+
+    A goal that is missed is a result, and no failure.
+    """
+    options = options_of(name, overrides, quick=quick)
+    (place,) = Path(__file__).parents[1].glob(f"*/{name}.py")
+    bench = importlib.import_module(f"jobs.bench.{place.parent.name}.{name}")
+    found = bench.run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
+    document = json.dumps(plain(found.to_json()), indent=1)
+    named = out or options.OUT
+    path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(document + "\n")
+    except OSError as error:
+        raise InputError("--out", seen=f"{path} ({error})", expected="a file that can be written") from error
+    if found.picture is not None:
+        from raytrain.report.plots import figure, png
+
+        picture = path.with_suffix(".png")
+        picture.write_bytes(png(figure(found.picture)))
+        click.echo(f"picture: {picture}", err=as_json)
+    for line in found.lines():
+        click.echo(line, err=as_json)
+    click.echo(f"raw values: {path}", err=as_json)
+    if as_json:
+        sys.stdout.write(document + "\n")
+    return 0 if found.passed else 1

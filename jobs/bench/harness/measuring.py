@@ -1,0 +1,262 @@
+"""How every bench measures: arms in alternating blocks of one run, the gate first, ratios with an interval.
+
+A measurement is one JSON document: what was asked, on which machine, whether the arms compute the same thing, every
+raw value, and what follows from them. A ratio is claimed only where its interval excludes 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from cluster.environment import environment_record
+
+SCHEMA = 1
+LEVEL = 0.95
+RESAMPLES = 4000
+NO_DIFFERENCE = "no difference shown"
+
+Say = Callable[[str], None]
+
+
+def alternate(arms: Mapping[str, Callable[[], float]], *, blocks: int, dropped: int = 1) -> dict[str, list[float]]:
+    """Run one block of each arm in turn, the order reversed at every repetition.
+
+    Args:
+        arms: name -> run one block, return its value (seconds, lower is better).
+        blocks: repetitions that are kept.
+        dropped: repetitions before them that warm caches, allocators and optimizer state.
+
+    Returns:
+        name -> values, one for each kept repetition; position i of every arm belongs to the same repetition.
+    """
+    values: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for repetition in range(dropped + blocks):
+        for name in names if repetition % 2 == 0 else reversed(names):
+            value = arms[name]()
+            if repetition >= dropped:
+                values[name].append(value)
+    return values
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median and the interval of it over bootstrap resamples."""
+
+    median: float
+    low: float
+    high: float
+
+
+def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """The median of `values` with its percentile bootstrap interval at `LEVEL`; the same for the same values."""
+    sample = np.asarray(values, dtype=np.float64)
+    if not len(sample):
+        raise ValueError("an interval needs at least one value")
+    draws = np.random.default_rng(seed).integers(len(sample), size=(RESAMPLES, len(sample)))
+    medians = np.median(sample[draws], axis=1)
+    low, high = np.quantile(medians, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(np.median(sample)), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a ratio should reach."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, value: float) -> bool:
+        """Whether the median reaches it."""
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+    def __str__(self) -> str:
+        return f"at least {self.at_least}" if self.at_least is not None else f"at most {self.at_most}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """`of` / `to`, pair by pair.
+
+    Attributes:
+        values: one ratio for each repetition.
+        verdict: "faster" or "slower" (`to` is, than `of`; "smaller" or "larger" where no times are compared) where the
+            interval excludes 1, else "no difference shown".
+        goal, met: what it should reach, and whether its median does; None without a goal.
+        share: part of `of` that the difference between the arms can touch (the bound of any gain), where known.
+    """
+
+    name: str
+    of: str
+    to: str
+    median: float
+    low: float
+    high: float
+    values: list[float]
+    verdict: str
+    goal: Goal | None = None
+    met: bool | None = None
+    share: float | None = None
+
+
+def compare(
+    times: Mapping[str, Sequence[float]], *, of: str, to: str, name: str, goal: Goal | None = None,
+    share: float | None = None, words: tuple[str, str] = ("faster", "slower"),
+) -> Ratio:  # fmt: skip
+    """The ratio of two arms' values: above 1, `to` is the first of `words`, below 1 the second."""
+    values = [a / b for a, b in zip(times[of], times[to], strict=True)]
+    found = median_interval(values)
+    verdict = words[0] if found.low > 1 else words[1] if found.high < 1 else NO_DIFFERENCE
+    met = None if goal is None else goal.met(found.median)
+    return Ratio(name, of, to, found.median, found.low, found.high, values, verdict, goal, met, share)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition under which the arms may be compared at all."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def equal_series(name: str, ours: Sequence[float], theirs: Sequence[float], *, relative: float = 0.0) -> Check:
+    """Whether two series of losses agree: bit for bit, or within a relative tolerance."""
+    if len(ours) != len(theirs) or not ours:
+        return Check(name, False, f"{len(ours)} losses against {len(theirs)}")
+    worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))
+    finite = all(value == value for value in (*ours, *theirs))
+    wanted = "bit for bit" if relative == 0.0 else f"within {relative:g}"
+    detail = f"{len(ours)} losses, largest relative difference {worst:.3g}, wanted {wanted}"
+    return Check(name, finite and worst <= relative, detail)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A promise by its effect, and what this machine says of it.
+
+    `verdict` is "reproduced", "not reproduced" or "not measurable here"; `evidence` says why, with numbers.
+    """
+
+    effect: str
+    verdict: str
+    evidence: str
+
+
+@dataclass
+class Measurement:
+    """The document of one bench; filled while it runs.
+
+    Attributes:
+        block, unit: what one value of an arm stands for.
+        arms: name -> raw values.
+        values: everything else that was measured, by name.
+        advice: lines for people. picture: a plot spec (`raytrain.report.plots.figure`), written beside the document.
+    """
+
+    bench: str
+    quick: bool
+    settings: dict[str, Any]
+    block: str
+    unit: str = "s"
+    checks: list[Check] = field(default_factory=list)
+    arms: dict[str, list[float]] = field(default_factory=dict)
+    ratios: list[Ratio] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+    picture: dict[str, Any] | None = None
+    began: float = field(default_factory=time.time)
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    def gate(self, check: Check) -> bool:
+        """Note a condition; returns whether it holds."""
+        self.checks.append(check)
+        return check.passed
+
+    def claim(self, effect: str, holds: bool, evidence: str) -> None:
+        """Note a verdict; sizes made for a test show nothing either way."""
+        verdict = "not measurable here" if self.quick else "reproduced" if holds else "not reproduced"
+        self.claims.append(Claim(effect, verdict, f"{evidence}{'; --quick sizes' if self.quick else ''}"))
+
+    def cannot(self, effect: str, why: str) -> None:
+        """Note that something cannot be measured here."""
+        self.claims.append(Claim(effect, "not measurable here", why))
+        self.gate(Check("what is needed", True, why))
+
+    @property
+    def passed(self) -> bool:
+        """Whether every condition of the gate holds; without one nothing was compared."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole document, as plain values. Ratios and claims of a failed gate are left out."""
+        return {
+            "schema": SCHEMA,
+            "bench": self.bench,
+            "quick": self.quick,
+            "settings": self.settings,
+            "environment": header(self.began, load_before=self.load_before),
+            "gate": {"passed": self.passed, "checks": [asdict(check) for check in self.checks]},
+            "block": self.block,
+            "arms": {
+                name: {"unit": self.unit, "values": values, **asdict(median_interval(values))}
+                for name, values in self.arms.items()
+            },
+            "ratios": [asdict(ratio) for ratio in self.ratios] if self.passed else [],
+            "claims": [asdict(claim) for claim in self.claims] if self.passed else [],
+            "values": self.values,
+        }
+
+    def lines(self) -> list[str]:
+        """What a person reads."""
+        shown = [f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}" for check in self.checks]
+        if not self.passed:
+            return [*shown, "the gate failed: nothing is compared", *self.advice]
+        for ratio in self.ratios:
+            goal = "" if ratio.goal is None else f"; goal {ratio.goal}: {'met' if ratio.met else 'MISSED'}"
+            shown.append(
+                f"{ratio.name}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
+                f"over {len(ratio.values)} blocks, {_sentence(ratio)}{goal}"
+            )
+        claims = [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
+        return [*shown, *claims, *self.advice]
+
+
+def _sentence(ratio: Ratio) -> str:
+    return ratio.verdict if ratio.verdict == NO_DIFFERENCE else f"{ratio.to} is {ratio.verdict}"
+
+
+def header(began: float, *, load_before: float) -> dict[str, Any]:
+    """The machine, the versions, the threads and the command; load averages tell whether the machine was idle."""
+    record = environment_record()
+    torch: Any = sys.modules.get("torch")  # never imported for the sake of a header
+    return {
+        **record,
+        "date": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["raytrain", *sys.argv[1:]]),
+        "threads": torch.get_num_threads() if torch else None,
+        "seconds": time.time() - began,
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+    }
+
+
+def matrix_units(flags: Mapping[str, bool]) -> str:
+    """What this CPU has for bfloat16 products: "AMX", "AVX512-bf16" or "neither"."""
+    return "AMX" if flags.get("amx_bf16") else "AVX512-bf16" if flags.get("avx512_bf16") else "neither"
+
+
+def median_ms(seconds: Sequence[float]) -> float:
+    """Median in milliseconds."""
+    return 1e3 * statistics.median(seconds)

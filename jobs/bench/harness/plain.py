@@ -1,0 +1,164 @@
+"""The loop one writes by hand, which ours is measured against: plain PyTorch, nothing of raytrain in it.
+
+    python -m jobs.bench.harness.plain SETTINGS.json               one process
+    torchrun --nproc-per-node 2 -m jobs.bench.harness.plain ...    the same under DDP
+
+The loop is `PlainLoop.step`. It clips by the global norm of float64 squares, as raytrain does, so that the losses of
+both can be compared bit for bit; with `clip: torch` it calls torch's own `clip_grad_norm_` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from jobs.bench.harness.lines import dial
+
+
+class PlainLoop:
+    """Forward, backward, clip, AdamW, and a learning rate by step: what forty lines of a script hold.
+
+    Args:
+        module: the model, on the CPU.
+        loss: `loss(model, batch)` -> scalar, `model` being the module or DDP around it.
+        batches: batches without end.
+        max_steps, lr, weight_decay, betas, clip: as in a job's sections.
+        autocast: dtype of the forward pass, None for fp32.
+        ddp: wrap the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batches: Iterator[Any],
+        *,
+        max_steps: int,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        clip: str = "float64",
+        autocast: torch.dtype | None = None,
+        ddp: bool = False,
+    ) -> None:
+        self.parameters = list(module.parameters())
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        self.model = DistributedDataParallel(module) if ddp else module
+        self.loss, self.batches, self.clip, self.autocast = loss, batches, clip, autocast
+        self.lr, self.max_steps, self.warmup, self.done = lr, max_steps, min(100, max_steps // 20), 0
+        self.last = torch.zeros(())
+
+    def step(self) -> Tensor:
+        """One optimizer step; the loss before it."""
+        self.done += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * self.factor(self.done)
+        self.optimizer.zero_grad(set_to_none=True)
+        autocast = torch.autocast("cpu", self.autocast) if self.autocast else contextlib.nullcontext()
+        with autocast:
+            loss = self.loss(self.model, next(self.batches))
+        loss.backward()
+        if self.clip == "float64":
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+            norm = torch.stack(norms).square().sum().sqrt()
+            factor = (1.0 / (norm + 1e-6)).clamp(max=1.0).float()
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def factor(self, step: int) -> float:
+        """Linear warm-up, then a cosine to a tenth."""
+        if step <= self.warmup:
+            return step / (self.warmup + 1)
+        done = min(1.0, (step - self.warmup - 1) / max(1, self.max_steps - self.warmup - 1))
+        return 0.1 + 0.5 * 0.9 * (1.0 + math.cos(math.pi * done))
+
+    def run(self, steps: int, *, log_every: int = 10) -> list[float]:
+        """`steps` more steps; the global loss of every `log_every`-th."""
+        losses = []
+        for _ in range(steps):
+            loss = self.last = self.step()
+            if self.done % log_every == 0:
+                if dist.is_initialized():
+                    dist.all_reduce(loss)
+                    loss = loss / dist.get_world_size()
+                losses.append(loss.item())
+        return losses
+
+
+def text_batches(settings: dict[str, Any], *, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows of the text in the order of the job's epochs, this rank's part of each step."""
+    from raytrain.data.sources.text import text_source
+
+    text, context, batch = Path(settings["text"]).read_bytes(), settings["context"], settings["batch"]
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    windows = tokens.unfold(0, context, 1)
+    orders = text_source(text, context=context, eval_fraction=0.0).train  # only who comes when
+    each, epoch = batch // world, 0
+    while True:
+        order = torch.from_numpy(orders.order(settings["seed"], epoch))
+        for begin in range(0, len(order) - batch + 1, batch):
+            starts = order[begin + rank * each : begin + (rank + 1) * each]
+            yield windows[starts].long(), windows[starts + 1].long()
+        epoch += 1
+
+
+def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of the next token."""
+    return model(input_ids=batch[0], labels=batch[1])["loss"]
+
+
+def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world: int) -> PlainLoop:
+    """The bench's GPT under the plain loop, with the weights that the same seed gives ours."""
+    from raytrain.models.gpt import gpt
+
+    torch.manual_seed(settings["seed"])
+    sizes = {name: settings[name] for name in ("layers", "heads", "width", "context")}
+    module = gpt(**sizes, vocab_size=256).module
+    batches = text_batches(settings, rank=rank, world=world)
+    return PlainLoop(
+        module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world > 1
+    )  # fmt: skip
+
+
+def main(path: str) -> None:
+    """Obey the bench's orders: `{"steps": n, "clip": ...}` runs n steps of that loop and tells the seconds."""
+    settings = json.loads(Path(path).read_text())
+    torch.set_num_threads(settings["threads"])
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world=world) for clip in ("float64", "torch")}
+    line = dial(arm="plain", rank=rank)
+    while (order := line.receive())["steps"]:
+        if world > 1:
+            dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        losses = loops[order["clip"]].run(order["steps"])
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        line.send({"seconds": seconds, "cpu_s": cpu_s, "losses": losses})
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

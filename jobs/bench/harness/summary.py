@@ -1,0 +1,79 @@
+"""The written summary of measurements: `raytrain report FILE.json`. Every figure in it stands in that file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.bench.harness.all import count_line, markdown, table
+from raytrain.errors import InputError
+
+EXPECTED = "a JSON document of `raytrain bench`"
+
+
+def write_summary(path: Path) -> Path:
+    """Writes FILE.md beside a bench's FILE.json and returns its path.
+
+    Raises:
+        InputError: no such file, or one that no bench wrote.
+    """
+    document = _read(path)
+    page = path.with_suffix(".md")
+    page.write_text("\n".join(summary_lines(document)) + "\n", encoding="utf-8")
+    return page
+
+
+def summary_lines(document: Mapping[str, Any]) -> list[str]:
+    """The summary as Markdown: machine and command, claims with verdicts, every ratio, gates that failed."""
+    name = document["bench"]
+    documents = document["values"]["benches"] if name == "all" else {name: document}
+    rows = table(documents)
+    failed = [
+        f"- {bench}, {check['name']}: {check['detail']}"
+        for bench, one in {**documents, name: document}.items()
+        for check in one["gate"]["checks"]
+        if not check["passed"]
+    ]
+    return [
+        f"# Measured: {name}", "", *_machine(document), "", count_line(rows), "", *markdown(rows), "",
+        "## Every ratio", "", *_ratios(documents), *(["", "## Not compared", "", *failed] if failed else []),
+    ]  # fmt: skip
+
+
+def _machine(document: Mapping[str, Any]) -> list[str]:
+    seen = document["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in (seen.get("versions") or {}).items() if version)
+    gpus = ", ".join(map(str, seen.get("gpus") or [])) or "no GPU"
+    quick = ["Small sizes (`--quick`): it shows that the benches work, and no figure worth quoting."]
+    return [
+        f"{seen['date']} on {seen.get('cpu_model')}, {seen.get('cores')} cores, {gpus}; {versions}.",
+        f"Load average {seen['load_before']:g} before, {seen['load_after']:g} after; {seen['seconds']:.0f} s in all.",
+        f"Command: `{seen['command']}`",
+        *(quick if document["quick"] else []),
+    ]
+
+
+def _ratios(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = ["| bench | ratio | median, 95 % interval | blocks | says |", "|---|---|---|---|---|"]
+    for bench, document in documents.items():
+        for ratio in document["ratios"]:
+            says = ratio["verdict"] if "difference" in ratio["verdict"] else f"{ratio['to']} is {ratio['verdict']}"
+            figure = f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+            lines.append(f"| {bench} | {ratio['name']} | {figure} | {len(ratio['values'])} | {says} |")
+    return lines
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(str(path), seen="no such file", expected=EXPECTED) from error
+    except (OSError, ValueError) as error:
+        raise InputError(str(path), seen=str(error), expected=EXPECTED) from error
+    needed = {"bench", "environment", "gate", "ratios", "claims", "values"}
+    missing = sorted(needed - set(document)) if isinstance(document, dict) else sorted(needed)
+    if missing:
+        raise InputError(str(path), seen=f"JSON without {', '.join(missing)}", expected=EXPECTED)
+    return document

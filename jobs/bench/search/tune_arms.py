@@ -1,0 +1,177 @@
+"""The ways of searching that bench `tune` compares, each over one session in this process: ours, the grid, doubling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cluster.devices.inventory import local_inventory
+from jobs.bench.harness.options import TuneOptions
+from jobs.bench.harness.sessions import session_of
+from raytrain.autotune.probe.run_proposal import carry_out
+from raytrain.autotune.probe.state_guard import restored_steps, untouched
+from raytrain.autotune.search.batch import decide, next_proposals
+from raytrain.autotune.search.decision import BatchDecision
+from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.search.space import PASSES, BatchSpace, Proposal
+from raytrain.train.memory.device import process_budget
+from raytrain.train.session import Session
+
+PRECISIONS = ("fp32", "bf16")
+VOCABULARY = 256
+#: As Lightning's tuner does it: so many training steps and so many validation batches of each size.
+DOUBLING_STEPS = 3
+MEMORY_FRACTION = 0.9
+
+
+def gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
+    """A GPT of two layers on drawn tokens, in micro-batches of `size` rows."""
+    draw = torch.Generator().manual_seed(options.seed)
+    threads = options.threads if isinstance(options.threads, int) else local_inventory().cpus
+    tokens = torch.randint(VOCABULARY, (options.rows, options.context + 1), generator=draw)
+    sizes = {"layers": 2, "heads": 4, "width": width, "context": options.context, "vocab_size": VOCABULARY}
+    batch = size if options.free else options.rows
+    return {
+        "name": "bench-tune",
+        "seed": options.seed,
+        "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
+        "data": {
+            "train": {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}, "eval_fraction": 0.0
+        },
+        "loop": {"max_steps": 1_000_000, "global_batch_size": batch, "micro_batch_size": size, "log_every": 0},
+        "precision": {"dtype": "fp32"},
+        "scale": {"workers": 1, "mode": "cpu", "threads": threads},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """One search, done: what it chose, what it measured, seconds by what they went into, and all of them."""
+
+    decision: BatchDecision
+    measurements: list[Measurement]
+    gates: list[GateReport]
+    contests: list[Contest]
+    phases: dict[str, float]
+    seconds: float
+
+    @property
+    def largest_effort(self) -> tuple[int, int]:
+        """(sizes, steps) of the precision on which most was spent."""
+        sizes = [
+            len({one.candidate for one in self.measurements if one.candidate.precision == name})
+            for name in self.decision.steps
+        ]
+        return max(sizes), max(self.decision.steps.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return {
+            "decision": self.decision.to_json(),
+            "measurements": [one.to_json() for one in self.measurements],
+            "gates": [gate.to_json() for gate in self.gates],
+            "contests": [contest.to_json() for contest in self.contests],
+            "phases": self.phases,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass
+class Bench:
+    """One model's session with the sizes that may be tried."""
+
+    job: dict[str, Any]
+    sizes: tuple[int, ...]
+    gate_steps: int
+    free: bool
+    session: Session = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.session, _ = session_of(self.job)
+        self.session.prepare("fp32")
+
+    def budget(self) -> int | None:
+        """What this process may take, as a run on this machine would be told."""
+        return process_budget(self.session.device, fraction=MEMORY_FRACTION, limit=None, processes=1)
+
+    def warm_up(self) -> None:
+        """Every kernel for every size once: whoever came first would pay for the others."""
+        for candidate in self.grid_points():
+            self._timed(candidate, passes=1)
+
+    def grid_points(self, precisions: Sequence[str] = PRECISIONS) -> list[Candidate]:
+        """Everything there is."""
+        return [Candidate(name, size) for name in precisions for size in self.sizes]
+
+    def _timed(self, candidate: Candidate, *, passes: int = PASSES) -> Measurement:
+        return self.session.measure(candidate, budget_bytes=None, passes=passes, with_memory=False)
+
+    def grid(self) -> tuple[list[Measurement], float]:
+        """Time every point, without a look at its memory; and the seconds of it."""
+        began = time.perf_counter()
+        found = [self._timed(candidate) for candidate in self.grid_points()]
+        return found, time.perf_counter() - began
+
+    def peaks(self) -> dict[int, int]:
+        """Peak bytes of every size in fp32, by brute force."""
+        found = {
+            size: self.session.measure(Candidate("fp32", size), budget_bytes=None, passes=0, with_memory=True)
+            for size in self.sizes
+        }
+        return {size: one.peak_bytes or 0 for size, one in found.items()}
+
+    def space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
+        """All sizes, of steps of the largest one's rows, or of their own."""
+        rows = None if self.free else self.sizes[-1]
+        return BatchSpace(tuple(precisions), self.sizes, rows, budget, gate_steps=self.gate_steps)
+
+    def search(self, precisions: Sequence[str] = PRECISIONS, *, budget: int | None) -> Found:
+        """Ours, from nothing to a decision."""
+        space = self.space(precisions, budget=budget)
+        measurements: list[Measurement] = []
+        gates: list[GateReport] = []
+        contests: list[Contest] = []
+        phases: dict[str, float] = {}
+        began = time.perf_counter()
+        while proposals := next_proposals(space, measurements, (), gates, contests):
+            wanted, at = proposals[0], time.perf_counter()
+            taken = carry_out(self.session, wanted, reference=space.lead, budget=budget)
+            for part, found in ((taken.measurement, measurements), (taken.gate, gates), (taken.contest, contests)):
+                if part is not None:
+                    found.append(part)  # pyright: ignore[reportArgumentType]
+            phase = _phase(wanted)
+            phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - at
+        decision = decide(space, measurements, gates, contests)
+        return Found(decision, measurements, gates, contests, phases, time.perf_counter() - began)
+
+    def doubling(self) -> float:
+        """Seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32; the size that
+        fails in the end is not counted."""
+        session = self.session
+        with untouched(session.trainable, session.device), restored_steps(session.optimizers):
+            began = time.perf_counter()
+            for size in (size for size in self.sizes if size >= 2):
+                micro = session.feed.one(session.feed.batches.rows_from(session.state.cursor, size))
+                session.trainable.module.train()
+                for number in range(DOUBLING_STEPS):
+                    session.step.run(iter([micro]), global_weight=micro.weight, step=number + 1, passes=1)
+                session.trainable.module.eval()
+                with torch.no_grad():
+                    for _ in range(DOUBLING_STEPS):
+                        session.step.forward(micro.batch, global_weight=micro.weight)
+            return time.perf_counter() - began
+
+
+def _phase(wanted: Proposal) -> str:
+    """What a proposal's seconds go into."""
+    if wanted.gate_steps:
+        return "gate"
+    if wanted.against:
+        return "in turn, and the peak" if wanted.with_memory else "in turn"
+    return "time and peak" if wanted.passes and wanted.with_memory else "time" if wanted.passes else "peak"

@@ -1,0 +1,191 @@
+"""Bench `checkpoint`: how long taking a checkpoint stops the loop, written in the background or in its way.
+
+A block is a few real steps with one checkpoint after the first of them. The asynchronous arm copies the state and goes
+on; what the copy costs is its stall, and what the writing beside them costs the steps that follow shows in the whole
+block, which is why both are reported. The state written is the product's: weights, AdamW's moments, generators.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from cluster.devices.inventory import local_inventory
+from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare
+from jobs.bench.harness.options import CheckpointOptions
+from jobs.bench.harness.sessions import SessionArm
+from raytrain.checkpoint.retention import solve_interval
+from raytrain.checkpoint.writer import load
+from raytrain.execution.checkpointer import STALL_BUDGET, CheckpointSaver
+from raytrain.execution.reporter import SilentReporter
+from raytrain.runs.folder import RunFolder
+
+#: Stall of an asynchronous checkpoint over that of a synchronous one.
+GOAL = Goal(at_most=0.25)
+FEATURES = 64
+CLASSES = 10
+KINDS = ("asynchronous", "synchronous")
+
+
+def run(options: CheckpointOptions, *, quick: bool, say: Say) -> Measurement:
+    """Measure every model size; see `CheckpointOptions`."""
+    found = Measurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
+    found.values["models"] = {}
+    threads = torch.get_num_threads()
+    folder = tempfile.mkdtemp(prefix="rtb-", dir=options.dir)
+    try:
+        for millions in options.millions:
+            say(f"{millions:g} million parameters: {options.blocks} blocks")
+            _size(found, options, millions, folder=folder)
+    finally:
+        torch.set_num_threads(threads)
+        shutil.rmtree(folder, ignore_errors=True)
+    worst = max((ratio for ratio in found.ratios if ratio.goal), key=lambda ratio: ratio.median)
+    found.claim(
+        "an asynchronous checkpoint stops the loop for at most a quarter of a synchronous one",
+        bool(worst.met),
+        f"{worst.median:.3f} of it at the worst size ({worst.name.split(':')[0]})",
+    )
+    return found
+
+
+def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:
+    """A perceptron of about `millions` million parameters: three layers of one width."""
+    width = max(8, round(math.sqrt(millions * 1e6 / 2)))
+    draw = torch.Generator().manual_seed(options.seed)
+    rows = 4 * options.batch
+    data = {
+        "x": torch.randn(rows, FEATURES, generator=draw),
+        "labels": torch.randint(CLASSES, (rows,), generator=draw),
+    }
+    threads = options.threads if isinstance(options.threads, int) else local_inventory().cpus
+    return {
+        "name": f"bench-{millions:g}m",
+        "seed": options.seed,
+        "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [width] * 3, "num_classes": CLASSES},
+        "data": {"train": data, "eval_fraction": 0.0},
+        "loop": {"max_steps": 1_000_000, "global_batch_size": options.batch, "log_every": 0},
+        "save": {"dir": folder},
+        "scale": {"workers": 1, "mode": "cpu", "threads": threads},
+    }
+
+
+class _Arm:
+    """One way of saving, on a session that both ways share: the same state is saved in turn."""
+
+    def __init__(self, session_arm: SessionArm, run: RunFolder, *, kind: str, steps: int) -> None:
+        self.session_arm, self.run, self.steps = session_arm, run, steps
+        self.saver = CheckpointSaver(
+            session_arm.session,
+            run,
+            every=1_000_000,
+            keep=1,
+            asynchronous=kind == "asynchronous",
+            reporter=SilentReporter(),
+            clock=session_arm.loop.clock,
+            fence=None,
+        )
+        self.blocks: list[float] = []
+        self.writes: list[float] = []
+
+    def block(self) -> float:
+        """A step, a checkpoint, the other steps; returns the stall. What is still being written ends before it."""
+        state = self.session_arm.session.state
+        began = time.perf_counter()
+        self.session_arm.run(1)
+        called = time.perf_counter()
+        self.saver.save(state, final=False)
+        stall = time.perf_counter() - called
+        if self.steps > 1:
+            self.session_arm.run(self.steps - 1)
+        self.blocks.append(time.perf_counter() - began)
+        self.writer.wait()  # apart from the block: the next arm begins with a quiet disk
+        self.writes.append(self.writer.last_write_s or 0.0)
+        return stall
+
+    @property
+    def writer(self) -> Any:
+        """The product's writer."""
+        writer = self.saver.writer
+        assert writer is not None  # rank 0 of one
+        return writer
+
+
+def _size(found: Measurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
+    session_arm = SessionArm(_job(options, millions, folder=folder), precision="fp32")
+    session_arm.run(3)  # AdamW's moments exist from the first step on
+    arms = {
+        kind: _Arm(session_arm, RunFolder.create(folder, f"{millions:g}m-{kind}"), kind=kind, steps=options.steps)
+        for kind in KINDS
+    }
+    name = f"{millions:g} M parameters"
+    found.gate(_same_bytes(name, session_arm, arms))
+    turns: dict[str, Callable[[], float]] = {kind: arm.block for kind, arm in arms.items()}
+    stalls = alternate(turns, blocks=options.blocks)
+    alone = [_block_without(session_arm, options.steps) for _ in range(options.blocks)]
+    for kind, values in stalls.items():
+        found.arms[f"{name}, {kind}"] = values
+    blocks = {kind: arm.blocks[-options.blocks :] for kind, arm in arms.items()} | {"no checkpoint": alone}
+    for kind, values in blocks.items():
+        found.arms[f"{name}, block with {kind}"] = values
+    medians = {kind: statistics.median(values) for kind, values in blocks.items()}
+    share = statistics.median(stalls["synchronous"]) / medians["synchronous"]
+    for what, values, goal in (("stall", stalls, GOAL), ("whole block", blocks, None)):
+        label = f"{name}: {what}, asynchronous / synchronous"
+        found.ratios.append(
+            compare(values, of="asynchronous", to="synchronous", name=label, goal=goal, share=share)
+        )
+    stall, step = statistics.median(stalls["asynchronous"]), medians["no checkpoint"] / options.steps
+    solved = solve_interval(stall_s=stall, step_time_s=step, budget=STALL_BUDGET)
+    found.values["models"][name] = {
+        "parameters": sum(p.numel() for p in session_arm.session.trainable.module.parameters()),
+        "checkpoint_bytes": arms["synchronous"].writer.last_bytes,
+        "staged_bytes": arms["asynchronous"].writer.staged_bytes,
+        "write_s": {kind: arm.writes[-options.blocks :] for kind, arm in arms.items()},
+        "step_s": step,
+        "asynchronous_over_synchronous": stall / statistics.median(stalls["synchronous"]),
+        "stall_budget": STALL_BUDGET,
+        "interval_steps": solved.value,
+        "share_of_budget": stall / (stall + solved.value * step) / STALL_BUDGET,
+        "block_extra_s": {kind: medians[kind] - medians["no checkpoint"] for kind in KINDS},
+    }
+    for arm in arms.values():
+        arm.saver.close()
+        shutil.rmtree(arm.run.path, ignore_errors=True)
+
+
+def _block_without(session_arm: SessionArm, steps: int) -> float:
+    """The same steps without a checkpoint."""
+    began = time.perf_counter()
+    session_arm.run(1)
+    if steps > 1:
+        session_arm.run(steps - 1)
+    return time.perf_counter() - began
+
+
+def _same_bytes(name: str, session_arm: SessionArm, arms: dict[str, _Arm]) -> Check:
+    """Both ways write the live state: the same tensors, bit for bit, complete and verified by their checksums."""
+    state, live = session_arm.session.state, session_arm.session.trainable.module.state_dict()
+    different: list[str] = []
+    for kind, arm in arms.items():
+        arm.saver.save(state, final=True)
+        loaded = load(arm.run.checkpoint_dir(state.step))
+        kept = loaded.parts["model"]
+        different += [f"{kind}: {key}" for key, value in live.items() if not torch.equal(kept[key], value)]
+    paths = [f"{arm.run.checkpoint_dir(state.step)}/optimizer.safetensors" for arm in arms.values()]
+    with_moments = [load_file(path) for path in paths]
+    different += [key for key, value in with_moments[0].items() if not torch.equal(value, with_moments[1][key])]
+    return Check(
+        f"{name}: both checkpoints hold the live state",
+        not different,
+        f"{len(live)} weights and {len(with_moments[0])} optimizer tensors compared"
+        + (f"; different: {different[0]} and {len(different) - 1} more" if different else ""),
+    )

@@ -1,0 +1,126 @@
+"""One arm of bench `peers` in a process of its own: `python -m jobs.bench.training.peers_member SETTINGS.json`.
+
+Each peer is used as its documentation shows, with nothing switched on that costs time: no logger, no checkpoint, no
+progress bar. All have the model, the batches, the optimizer and the learning rates of the plain loop.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from jobs.bench.harness.lines import Line, dial
+from jobs.bench.harness.plain import PlainLoop, gpt_loop, language_loss
+from jobs.bench.training.loop_arms import LOG_EVERY
+
+
+class Turns:
+    """Orders and answers around steps that somebody else's loop takes; `begin` before the first, `end` after each.
+
+    Attributes:
+        over: the last block has been taken.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._left = self._number = 0
+        self._losses: list[float] = []
+        self.over = False
+
+    def begin(self) -> None:
+        """Wait for an order."""
+        self._left = self._line.receive()["steps"]
+        self.over = not self._left
+        self._losses, self._began, self._cpu = [], time.perf_counter(), time.process_time()
+
+    def end(self, loss: Tensor) -> None:
+        """A step was taken; at the end of a block answer, and wait for the next order."""
+        self._number += 1
+        self._left -= 1
+        if self._number % LOG_EVERY == 0:
+            self._losses.append(loss.item())
+        if self._left == 0:
+            seconds, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu
+            self._line.send({"seconds": seconds, "cpu_s": cpu_s, "losses": self._losses})
+            self.begin()
+
+
+def plain(loop: PlainLoop, turns: Turns) -> None:
+    """The loop itself, with torch's clip."""
+    turns.begin()
+    while not turns.over:
+        turns.end(loop.step())
+
+
+def accelerate(loop: PlainLoop, turns: Turns) -> None:
+    """Accelerate's loop."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
+    model, optimizer, scheduler = accelerator.prepare(loop.model, loop.optimizer, schedule)
+    turns.begin()
+    while not turns.over:
+        optimizer.zero_grad()
+        loss = language_loss(model, next(loop.batches))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        turns.end(loss.detach())
+
+
+def lightning(loop: PlainLoop, turns: Turns) -> None:
+    """Lightning's loop."""
+    import lightning as L  # pyright: ignore[reportMissingImports]
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = loop.model
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return language_loss(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
+            return {"optimizer": loop.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class InTurns(L.Callback):
+        def on_train_start(self, *_about: Any) -> None:
+            turns.begin()
+
+        def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_about: Any) -> None:
+            turns.end(outputs["loss"])
+            trainer.should_stop = turns.over
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            return loop.batches
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=1.0, callbacks=[InTurns()], min_steps=None, **off
+    )
+    trainer.fit(Module(), train_dataloaders=Batches())
+
+
+def main(path: str) -> None:
+    """Obey the bench's orders until the last."""
+    settings = json.loads(Path(path).read_text())
+    torch.set_num_threads(settings["threads"])
+    loop = gpt_loop(settings, clip="torch", rank=0, world=1)
+    turns = Turns(dial(arm=settings["arm"], rank=0))
+    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, turns)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

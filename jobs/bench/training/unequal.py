@@ -1,0 +1,92 @@
+"""Bench `unequal`: two workers of which one is slower; shares of the batch by measured speed, against equal ones.
+
+Both arms are the same two processes and the same model, which trains on through the blocks of either; only who takes
+how many micro-batches differs. The slow worker computes every pass several times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare
+from jobs.bench.harness.options import LoopOptions, UnequalOptions
+from jobs.bench.harness.pair import Pair, training_pair
+from jobs.bench.training.loop_arms import make_text
+from raytrain.errors import InputError
+
+#: Seconds per step with equal shares over those with measured ones, one worker being half as fast.
+GOAL = Goal(at_least=1.35)
+#: Largest difference of a gradient in float64 from that of one process.
+GRADIENT_GAP = 1e-12
+EQUAL, MEASURED = "equal shares", "measured shares"
+
+
+def run(options: UnequalOptions, *, quick: bool, say: Say) -> Measurement:
+    """Measure; see `UnequalOptions`.
+
+    Raises:
+        InputError: one micro-batch a worker, where nothing can be moved.
+        RunError: a process died.
+    """
+    if options.batch < 4 * options.micro_batch:
+        expected = f"at least four micro-batches, {4 * options.micro_batch} rows"
+        raise InputError("batch", seen=str(options.batch), expected=expected)
+    found = Measurement("unequal", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
+    with training_pair("unequal", lambda folder: settings_of(options, folder)) as pair:
+        _measure(options, found, pair, say)
+    return found
+
+
+def settings_of(options: UnequalOptions, folder: Path) -> dict[str, Any]:
+    """What the two are told."""
+    text = make_text(LoopOptions.model_validate({
+        "batch": options.batch, "context": options.context, "seed": options.seed, "block_steps": options.block_steps,
+        "blocks": 2 * options.blocks,
+    }), folder)  # fmt: skip
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "context")}
+    loop = {"max_steps": 1_000_000, "log_every": options.block_steps}
+    loop |= {"global_batch_size": options.batch, "micro_batch_size": options.micro_batch}
+    return {
+        "store": str(folder / "store"), "slowness": options.slowness,
+        "job": {
+            "name": "bench-unequal", "seed": options.seed,
+            "model": {"builder": "raytrain.models.gpt:gpt", "heads": 4, **sizes},
+            "data": {"source": "text", "path": str(text), "eval_fraction": 0.0},
+            "precision": {"dtype": "fp32"}, "loop": loop,
+            "scale": {"workers": 2, "mode": "cpu", "threads": 1, "shares": "auto"},
+        },
+    }  # fmt: skip
+
+
+def _measure(options: UnequalOptions, found: Measurement, pair: Pair, say: Say) -> None:
+    for name in (EQUAL, MEASURED):
+        pair.ask(name)  # optimizer state, allocator
+    say("measuring the two workers")
+    measured = pair.ask("measure")
+    found.values |= {key: measured[0][key] for key in ("reason", "rows", "pass_s")}
+    found.values["probe_s"] = max(answer["seconds"] for answer in measured)
+    moved = found.gate(Check("the shares as measured are unequal", bool(measured[0]["rows"]), measured[0]["reason"]))
+    gap = max(answer["gap"] for answer in pair.ask("check"))
+    label = f"in float64 the gradient over unequal shares is that of one process within {GRADIENT_GAP:g}"
+    if not found.gate(Check(label, gap <= GRADIENT_GAP, f"largest difference {gap:.3g}")) or not moved:
+        return
+
+    def block(name: str) -> float:
+        answers = pair.ask(name, steps=options.block_steps)
+        return max(answer["seconds"] for answer in answers) / options.block_steps
+
+    say(f"{options.blocks} blocks of {options.block_steps} steps, two arms")
+    times = alternate({name: (lambda name=name: block(name)) for name in (EQUAL, MEASURED)}, blocks=options.blocks)
+    found.arms |= times
+    ratio = compare(times, of=EQUAL, to=MEASURED, name=f"{EQUAL} / {MEASURED}", goal=GOAL)
+    found.ratios.append(ratio)
+    found.values["samples_per_s"] = {name: options.batch / statistics.median(values) for name, values in times.items()}
+    slower = measured[0]["pass_s"][1] / measured[0]["pass_s"][0]
+    found.claim(
+        f"with one of two workers at half speed measured shares train at least {GOAL.at_least} times as fast",
+        ratio.low >= (GOAL.at_least or 0.0),
+        f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]; a pass of the slow worker was measured {slower:.2f}"
+        f" times as long, rows {measured[0]['rows'][0]} and {measured[0]['rows'][1]}",
+    )

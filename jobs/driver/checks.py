@@ -1,0 +1,107 @@
+"""What the driver does with torch at hand: find wrong input before Ray starts, phrase the workers' job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from experts.exchange.membership import Connection
+from jobs.driver.build import build, check_experts, check_shards, counted, opened
+from jobs.driver.facts import formula_facts
+from jobs.job.spec import JobSpec
+from jobs.plan import uses_hosts
+from raytrain.data.rows.token_budget import check_budget
+from raytrain.data.sources.open import hand_over, handed_over
+from raytrain.errors import InputError
+from raytrain.execution.observers import load_observers
+from raytrain.models.blocks import blocks_of
+from raytrain.models.registry import check_shadowing, make_importable, resolve
+from raytrain.models.weights.initial import StartingWeights
+from raytrain.plan.plan import DataFacts, ModelFacts, Plan
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
+from raytrain.train.compute.compile_parts import parts_to_compile
+from raytrain.train.job import TrainJob, source_facts
+from raytrain.train.optim.build import hidden_matrices, muons_blocks
+from raytrain.train.precision.layers import parts_named
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the driver learned: exact sizes, the data to hand over (None where workers open it themselves), and what
+    the data tells a builder (`shapes`)."""
+
+    handed: Any
+    model_facts: ModelFacts
+    data_facts: DataFacts
+    shapes: dict[str, Any]
+
+
+def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
+    """Open the data and build the model once, so that a mistake in either is found before anything starts.
+
+    Args:
+        initial: False where a checkpoint takes the place of `model.init_from`.
+
+    Raises:
+        InputError: naming the key that mends it.
+    """
+    make_importable(os.getcwd())
+    check_shadowing()
+    load_observers(spec.telemetry.observers, resolve)
+    sent = hand_over(spec.data)
+    source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
+    check_budget(source.train, source.eval, spec.data.tokens_per_batch)
+    shapes = source_facts(source)
+    trainable, where = build(spec, shapes)
+    parameters = list(trainable.module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        key = "model.builder" if spec.model.module is None else "model.module"
+        seen = "a model that is frozen whole" if parameters else "a model without parameters"
+        raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
+    if initial and spec.model.init_from is not None:
+        StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
+    if spec.precision.fp32_layers != "auto":
+        parts_named(trainable.module, spec.precision.fp32_layers)
+    if spec.loop.compile != "off":
+        parts_to_compile(trainable, spec.loop)
+    if spec.loop.activation_checkpointing:
+        blocks_of(trainable, key="loop.activation_checkpointing")
+    if spec.optim.name == "muon" and trainable.optimizers is None:
+        hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
+    check_experts(spec, shapes, elsewhere=uses_hosts(spec))
+    if spec.scale.strategy == "fsdp":
+        check_shards(trainable)
+    model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
+    return Checked(sent or source.handed, model_facts, source.facts, shapes)
+
+
+def train_job(
+    spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int, connection: Connection | None = None
+) -> TrainJob:
+    """The workers' orders; `attempt` is the number the driver has taken for their first attempt, `connection` how a
+    builder reaches the experts' hosts."""
+    names = [name for name in type(spec).model_fields if name not in ("model", "data")]
+    sections = {name: getattr(spec, name) for name in names}
+    sections["experts"] = spec.experts.connected(connection)
+    return TrainJob(
+        seed=spec.seed,
+        model=spec.model,
+        data=spec.data,
+        optim=spec.optim,
+        precision=spec.precision,
+        loop=spec.loop,
+        save=spec.save,
+        retry=spec.retry,
+        observers=list(spec.telemetry.observers),
+        tensorboard=spec.telemetry.tensorboard,
+        plan=plan,
+        run_path=run.path,
+        import_path=os.getcwd(),
+        owner=this_process(),
+        first_attempt=attempt,
+        builder_sections=sections,
+        cluster=spec.cluster,
+        found=spec.tune.found,
+    )

@@ -1,0 +1,115 @@
+"""`--resume`: which run goes on, with which job, and what may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jobs.job.job_file import read_job
+from jobs.job.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
+from raytrain.config.decode import apply_overrides, load_yaml
+from raytrain.errors import InputError
+from raytrain.plan.plan import Plan, Resolved
+from raytrain.runs.folder import RunFolder, find_unfinished
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on. `changed` lists the dotted keys that differ from the run's own job."""
+
+    run: RunFolder
+    loaded: LoadedSpec
+    changed: list[str]
+    finished: bool = False
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to go on from."""
+        from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
+
+        return any(info.complete for info in list_checkpoints(self.run))
+
+    def under(self, plan: Plan) -> RunFolder:
+        """The run, where this plan can take what its newest checkpoint holds.
+
+        Raises:
+            InputError: experts stand in it by name and would live in every worker, or the other way round.
+        """
+        from raytrain.checkpoint.reader import (  # imports torch, as the command has by now
+            list_checkpoints,
+            read_manifest,
+        )
+
+        saved = [info for info in list_checkpoints(self.run) if info.complete]
+        if not saved or not isinstance(plan.hosts, Resolved):
+            return self.run
+        inside = read_manifest(saved[-1].path).get("experts") is None
+        if (plan.hosts.value in ("none", 0)) is not inside:
+            where = "inside the model" if inside else "apart from it, by name"
+            raise InputError(
+                "experts.hosts", seen=f"{plan.hosts.value} ({plan.hosts.reason})",
+                expected="0" if inside else "any number of hosts above 0, or colocated",
+                remedy=f"the checkpoint of step {saved[-1].step} holds the experts {where}",
+            )  # fmt: skip
+        return self.run
+
+
+def open_resumed(
+    resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None
+) -> Resumed | None:
+    """The run to go on with; None for "auto" where there is none.
+
+    Args:
+        resume: a run folder, or "auto" (then `loaded` is the job that looks for its newest unfinished run).
+        path: a JOB.yaml given beside it, which may change some keys only.
+        overrides: changes on the command line, under the same rule.
+
+    Raises:
+        InputError: no such run, one that is still alive (naming host and pid), a key that may not change.
+    """
+    if resume == "auto":
+        assert loaded is not None
+        found = find_unfinished(loaded.spec.save.dir, loaded.spec.name, load_yaml(loaded.merged_text, origin="job"))
+        return None if found is None else Resumed(found, loaded, [])
+    try:
+        run = RunFolder.open(resume)
+    except InputError as error:
+        raise InputError("--resume", seen=error.seen, expected=error.expected, remedy=error.remedy) from error
+    if not run.exists(run.job_mapping):
+        raise InputError("--resume", seen=f"{resume} (no job.json in it)", expected="the folder of a run")
+    alive = run.alive()
+    if alive:
+        raise InputError(
+            "--resume",
+            seen=f"{run.path}, still being trained by pid {alive['pid']} on {alive['host']}",
+            expected="a run that has ended",
+            remedy="stop it first, or wait",
+        )
+    original = run.read_json(run.job_mapping)
+    given = load_yaml(read_job(path), origin=str(path)) if path else original
+    mapping, _ = apply_overrides(given, overrides)
+    changed = changed_keys(original, mapping)
+    refused = [key for key in changed if not may_change_on_resume(key)]
+    if refused:
+        raise InputError(
+            refused[0],
+            seen="a change beside --resume",
+            expected="the value the run began with",
+            remedy="a new run may have it: leave --resume away",
+        )
+    loaded = _from_run(load_spec(mapping=mapping), changed)
+    return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
+
+
+def _extended(changed: list[str]) -> bool:
+    """A finished run with a new length is not finished any more."""
+    return bool({"loop.max_steps", "loop.epochs"} & set(changed))
+
+
+def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
+    """The same job, its keys marked as the run's own where they were not given anew beside --resume."""
+    sources = {
+        key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
+        for key, source in loaded.sources.items()
+    }
+    return replace(loaded, sources=sources)

@@ -1,0 +1,251 @@
+"""Starting Ray for a command, stopping it, and turning signals into a stop. Driver side."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from cluster.environment import ray_environment
+from raytrain.errors import InputError
+
+#: Ray sets this in the driver of a submitted job: there the cluster is the one the job was submitted to.
+JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+#: Signals closer together than this are one.
+SAME_SIGNAL_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connected Ray. `local` = started by us, on loopback, for this command alone; `folder` is its private place.
+
+    From `ended` on no thread may ask Ray for anything: it would start another cluster, or end the process.
+    """
+
+    local: bool
+    address: str
+    folder: str
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+def cluster_address(configured: str | None) -> str:
+    """`cluster.address`, else the cluster this job was submitted to, else "local".
+
+    "connected" where this process (a notebook) is connected to a Ray already: that one is used, and left running.
+    """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return "connected"
+    if configured:
+        return configured
+    if os.environ.get(JOB_ENVIRONMENT):
+        return os.environ.get("RAY_ADDRESS") or "auto"
+    return "local"
+
+
+@contextlib.contextmanager
+def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> Iterator[Cluster]:
+    """Connect to `address`, or start a private cluster where it is "local"; shut down at the end.
+
+    A local cluster listens on loopback alone; its token and its files lie in a new directory that only this user
+    can read. Runs in the main thread (Ray ties the cluster's life to the thread that started it).
+
+    Args:
+        num_cpus, num_gpus: logical resources a local cluster declares.
+
+    Raises:
+        InputError: the address cannot be reached.
+    """
+    if address == "connected":
+        yield from _already_connected(verbose=verbose)
+        return
+    local = address == "local"
+    for name, value in ray_environment(local_cluster=local, quiet=not verbose).items():
+        os.environ.setdefault(name, value)
+    folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
+    options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
+    if local:
+        options |= {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "include_dashboard": False,
+            "_temp_dir": os.path.join(folder, "r"),
+            "_node_ip_address": "127.0.0.1",
+        }
+    cluster = Cluster(local, address, folder)
+    try:
+        if local:
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
+            os.environ.pop("RAY_AUTH_TOKEN", None)
+        _start(address, options, verbose=verbose)
+        yield cluster
+    finally:
+        cluster.ended.set()
+        with contextlib.suppress(KeyboardInterrupt):  # a second signal: leave what is left to the end of the process
+            if "ray" in sys.modules:
+                sys.modules["ray"].shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
+    import ray
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]  (of a compiled module)
+
+    Config.initialize("")  # who imported Ray (or ray.data) before us has had it read the environment before it was set
+    # while Ray's daemons start: what takes longest of Ray Train's imports, and imports nothing of Ray
+    meanwhile = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True, name="imports")
+    try:
+        meanwhile.start()
+        with _own_process_groups():
+            ray.init(address=address, ignore_reinit_error=True, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "local":
+            raise
+        raise InputError(
+            "cluster.address", seen=f"{address} ({error})", expected="the address of a running Ray cluster"
+        ) from error
+    meanwhile.join()
+    from raytrain.execution.trainer import quiet_ray
+
+    if not verbose:
+        quiet_ray()
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Inside, Ray starts its daemons in process groups of their own.
+
+    A shell, `timeout` and service managers signal a whole group; the daemons would die of it before the workers
+    could save. They still end with this process: the kernel tells them of its death.
+    """
+    from ray._private import services
+
+    original = services.ConsolePopen
+    services.ConsolePopen = functools.partial(original, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original  # type: ignore[misc]
+
+
+def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
+    import ray
+
+    from raytrain.execution.trainer import quiet_ray
+
+    if not verbose:
+        quiet_ray()
+    context = ray.get_runtime_context()
+    loopback = all(node["NodeManagerAddress"].startswith("127.") for node in ray.nodes() if node["Alive"])
+    folder = tempfile.mkdtemp(prefix="rt-")
+    try:
+        yield Cluster(local=loopback, address=context.gcs_address, folder=folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+#: One secret for all local clusters of this process: Ray reads it once and keeps it.
+_TOKEN = secrets.token_hex(32)
+
+
+def _write_token(folder: str) -> str:
+    path = os.path.join(folder, "token")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(_TOKEN)
+    return path
+
+
+class Interrupted(KeyboardInterrupt):
+    """A stop arrived where nothing has to be saved yet. Ray's calls let a KeyboardInterrupt through, and no other."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT of this process while a command runs.
+
+    Before `training` is set, a signal ends the command at once by raising `Interrupted`; afterwards the first sets
+    `asked` (the workers save and return) and the second leaves at once. Outside the main thread (a notebook's
+    executor) signals are left alone.
+
+    An exception out of a signal's function is lost where it lands in a finalizer or beside a fork, and `ray.init` puts
+    a function of its own in our place; so a thread counts the signals by the interpreter's wake-up pipe, which misses
+    none, and of a lost exception nothing is printed, nor of what fails after it on the way out: a library's functions
+    around a fork, whose first half it cut off.
+    """
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.training = False
+        self.times = 0
+        self._last = self._raised = float("-inf")
+        self._previous: dict[int, Any] = {}
+        self._writer: int | None = None
+        self._unraisable: Any = None
+
+    def install(self) -> None:
+        """Take over both signals; called again after `ray.init`, which replaces SIGTERM's.
+
+        Raises:
+            Interrupted: one arrived meanwhile, and nobody has heard it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._writer is None:
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._count, args=(reader,), daemon=True, name="stop-signals").start()
+            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._lost
+        for number in _SIGNALS:
+            previous = signal.signal(number, self._arrived)
+            self._previous.setdefault(number, previous)
+        if self.asked.is_set() and not self.training:
+            raise Interrupted("before the first step")
+
+    def restore(self) -> None:
+        """Give both signals back."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous = {}
+        if self._writer is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._writer)
+            self._writer = None
+            sys.unraisablehook = self._unraisable
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        again, self._raised = now - self._raised <= SAME_SIGNAL_S, now
+        if not self.training and not again:
+            raise Interrupted(signal.Signals(number).name)
+
+    def _lost(self, lost: Any) -> None:
+        leaving = self._raised > float("-inf") and not self.training
+        if not leaving and not issubclass(lost.exc_type, KeyboardInterrupt | SystemExit):
+            self._unraisable(lost)
+
+    def _count(self, reader: int) -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(64):
+                now = time.monotonic()
+                if not any(number in _SIGNALS for number in numbers):
+                    continue
+                if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells signal the process and its group
+                    self.times += 1
+                self._last = now
+                self.asked.set()

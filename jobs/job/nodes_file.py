@@ -1,0 +1,104 @@
+"""`--inventory nodes.yaml`: machines one does not have, written by hand, to plan for.
+
+- host: a                 # a list of nodes
+  cpus: 32
+  memory_gib: 128
+  gpus:
+    - {name: A100, memory_gib: 80, capability: 8.0, count: 4}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from cluster.config import Count, Positive, Section, Text
+from cluster.devices.inventory import Device, Inventory, Node
+from cluster.devices.limits import BF16_FLAGS
+from raytrain.config.decode import decode
+from raytrain.config.messages import describe
+from raytrain.config.yaml12 import load_value
+from raytrain.errors import InputError
+
+GIB = 1 << 30
+
+
+class GpuEntry(Section):
+    """GPUs of one kind in a node."""
+
+    name: Text = Field(description="such as A100 or NVIDIA H100 80GB HBM3")
+    memory_gib: Positive = Field(description="memory of one")
+    capability: Annotated[float, Field(ge=1, lt=100)] | None = Field(
+        None, description="CUDA compute capability, such as 8.0; null: not known"
+    )
+    count: Count = Field(1, description="how many")
+
+
+class NodeEntry(Section):
+    """One machine."""
+
+    host: Text = Field(description="its name, each once")
+    cpus: Count = Field(description="usable CPU cores")
+    memory_gib: Positive = Field(description="host memory")
+    gpus: list[Any] = Field([], description="a list of {name, memory_gib, capability, count}")
+    cpu_flags: list[Text] = Field([], description=f"of {', '.join(BF16_FLAGS)}")
+
+
+def inventory_from_file(path: str | Path) -> Inventory:
+    """The machines that a nodes file lists.
+
+    Raises:
+        InputError: no such file, no YAML, no list of nodes, a wrong key or value; it names the node's key.
+    """
+    origin = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--inventory", seen=f"{origin}: {error}", expected="a YAML list of nodes") from error
+    rows = load_value(text, origin=origin)
+    if not isinstance(rows, list) or not rows:
+        raise InputError(
+            origin,
+            seen=describe(rows),
+            expected="a list of nodes such as `- {host: a, cpus: 8, memory_gib: 32}`",
+        )
+    entries = [decode(NodeEntry, row, prefix=f"nodes[{place}]") for place, row in enumerate(rows)]
+    nodes = tuple(_node(entry, place=place) for place, entry in enumerate(entries))
+    hosts = [node.host for node in nodes]
+    for place, host in enumerate(hosts):
+        if host in hosts[:place]:
+            raise InputError(f"nodes[{place}].host", seen=f"{host} twice", expected="each host once")
+    return Inventory(
+        nodes=nodes,
+        source=f"the file {origin}",
+        cpu_model=f"the CPU of {origin}",
+        cpu_flags={flag: all(flag in entry.cpu_flags for entry in entries) for flag in BF16_FLAGS},
+    )
+
+
+def _node(entry: NodeEntry, *, place: int) -> Node:
+    for flag in entry.cpu_flags:
+        if flag not in BF16_FLAGS:
+            raise InputError(f"nodes[{place}].cpu_flags", seen=flag, expected=f"of {', '.join(BF16_FLAGS)}")
+    devices: list[Device] = []
+    for number, row in enumerate(entry.gpus):
+        gpu = decode(GpuEntry, row, prefix=f"nodes[{place}].gpus[{number}]")
+        for _ in range(gpu.count):
+            devices.append(
+                Device(
+                    kind="cuda",
+                    name=gpu.name,
+                    memory_bytes=int(gpu.memory_gib * GIB),
+                    capability=None if gpu.capability is None else _capability(gpu.capability),
+                    uuid=None,
+                    index=len(devices),
+                )
+            )
+    return Node(entry.host, entry.cpus, int(entry.memory_gib * GIB), tuple(devices))
+
+
+def _capability(number: float) -> tuple[int, int]:
+    """8.6 is (8, 6)."""
+    return int(number), round(number * 10) % 10

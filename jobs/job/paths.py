@@ -1,0 +1,72 @@
+"""Relative paths and what data takes from its model, settled once on the driver; torch-free."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from jobs.job.spec import JobSpec
+from raytrain.config.sections import DataConfig, ModelConfig
+from raytrain.data.sources.keys import path_keys
+from raytrain.data.sources.language import settle_language
+from raytrain.models.huggingface.folder import KEYS
+
+PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")
+"""Last words of keys that a user's own source takes for paths."""
+
+
+def resolved(spec: JobSpec) -> JobSpec:
+    """The job with absolute paths, and with what its data takes from its model.
+
+    Raises:
+        InputError: the two do not go together.
+    """
+    model = resolve_model_paths(spec.model)
+    return spec.model_copy(update={"model": model, "data": resolve_paths(settle_language(spec.data, model))})
+
+
+def resolve_model_paths(model: ModelConfig) -> ModelConfig:
+    """`init_from` and, for builders on a folder, `path` made absolute, as the driver sees them."""
+    changed = {} if model.init_from is None else {"init_from": _absolute(model.init_from, must_exist=False)}
+    if model.builder in KEYS and "path" in model.keys:
+        changed["path"] = _absolute(model.keys["path"], must_exist=False)
+    return model.model_copy(update=changed) if changed else model
+
+
+def local_paths(spec: JobSpec) -> dict[str, str]:
+    """Every local path that workers read, by key; a list under its key with a number."""
+    given = {f"data.{key}": value for key, value in spec.data.keys.items()}
+    given |= {"model.init_from": spec.model.init_from, "model.path": spec.model.keys.get("path")}
+    found = {}
+    for key, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        for number, path in enumerate(values):
+            if isinstance(path, str) and os.path.isabs(path) and os.path.exists(path):
+                found[key if len(values) == 1 else f"{key}[{number}]"] = path
+    return found
+
+
+def resolve_paths(data: DataConfig) -> DataConfig:
+    """The section with relative paths made absolute, as the driver sees them; URIs stay as they are.
+
+    A built-in source says itself which keys hold paths. What a user's own key means only their function
+    knows: there a string is a path where its key says so (`path`, `..._path`, `_file`, `_dir`) and it exists.
+    """
+    own = ":" in (data.source or "")
+    ours = path_keys(data.source)
+    changed = {
+        key: _absolute(value, must_exist=own)
+        for key, value in data.keys.items()
+        if key in ours or (own and key.rsplit("_", 1)[-1] in PATH_WORDS)
+    }
+    return data.model_copy(update=changed) if changed else data
+
+
+def _absolute(value: Any, *, must_exist: bool) -> Any:
+    if isinstance(value, list | tuple):
+        return [_absolute(item, must_exist=must_exist) for item in value]
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text or "://" in text:
+        return value
+    path = os.path.abspath(os.path.expanduser(text))
+    return path if not must_exist or os.path.exists(path) else value

@@ -1,0 +1,284 @@
+"""The job: every section together, where each value came from, and the checks that need two sections.
+
+Only `jobs` sees a job whole. Values are checked by the section that owns them; what a later version brings is
+refused here, by name, after its value was found to be a good one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from cluster.config import ClusterConfig, Section, TelemetryConfig
+from experts.config import ExpertsConfig
+from experts.plan.sizes import check_section, check_used
+from jobs.job.job_file import RECIPES, read_job, recipe_named
+from jobs.job.reference import as_reference
+from raytrain.config.decode import apply_overrides, decode, dump_yaml, encode, load_yaml, parse_override
+from raytrain.config.messages import describe
+from raytrain.config.sections import (
+    DataConfig,
+    InferConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RetryConfig,
+    SaveConfig,
+    ScaleConfig,
+    TuneConfig,
+)
+from raytrain.errors import InputError
+
+DEFAULT_RECIPE = RECIPES / "default.yaml"
+
+RESUME_MAY_CHANGE = (
+    "loop.max_steps", "loop.epochs", "loop.micro_batch_size",
+    "experts.hosts", "experts.placement", "experts.inflight",
+    "scale", "save", "telemetry", "retry", "cluster",
+)  # fmt: skip
+"""Keys and whole sections that a JOB.yaml beside ``--resume`` may change; ``save.dir`` never."""
+
+LATER_VERBS = ("infer", "check", "submit")
+
+Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        json_schema_extra={"expected": "1 to 64 ASCII letters, digits, dots, dashes or underscores"},
+    ),
+]
+
+Seed = Annotated[int, Field(ge=0, lt=2**63, json_schema_extra={"expected": "an integer from 0 to 2**63 - 1"})]
+
+
+class JobSpec(Section):
+    """One job, read and checked; frozen. `model` and `data` have no default."""
+
+    name: Name = Field(default="run", description="first part of the run folder's name")
+    seed: Seed = Field(default=42, description="of weights, order and sampling")
+    model: ModelConfig = Field(description="a model, such as `model: {builder: raytrain.models.mlp:mlp}`")
+    data: DataConfig = Field(description="data, such as `data: {source: text, path: input.txt}`")
+    optim: OptimConfig = OptimConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    loop: LoopConfig = LoopConfig()
+    save: SaveConfig = SaveConfig()
+    scale: ScaleConfig = ScaleConfig()
+    retry: RetryConfig = RetryConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    tune: TuneConfig = TuneConfig()
+    infer: InferConfig = InferConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedSpec:
+    """A job with its origin.
+
+    Attributes:
+        spec: the job.
+        sources: dotted key -> ``default``, ``recipe``, ``file``, ``python`` or ``command line``.
+        mapping: what was given, overrides merged in; objects of Python stand in it as they are.
+        text: the job as given: the file's own text, or YAML of the mapping.
+        merged_text: YAML of the mapping, overrides included; a resume reads this one.
+        path: the file or the packaged recipe's, None for a mapping.
+    """
+
+    spec: JobSpec
+    sources: dict[str, str]
+    mapping: dict[str, Any]
+    text: str
+    merged_text: str
+    path: Path | None
+
+
+def load_spec(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None
+) -> LoadedSpec:
+    """Reads a job: default < file (or mapping) < command line. Without either, the recipe `default`, whose model and
+    experts give way whole to another `model.builder` of the command line, and whose data to another `data.source`.
+
+    Args:
+        path: a JOB.yaml, which never inherits the built-in recipe; a packaged recipe's name stands for its file.
+        overrides: ``section.key=value``, the last of equal ones winning.
+        mapping: a job from Python, which may hold objects in `model.module`, `data.train` and `data.eval`.
+
+    Raises:
+        InputError: the first mistake, with its key.
+    """
+    if path is not None and mapping is not None:
+        raise InputError("mapping", seen="a file and a mapping", expected="one of them")
+    text, origin = None, "python"
+    given_path = path = None if path is None else Path(path)
+    if mapping is None:
+        path = DEFAULT_RECIPE if given_path is None else recipe_named(given_path) or given_path
+        origin = "file" if path is given_path else "recipe"
+        text = read_job(path)
+        mapping = load_yaml(text, origin=str(path))
+    if origin == "recipe" and path == DEFAULT_RECIPE:
+        mapping = _without_replaced(mapping, overrides)
+    merged, touched = apply_overrides(mapping, overrides)
+    spec = decode(JobSpec, merged)
+    _check_across(spec)
+    given, switched = spec, set[str]()
+    if spec.loop.reference:
+        spec, switched = as_reference(spec)
+    if origin != "python":
+        _check_objects(spec)
+    merged_text = dump_yaml(_given(given, merged))
+    return LoadedSpec(
+        spec=spec,
+        sources=_sources(spec, mapping, touched, origin=origin) | dict.fromkeys(switched, "loop.reference"),
+        mapping=merged,
+        text=merged_text if text is None else text,
+        merged_text=merged_text,
+        path=path,
+    )
+
+
+def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The built-in recipe without the keys of a model, its experts or a source that the command line replaces."""
+    given = {parse_override(text)[0] for text in overrides}
+    replaced = {"model": {"model.builder"}, "experts": {"model.builder"}, "data": {"data.source"}}
+    return {name: {} if given & replaced.get(name, set()) else section for name, section in recipe.items()}
+
+
+def _values(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """``section.key`` -> encoded value, whatever that is."""
+    values: dict[str, Any] = {}
+    for name, value in encoded.items():
+        section = value if isinstance(value, dict) else None
+        values |= {name: value} if section is None else {f"{name}.{key}": section[key] for key in section}
+    return values
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The path of every value that is no mapping; an empty mapping is a value."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, str(key)))]
+
+
+def _sources(spec: JobSpec, mapping: Mapping[str, Any], touched: set[str], *, origin: str) -> dict[str, str]:
+    """Where each value came from; `mapping` is the job before the overrides."""
+    sources = {}
+    for leaf in _leaves(encode(spec), ()):
+        prefixes = {".".join(leaf[: depth + 1]) for depth in range(len(leaf))}
+        given = "command line" if prefixes & touched else origin if _holds(mapping, leaf) else "default"
+        sources[".".join(leaf)] = given
+    return sources
+
+
+def _holds(mapping: Any, path: tuple[str, ...]) -> bool:
+    for key in path:
+        if not isinstance(mapping, Mapping) or key not in mapping:
+            return False
+        mapping = mapping[key]
+    return True
+
+
+def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The given keys alone, with encoded values: objects as placeholders."""
+    encoded = encode(spec)
+    return {
+        name: {key: encoded[name][key] for key in value} if isinstance(value, Mapping) else encoded[name]
+        for name, value in mapping.items()
+    }
+
+
+def _check_objects(spec: JobSpec) -> None:
+    """A file cannot hold objects; one that names some is the record of a run started from Python."""
+    for key, value in (("model.module", spec.model.module), ("data.train", spec.data.train),
+                       ("data.eval", spec.data.eval)):
+        if isinstance(value, str):
+            raise InputError(key, seen=value, expected="an object, which only Python can give",
+                             remedy="call jobs.train.train with the same object")
+
+
+def _check_across(spec: JobSpec) -> None:
+    """What no section can check alone."""
+    model, data, loop, experts = spec.model, spec.data, spec.loop, spec.experts
+    _check_one_of("model.builder", model.builder, "model.module", model.module)
+    _check_one_of("data.source", data.source, "data.train", data.train)
+    if data.eval is not None and data.train is None:
+        raise InputError("data.eval", seen="a dataset beside data.source", expected="data.train with it")
+    total, micro = loop.global_batch_size, loop.micro_batch_size
+    if isinstance(total, int) and isinstance(micro, int) and total % micro:
+        expected = f"a number that divides loop.global_batch_size, {total}"
+        raise InputError("loop.micro_batch_size", seen=describe(micro), expected=expected)
+    if loop.patience is not None and data.eval is None and data.eval_fraction == 0:
+        remedy = "data.eval_fraction above 0 keeps data for evaluation"
+        expected = "null where nothing is evaluated"
+        raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
+    if data.tokens_per_batch is not None and spec.scale.shares == "auto":
+        raise InputError("data.tokens_per_batch", seen=f"{data.tokens_per_batch} beside scale.shares auto",
+                         expected="one of the two: unequal shares are of rows")
+    check_section(experts)
+    check_used(experts, model.builder)
+
+
+def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
+    if one is None and other is None:
+        raise InputError(first, seen="nothing", expected=f"{first}, or {second} from Python")
+    if one is not None and other is not None:
+        raise InputError(second, seen=f"both {first} and {second}", expected="one of them")
+
+
+def refuse_later(spec: JobSpec, verb: str) -> None:
+    """Refuses what this version reads and checks but does not do yet.
+
+    Raises:
+        InputError: names the verb, or the first such key with what can be had instead.
+    """
+    if verb in LATER_VERBS:
+        raise InputError(verb, seen=f"the verb {verb}", remedy=f"{verb} is not built yet",
+                         expected="train, tune, plan, report or bench in this version")
+    if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
+        raise InputError("scale.strategy", seen="fsdp with a search without tune.space",
+                         expected="auto or data_parallel, or whole runs of a tune.space",
+                         remedy="its trials are one process on one device, where nothing is sharded; whole runs are: "
+                         "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s")
+    for key, (possible, expected, reason) in _later(spec).items():
+        section, name = key.split(".")
+        value = getattr(getattr(spec, section), name)
+        if not possible and not (verb == "tune" and key == "loop.global_batch_size"):  # which the search decides
+            raise InputError(key, seen=describe(value), expected=f"{expected} in this version",
+                             remedy=f"{reason} not built yet")
+
+
+def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
+    """Key -> whether its value can be had now, what can be, and what is missing."""
+    loop, scale = spec.loop, spec.scale
+    return {
+        "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
+        "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
+                                   "the search for a batch size is"),
+    }
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """``section.key`` of all that differs between two jobs once defaults are filled in.
+
+    Objects of Python count by their class, since a job on disk holds no more of them.
+    """
+    before, after = (_values(encode(load_spec(mapping=job).spec)) for job in (old, new))
+    names = [*before, *(key for key in after if key not in before)]
+    return [key for key in names if _text(before, key) != _text(after, key)]
+
+
+def _text(values: Mapping[str, Any], key: str) -> str | None:
+    """A value as text, since 1, 1.0 and true are equal otherwise; None for a key that is not there."""
+    return json.dumps(values[key], sort_keys=True, default=repr) if key in values else None
+
+
+def may_change_on_resume(key: str) -> bool:
+    """Whether a JOB.yaml beside ``--resume`` may change this dotted key."""
+    parts = key.split(".")
+    owners = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+    return key != "save.dir" and not owners.isdisjoint(RESUME_MAY_CHANGE)

@@ -1,0 +1,106 @@
+"""What earlier searches measured, kept under `<save.dir>/tune_cache` by all that a measurement depends on.
+
+Measurements are kept and not answers, so that another global batch or another memory budget needs only what is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs.tuning.batch.known import Known
+from raytrain.autotune.search.batch import BatchSpace, next_proposals
+from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.measurement import Measurement
+from raytrain.autotune.search.precision import GateReport
+from raytrain.plan.choice import size_text
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.records import to_line
+
+FOLDER = "tune_cache"
+
+
+class Cache:
+    """The measurements of one signature; empty with `tune.fresh`.
+
+    Args:
+        gate: what the result of a numeric gate depends on besides: under another learning rate its steps end elsewhere,
+            while times and peaks are what they were.
+    """
+
+    def __init__(
+        self, folder: str, signature: Mapping[str, Any], *, budget: int | None, fresh: bool,
+        gate: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._store = RunFolder(folder)
+        self.key, self._gate = _hash_of(signature), _hash_of(gate or {})
+        self.file = f"{self.key}.jsonl"
+        self.rows = [] if fresh else still_true(self._store.read_rows(self.file), budget, gate=self._gate)
+        self.known = Known(self.rows)
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return f"{self._store.path}/{self.file}"
+
+    def hear(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a sweep's own rows to what is known, but for those that are here already."""
+        self.known = self.known_with(rows)
+
+    def known_with(self, rows: Sequence[Mapping[str, Any]]) -> Known:
+        """What earlier searches and these rows of a sweep tell, no row twice."""
+        told = [row.get("time") for row in self.rows]
+        return Known([*self.rows, *(row for row in rows if row.get("time") not in told)])
+
+    def answers(self, space: BatchSpace) -> bool:
+        """Whether nothing is left to measure."""
+        known = self.known
+        left = next_proposals(space, known.measurements, (), known.gates, known.contests)
+        return bool(known.measurements) and not left
+
+    def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add what was measured now, without errors, unsteady times, gates that ran out of memory, and contests that
+        not all came through: they may not come again."""
+        old = [to_line(row) for row in self._store.read_rows(self.file)]
+        kept = [row for row in rows if row["outcome"] not in ("error", "died") and _is_sound(row)]
+        new = [to_line({**row, **({"gate_of": self._gate} if row.get("gate") else {})}) for row in kept]
+        self._store.write_bytes(self.file, b"".join([*old, *(line for line in new if line not in old)]))
+
+
+Caches = Mapping[str, Cache]
+"""By the name of the kind of device; that of the only one is ""."""
+
+
+def _hash_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    measured, contest, gate = row.get("measurement"), row.get("contest"), row.get("gate")
+    if gate is not None and GateReport.from_json(gate).out_of_memory:
+        return False
+    steady = measured is None or Measurement.from_json(measured).is_steady
+    return steady and (contest is None or Contest.from_json(contest).valid)
+
+
+def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None, *, gate: str = "") -> list[dict[str, Any]]:
+    """Rows as they would come out under `budget` bytes: what took more is out of memory now, and what was out of memory
+    under a smaller budget is not known any more; of gates those that were kept under the same hash."""
+    kept = []
+    for row in rows:
+        measured, before = row.get("measurement"), row.get("budget_bytes")
+        if row.get("gate") is not None and row.get("gate_of") != gate:
+            continue
+        if measured is None:
+            kept.append(dict(row))
+        elif measured["outcome"] == "out_of_memory":
+            if before is None or (budget is not None and budget <= before):
+                kept.append(dict(row))
+        elif budget is not None and (measured["peak_bytes"] or 0) > budget:
+            why = f"a peak of {size_text(measured['peak_bytes'])}, the budget is {size_text(budget)}"
+            kept.append({**row, "measurement": {**measured, "outcome": "out_of_memory", "reason": why}})
+        else:
+            kept.append(dict(row))
+    return kept

@@ -1,0 +1,279 @@
+"""The search over batch size and precision on the driver: what may be tried, what is known already, the trials, the
+answer."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cluster.devices.inventory import Inventory, inventory_from_ray
+from jobs.driver.checks import Checked, train_job
+from jobs.driver.runtime import Cluster, connected
+from jobs.job.paths import resolved
+from jobs.job.spec import JobSpec, LoadedSpec, load_spec
+from jobs.plan import plan_job
+from jobs.tuning.batch.cache import FOLDER, Cache, Caches
+from jobs.tuning.batch.cache_keys import cache_key, gate_key
+from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
+from jobs.tuning.batch.loaders import LoaderSearch, find_loaders
+from jobs.tuning.batch.results import say_search, write_batch
+from jobs.tuning.command import show_only_picked
+from jobs.tuning.table import BATCH_COLUMNS, SweepTable
+from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.search.space import BatchSpace, sizes_dividing, sizes_free
+from raytrain.config.messages import render
+from raytrain.errors import InputError
+from raytrain.plan.plan import Deferred, Plan
+from raytrain.plan.rules.shortage import check_limit
+from raytrain.runs.sweep import SweepFolder
+
+if TYPE_CHECKING:
+    from jobs.tuning.batch.trials import KindTrials
+    from jobs.tuning.command import TuneCommand
+
+PLANNED_BATCH = 4096
+"""At most so large a global batch is planned with where the search is to find it: no worker is left out for it."""
+
+LEAVE_S = 10.0
+"""Trials leave within so many seconds after a signal."""
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """What is searched, and for which run.
+
+    Attributes:
+        space: the candidates, for the kind of device with the least memory.
+        kinds: of the devices, each of which has a line of search of its own.
+        plan: of the run itself.
+        alone_spec: the job of a trial: one worker, experts in-process.
+        alone_plan: its plan.
+        loaders: how many processes may read the data.
+        goodput: what is looked for.
+    """
+
+    space: BatchSpace
+    kinds: tuple[Kind, ...]
+    plan: Plan
+    alone_spec: JobSpec
+    alone_plan: Plan
+    loaders: LoaderSearch
+    goodput: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.plan.device.value == "cuda"  # type: ignore[union-attr]
+
+    @property
+    def workers(self) -> int:
+        return self.space.workers
+
+    @property
+    def devices(self) -> int:
+        """Measurements beside each other."""
+        return sum(one.devices for one in self.kinds)
+
+    def space_of(self, kind: Kind) -> BatchSpace:
+        """The candidates on one kind of device."""
+        return replace(self.space, budget_bytes=kind.budget_bytes, devices=kind.devices)
+
+    def told(self, caches: Caches) -> bool:
+        """Whether nothing is left to measure."""
+        pairs = [(self.space_of(one), caches[one.name]) for one in self.kinds]
+        return all(cache.answers(one) and not self.loaders.ask(one, cache.known, self.goodput) for one, cache in pairs)
+
+
+def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
+    """What a search without `tune.space` may try on these machines.
+
+    Raises:
+        InputError: nothing is left open, or the model alone is larger than a process may be.
+    """
+    spec = loaded.spec
+    free = spec.loop.global_batch_size == "auto"
+    dtype, micro = spec.precision.dtype, spec.loop.micro_batch_size
+    items = spec.data.loader_workers == "auto" and checked.data_facts.kind == "items"
+    if dtype != "auto" and micro != "auto" and not free and not items:
+        raise InputError("tune", seen=f"precision.dtype {dtype} and loop.micro_batch_size {micro}, both given",
+                         expected="one of them auto, or keys to try in tune.space")
+    if spec.tune.objective == "goodput" and not free:
+        raise InputError("tune.objective", seen="goodput with a global batch that is given",
+                         expected="throughput, or loop.global_batch_size: auto")
+    facts: dict[str, Any] = {"model_facts": checked.model_facts, "data_facts": checked.data_facts}
+    planned = min(PLANNED_BATCH, checked.data_facts.train_rows)
+    given = {"loop.global_batch_size": planned} if free and planned else {}
+    plan = plan_job(_with(loaded, given), inventory=inventory, **facts)
+    loaders = find_loaders(spec, plan, inventory, checked.data_facts)
+    workers, threads = int(plan.workers.value), int(plan.threads.value)  # type: ignore[union-attr]
+    pinned = {"scale.workers": 1, "scale.threads": threads, "scale.strategy": "auto", "experts.hosts": 0,
+              "experts.replicas": 0, "loop.global_batch_size": min(2, planned), "loop.micro_batch_size": 1,
+              "tune.space": None, "tune.found": None, **loaders.kept}  # fmt: skip
+    if plan.mode.value == "multi_gpu":  # type: ignore[union-attr]
+        pinned["scale.mode"] = "single_gpu"
+    alone = _with(loaded, pinned)
+    precisions = tuple(plan.precision.bounds) if isinstance(plan.precision, Deferred) else (str(plan.precision.value),)
+    reference = "fp32" if "fp32" in precisions else precisions[0]
+    if micro != "auto":
+        sizes: tuple[int, ...] = (int(micro),)
+    elif free:
+        sizes = sizes_free(checked.data_facts.train_rows, workers)
+    else:
+        sizes = sizes_dividing(int(spec.loop.global_batch_size), workers)
+    kinds = find_kinds(spec, inventory, workers=workers, on_gpu=plan.device.value == "cuda")  # type: ignore[union-attr]
+    budget = min((one.budget_bytes for one in kinds if one.budget_bytes is not None), default=None)
+    _check_budget(plan, spec, budget)
+    space = BatchSpace(
+        precisions=precisions,
+        sizes=sizes,
+        rows_per_step=None if free else math.ceil(int(spec.loop.global_batch_size) / workers),
+        budget_bytes=budget,
+        reference=reference,
+        devices=1,
+        workers=workers,
+    )
+    alone_spec = resolved(alone.spec)
+    alone_plan, goodput = plan_job(alone, inventory=inventory, **facts), spec.tune.objective == "goodput"
+    return BatchSearch(space, kinds, plan, alone_spec, alone_plan, loaders, goodput)
+
+
+def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
+    return load_spec(mapping=loaded.mapping, overrides=[f"{key}={render(value)}" for key, value in values.items()])
+
+
+def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
+    """A model of which not even one row fits into what a process may take is refused now."""
+    if plan.model_facts is not None:
+        limit = spec.cluster.memory_limit
+        key = "cluster.memory_limit" if limit is not None and budget == limit else "cluster.memory_fraction"
+        check_limit(
+            budget, plan.model_facts, spec.optim, on_gpu=plan.device.value == "cuda",  # type: ignore[union-attr]
+            recomputed=bool(spec.loop.activation_checkpointing), key=key,
+        )  # fmt: skip
+
+
+def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory: Inventory) -> SweepFolder:
+    """Search, and write what was found.
+
+    Raises:
+        InputError, RunError, Interrupted.
+    """
+    if address == "local":
+        search = find_search(command.loaded, checked, inventory)
+        caches = _begin(command, search, checked, inventory)
+        gpus = search.devices if search.on_gpu else 0
+        if _is_left(command, search, caches):
+            show_only_picked(command.spec, inventory)
+            with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
+                command.signals.install()
+                _try(command, search, checked, cluster, caches)
+    else:
+        with connected(address, num_cpus=0, num_gpus=0, verbose=command.verbose) as cluster:
+            command.signals.install()
+            inventory = inventory_from_ray()
+            search = find_search(command.loaded, checked, inventory)
+            caches = _begin(command, search, checked, inventory)
+            if _is_left(command, search, caches):
+                _try(command, search, checked, cluster, caches)
+    write_batch(command, search, caches)
+    return command.the_sweep
+
+
+def _is_left(command: TuneCommand, search: BatchSearch, caches: Caches) -> bool:
+    """Whether anything is to be measured: also a noise scale alone, whose reading died in an earlier command."""
+    died = any(row["what"] == "noise" for row in command.the_sweep.again())
+    return not search.told(caches) or (died and all(cache.known.noise is None for cache in caches.values()))
+
+
+def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
+    """The sweep's folder, and what earlier searches have left, by kind of device."""
+    command.open_sweep(inventory)
+    spec, sweep, caches = command.spec, command.the_sweep, {}
+    for kind in search.kinds:
+        key = cache_key(spec, search, checked, kind)
+        folder = f"{spec.save.dir.rstrip('/')}/{FOLDER}"
+        cache = caches[kind.name] = Cache(
+            folder, key, budget=kind.budget_bytes, fresh=spec.tune.fresh, gate=gate_key(search)
+        )
+        cache.hear(of_kind(sweep.standing(), kind.name))
+    noise = next((cache.known.noise for cache in caches.values() if cache.known.noise is not None), None)
+    for cache in caches.values():
+        cache.known.noise = noise
+    kept = sum(len(cache.rows) for cache in caches.values())
+    if sweep.ended():
+        return caches
+    if search.told(caches):
+        command.say(f"nothing is left to measure: {kept} measurements of an earlier search hold here")
+        paths = " ".join(cache.path for cache in caches.values())
+        command.say(f"  {paths}; --fresh measures anew; sweep folder {sweep.path}")
+    elif kept:
+        command.say(f"{kept} measurements of an earlier search hold here; --fresh measures anew")
+    return caches
+
+
+def _try(
+    command: TuneCommand, search: BatchSearch, checked: Checked, cluster: Cluster, caches: Caches
+) -> None:
+    import ray
+    from ray import cloudpickle, tune
+
+    from jobs.tuning.batch.trial import BatchOrders, batch_trial
+    from jobs.tuning.sweep import make_tuner, run_trials, stop_link
+    from raytrain.execution.trainer import make_link
+
+    sweep = command.the_sweep
+    say_search(command, search)
+    job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
+    link = make_link()
+    orders = BatchOrders(
+        job=ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
+        data=None if checked.handed is None else ray.put(checked.handed),
+        folder=os.getcwd(),
+        prepared="fp64" if "fp64" in search.space.precisions else "fp32",
+        reference=search.space.lead,
+        budgets={one.name: one.budget_bytes for one in search.kinds},
+        workers=search.workers,
+        goodput=search.goodput,
+        link=link,
+    )
+    reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
+    columns = ("kind", *BATCH_COLUMNS) if search.kinds[0].name else BATCH_COLUMNS
+    with SweepTable(command.console, columns, title="measurements") as table:
+        trials = _trials(command, search, caches, table)
+        tuner = make_tuner(
+            tune.with_parameters(batch_trial, orders=orders),
+            trials,
+            storage=command.storage(cluster),
+            resources=lambda config: tune.PlacementGroupFactory([reserved[config["kind"]]]),
+            at_a_time=search.devices,
+        )
+
+        def stop() -> None:
+            trials.stop()
+            stop_link(link)
+
+        run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show, stop=stop, grace_s=LEAVE_S)
+
+
+def _trials(command: TuneCommand, search: BatchSearch, caches: Caches, table: SweepTable) -> KindTrials:
+    """One line of trials for each kind of device; the first one reads the noise scale, which knows no device."""
+    from jobs.tuning.batch.trials import BatchTrials, KindTrials, Numbers
+
+    spec, numbers = command.spec, Numbers(command.the_sweep)
+    space = search.space
+    return KindTrials({
+        kind.name: BatchTrials(
+            search.space_of(kind),
+            known=caches[kind.name].known,
+            sweep=command.the_sweep,
+            table=table,
+            numbers=numbers,
+            kind=kind.name,
+            noise_at=Candidate(space.lead, space.first_sizes()[0]) if kind is search.kinds[0] else None,
+            goodput=search.goodput,
+            most=spec.tune.max_trials,
+            loaders=search.loaders,
+        )
+        for kind in search.kinds
+    })  # fmt: skip

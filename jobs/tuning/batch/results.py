@@ -1,0 +1,237 @@
+"""What a search over batch size and precision leaves: best.yaml, tune.json, tune.png, the table and the advice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import linear_regression, median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from jobs.tuning.batch.device_kinds import of_kind
+from jobs.tuning.batch.known import Known, still_wanted, weighed
+from jobs.tuning.batch.loaders import KEY, chosen_loaders
+from jobs.tuning.best import best_mapping, best_text
+from jobs.tuning.space.points import whole_mapping
+from jobs.tuning.space.results import close, draw, header_of, say_files
+from jobs.tuning.table import bytes_text, number_text, print_table
+from raytrain.autotune.search.batch import decide
+from raytrain.autotune.search.decision import BatchDecision
+from raytrain.autotune.search.device_kinds import KindsDecision, choose_for_all
+from raytrain.autotune.search.measurement import STEADY, Candidate
+from raytrain.autotune.search.memory_line import line_of
+from raytrain.autotune.search.noise_scale import goodput_advice
+from raytrain.autotune.search.precision import gate_refusal
+from raytrain.config.decode import encode
+from raytrain.config.sections import TuneFound
+from raytrain.errors import RunError
+from raytrain.plan.choice import Resolved, size_text
+from raytrain.report.tune_figures import batch_spec
+
+if TYPE_CHECKING:
+    from jobs.tuning.batch.cache import Caches
+    from jobs.tuning.batch.command import BatchSearch
+    from jobs.tuning.command import TuneCommand
+
+WORTH_SAYING = 0.02
+LARGER = 4
+"""The advice about a free global batch looks so many times further than the given one."""
+
+
+def say_search(command: TuneCommand, search: BatchSearch) -> None:
+    """What is going to be tried, before it is."""
+    space = search.space
+    sizes = ", ".join(map(str, space.sizes)) if len(space.sizes) <= 12 else f"{space.sizes[0]} to {space.sizes[-1]}"
+    batch = "the global batch is searched too" if space.rows_per_step is None else (
+        f"{space.rows_per_step} rows of each worker's step are kept"
+    )  # fmt: skip
+    rooms = [
+        "no memory limit is known" if one.budget_bytes is None else f"{size_text(one.budget_bytes)} a process"
+        for one in search.kinds
+    ]
+    named = [f"{one.devices} {one.name}, {room}" for one, room in zip(search.kinds, rooms, strict=True)]
+    room = rooms[0] if len(rooms) == 1 else f"a search for each kind of device ({'; '.join(named)})"
+    command.say(f"search: {' and '.join(space.precisions)}, micro-batches of {sizes} rows; {batch}; {room}")
+    command.say(f"each in a process of its own, {search.devices} at a time; sweep folder {command.the_sweep.path}")
+
+
+def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> None:
+    """Decide from all that is known, write it, say it.
+
+    Raises:
+        RunError: nothing that was measured can run.
+    """
+    spec, sweep, workers = command.spec, command.the_sweep, search.workers
+    for kind in search.kinds:
+        caches[kind.name].keep(of_kind(sweep.ended(), kind.name))
+    answer = answer_of(search, caches)
+    chosen, known, decision = answer.candidate, caches[answer.binding].known, answer.decisions[answer.binding]
+    size = chosen.micro_batch_size
+    values: dict[str, Any] = {"precision.dtype": chosen.precision, "loop.micro_batch_size": size}
+    reasons = {"precision.dtype": answer.precision.reason, "loop.micro_batch_size": answer.micro_batch_size.reason}
+    if search.space.rows_per_step is None:
+        values["loop.global_batch_size"] = size * workers
+        reasons["loop.global_batch_size"] = f"micro-batches of {size} rows x {workers} workers, no accumulation"
+    loaders = chosen_loaders(search.loaders, [caches[kind.name].known.loaders for kind in search.kinds])
+    if isinstance(loaders, Resolved):
+        values[KEY], reasons[KEY] = loaders.value, loaders.reason
+    found = measured(answer, caches, search)
+    memory = memory_used(found["peak_bytes"], next(k.budget_bytes for k in search.kinds if k.name == answer.binding))
+    job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
+    header = "; ".join(filter(None, [header_of(command), unsteadiness(known)]))
+    sweep.write_text(sweep.best, best_text(job, reasons, header=header))
+    advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)
+    table = [
+        {**asdict(row), "precision": f"{name} {row.precision}".strip()}
+        for name, one in answer.decisions.items()
+        for row in one.table
+    ]
+    line = f"{answer.binding} {chosen.precision}".strip()
+    draw(command, batch_spec(table, sizes=search.space.sizes, chosen=(line, size), budget=search.space.budget_bytes,
+                             name=spec.name, goodput=search.goodput))  # fmt: skip
+    for name, one in answer.decisions.items():
+        print_table(command.console, decision_table(one, kind=name))
+    command.say(f"precision   {chosen.precision}: {answer.precision.reason}")
+    command.say(f"micro-batch {size}: {answer.micro_batch_size.reason}")
+    if memory["used"] is not None:
+        peak, limit = size_text(memory["peak_bytes"]), size_text(memory["limit_bytes"])
+        command.say(f"memory      {memory['used']:.1%} used: a peak of {peak}, a process may take {limit}")
+    command.say(f"{KEY} {f'{loaders.value}: {loaders.reason}' if isinstance(loaders, Resolved) else loaders.how}")
+    for told in advice:
+        command.say(told)
+    kinds = {name: one.to_json() for name, one in answer.decisions.items()}
+    close(command, {"kind": "batch", "values": values, "decision": decision.to_json(), "kinds": kinds, "found": found,
+                    "memory": memory, "loaders": loaders.to_json(), "advice": advice,
+                    "from_cache": sum(len(cache.rows) for cache in caches.values())})  # fmt: skip
+    say_files(command, died=worth_again(command, search, caches))
+
+
+def worth_again(command: TuneCommand, search: BatchSearch, caches: Caches) -> list[int]:
+    """Trials whose process died and that a search which goes on, without the word of their deaths, still wants: what
+    others have measured meanwhile may do without them."""
+    sweep = command.the_sweep
+    found: list[int] = []
+    for kind in search.kinds:
+        known = caches[kind.name].known_with(of_kind(sweep.standing(), kind.name))
+        known.noise, known.loaders = caches[kind.name].known.noise, caches[kind.name].known.loaders
+        space = weighed(search.space_of(kind), known, goodput=search.goodput)
+        found += still_wanted(of_kind(sweep.again(), kind.name), space, known)
+    return sorted(found)
+
+
+def answer_of(search: BatchSearch, caches: Caches) -> KindsDecision:
+    """What each kind of device decides by itself, and what follows for all of them.
+
+    Raises:
+        RunError: nothing that was measured can run, on one of them.
+    """
+    decisions: dict[str, BatchDecision] = {}
+    for kind in search.kinds:
+        known = caches[kind.name].known
+        space = weighed(search.space_of(kind), known, goodput=search.goodput)
+        try:
+            decisions[kind.name] = decide(space, known.measurements, known.gates, known.contests)
+        except RunError as error:
+            if not kind.name:
+                raise
+            raise RunError(f"on {kind.name}: {error}") from error
+    gates = [gate for cache in caches.values() for gate in cache.known.gates]
+    return choose_for_all(
+        decisions,
+        workers={kind.name: kind.workers for kind in search.kinds},
+        reference=search.space.lead,
+        refused={gate.precision for gate in gates if gate_refusal(gate)},
+    )
+
+
+def memory_used(peak: int | None, limit: int | None) -> dict[str, Any]:
+    """The part of what a process may take that the chosen micro-batch takes; None where one of the two is not known."""
+    return {"peak_bytes": peak, "limit_bytes": limit, "used": peak / limit if peak and limit else None}
+
+
+def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict[str, Any]:
+    """`tune.found`: what was measured of the chosen point, for `train` to hold its own measurement against."""
+    chosen, known = answer.candidate, caches[answer.binding].known
+    signatures = [cache.known.signature for name, cache in caches.items() if name != answer.binding]
+    own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
+    in_turn = [one for contest in known.contests[-1:] for one in [contest.of(chosen)] if one is not None and one.pass_s]
+    own = in_turn or own
+    rows = search.space.rows_per_step or chosen.micro_batch_size
+    assert known.signature is not None, "a decision rests on a measurement"
+    found = TuneFound(
+        signature=known.signature["hash"],
+        facts=known.signature["facts"],
+        precision=chosen.precision,
+        micro_batch_size=chosen.micro_batch_size,
+        step_s=median(one.step_s(rows) for one in own),
+        peak_bytes=next(
+            row.measured_peak for row in answer.decisions[answer.binding].table
+            if (row.precision, row.micro_batch_size) == (chosen.precision, chosen.micro_batch_size)
+        ),
+        device=own[-1].device,
+        also=[one["hash"] for one in signatures if one is not None],
+    )
+    return encode(found)
+
+
+def decision_table(decision: BatchDecision, *, kind: str) -> Table:
+    """Every candidate on which anything was spent, the best one marked; of one `kind` of device."""
+    word = f"best on {kind}" if kind else "taken"
+    table = Table("precision", "rows", "passes", "rows/s (95 %)", "peak", "predicted", "", box=None, pad_edge=False,
+                  header_style="bold", title=f"on {kind}" if kind else None, title_justify="left")  # fmt: skip
+    for row in decision.table:
+        taken = (row.precision, row.micro_batch_size) == (
+            decision.candidate.precision, decision.candidate.micro_batch_size
+        )  # fmt: skip
+        off = "" if row.low is None or row.rows_per_s is None else f" ± {number_text(row.rows_per_s - row.low)}"
+        table.add_row(
+            row.precision, str(row.micro_batch_size), str(row.passes or ""), number_text(row.rows_per_s) + off,
+            bytes_text(row.measured_peak), bytes_text(row.predicted_peak), row.note or (word if taken else ""),
+            style="bold green" if taken else "",
+        )  # fmt: skip
+    return table
+
+
+def unsteadiness(known: Known) -> str:
+    """A warning that not all times are to be relied on, or ""."""
+    unsteady = sum(not one.is_steady for one in known.measurements)
+    if not unsteady:
+        return ""
+    told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
+    return f"{told}: the machine did other work. They are not kept; search again when it is quiet"
+
+
+def advice_lines(
+    decision: BatchDecision, chosen: Candidate, known: Known, search: BatchSearch, asked: Any
+) -> list[str]:
+    """What else the measurements tell: memory at half and twice the size, and what another global batch is worth."""
+    lines = [warning] if (warning := unsteadiness(known)) else []
+    space, size = search.space, chosen.micro_batch_size
+    own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
+    if any(one.peak_bytes for one in own):
+        line = line_of(own)
+        told = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
+        room = "" if space.budget_bytes is None else f"; a process may take {size_text(space.budget_bytes)}"
+        lines.append(f"predicted peak: {', '.join(told)} of this micro-batch{room}")
+    if known.noise is not None:
+        now = size * search.workers if asked == "auto" else int(asked)
+        lines.append(goodput_advice(known.noise, global_batch=now))
+    told_by = asked != "auto" and decision.candidate == chosen
+    worth = larger_batch(decision, known, search) if told_by else None
+    if worth is not None:
+        gain = f"{worth:+.0%} rows/s" if worth > WORTH_SAYING else "no more rows/s"
+        lines.append(f"loop.global_batch_size: auto lets the batch grow: {LARGER} times this one predicts {gain}")
+    return lines
+
+
+def larger_batch(decision: BatchDecision, known: Known, search: BatchSearch) -> float | None:
+    """Gain in rows/s of a step of one micro-batch of `LARGER` times a worker's rows, predicted; None where nothing
+    tells."""
+    chosen, rows = decision.candidate, search.space.rows_per_step
+    own = [one for one in known.measurements if one.candidate.precision == chosen.precision and one.pass_s]
+    if rows is None or len({one.candidate.micro_batch_size for one in own}) < 2:
+        return None
+    line = linear_regression([one.candidate.micro_batch_size for one in own], [median(one.pass_s) for one in own])
+    update = median(second for one in own for second in one.update_s) if any(one.update_s for one in own) else 0.0
+    larger = LARGER * rows
+    return larger / (line.intercept + line.slope * larger + update) / decision.rows_per_s - 1

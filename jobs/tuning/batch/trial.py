@@ -1,0 +1,113 @@
+"""A trial of the search over batch size and precision: one measurement, in a process and on a device of its own.
+
+It is one worker without Ray Train, experts in-process; `train` confirms what is found in the real group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+import torch
+from ray import cloudpickle, tune
+
+from jobs.tuning.batch.trials import Wanted
+from raytrain.autotune.probe.gradient_noise import measure_norms
+from raytrain.autotune.probe.loaders import measure_loaders
+from raytrain.autotune.probe.run_proposal import carry_out
+from raytrain.autotune.search.noise_scale import noise_scale
+from raytrain.autotune.startup.confirm import signature_of
+from raytrain.data.sources.open import handed_over
+from raytrain.models.registry import make_importable
+from raytrain.train.job import TrainJob
+from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+
+FREED_S = 20.0
+"""The memory of an earlier trial's process is back within so many seconds, or never."""
+
+
+@dataclass(frozen=True)
+class BatchOrders:
+    """What every trial of a sweep is told.
+
+    Attributes:
+        job: reference to the pickled TrainJob of one worker (it may name the user's classes).
+        data: reference to handed-over data, or None.
+        folder: the directory of the command, where users' code is.
+        prepared: the precision to prepare in, which has the master format of all candidates.
+        reference: the precision that a gate compares with.
+        budgets: kind of device -> what a process may take there; None: nobody knows.
+        workers: of the run that the figures are for.
+        goodput: the noise scale decides, and is not advice alone.
+        link: the `RunLink` actor by which the driver has trials leave.
+    """
+
+    job: Any
+    data: Any
+    folder: str
+    prepared: str
+    reference: str
+    budgets: dict[str, int | None]
+    workers: int
+    goodput: bool
+    link: Any
+
+
+def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
+    """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"}, {"noise"}, {"loaders"}, a contest with the
+    measurement of its winner's peak where that was wanted; running out of memory is a measurement."""
+    keep_freed_memory()
+    threading.Thread(target=leave_when_asked, args=(orders.link,), daemon=True, name="stop-watch").start()
+    if os.path.isdir(orders.folder):
+        os.chdir(orders.folder)
+    make_importable(orders.folder)
+    wanted = Wanted.of(config)
+    job: TrainJob = cloudpickle.loads(ray.get(orders.job))
+    data: Any = None if orders.data is None else ray.get(orders.data)
+    if job.planned("device") == "cuda":
+        await_freed_memory(torch.device("cuda", 0))
+    source = handed_over(data, job.data, context=job.model.keys.get("context"))
+    session = Session(job, workers=Workers(), source=source)
+    session.prepare(orders.prepared)
+    tune.report(_measured(session, wanted, orders))
+
+
+def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str, Any]:
+    if wanted.noise:
+        size = wanted.candidate.micro_batch_size
+        few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
+        pairs = measure_norms(session, micro_batch_size=size, **few)
+        return {"noise": asdict(noise_scale(pairs))}
+    if wanted.loaders is not None:
+        found = measure_loaders(session, wanted.candidate, most=wanted.loaders, passes=wanted.passes)
+        return {"loaders": found.to_json()}
+    taken = carry_out(session, wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind])
+    found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
+    return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
+
+
+def leave_when_asked(link: Any) -> None:
+    """A measurement that was broken off is worth nothing: the process ends at once."""
+    with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
+        if ray.get(link.wait_stop.remote()):
+            os._exit(1)
+
+
+def await_freed_memory(device: torch.device) -> None:
+    """Wait until a process that ended has given its memory back: until what is free no longer grows."""
+    ends = time.monotonic() + FREED_S
+    free, _ = torch.cuda.mem_get_info(device)
+    while time.monotonic() < ends:
+        time.sleep(0.25)
+        now, _ = torch.cuda.mem_get_info(device)
+        if now <= free:
+            return
+        free = now

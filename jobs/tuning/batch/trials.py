@@ -1,0 +1,262 @@
+"""The trials of a search over batch size and precision on the driver: what the search wants, and what it was told."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jobs.tuning.batch.device_kinds import of_kind
+from jobs.tuning.batch.known import IN_TURN, LOADERS, Known, What, weighed, what_of
+from jobs.tuning.batch.loaders import NONE, LoaderSearch
+from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
+from jobs.tuning.table import SweepTable, batch_cells, batch_text
+from raytrain.autotune.search.batch import BatchSpace, Proposal, next_proposals
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.precision import GateReport
+from raytrain.runs.sweep import SweepFolder
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One trial: a proposal of the search with its number, a reading of the gradient noise scale, or one of 0 to
+    `loaders` loader processes (`passes`: of a step); on which `kind` of device, where there are several."""
+
+    number: int
+    candidate: Candidate
+    passes: int = 0
+    with_memory: bool = False
+    gate_steps: int = 0
+    against: tuple[Candidate, ...] = ()
+    noise: bool = False
+    loaders: int | None = None
+    kind: str = ""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Wanted:
+        """The inverse of `to_json`."""
+        names = ("number", "passes", "with_memory", "gate_steps", "noise", "loaders", "kind")
+        points = {"candidate": Candidate(**config["candidate"]),
+                  "against": tuple(Candidate(**one) for one in config["against"])}  # fmt: skip
+        return cls(**points, **{name: config[name] for name in names})
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping: the trial's config."""
+        return asdict(self)
+
+    @property
+    def proposal(self) -> Proposal:
+        """As the search proposed it."""
+        return Proposal(self.candidate, self.passes, self.with_memory, self.gate_steps, self.against)
+
+    @property
+    def what(self) -> str:
+        """In a word, for the table."""
+        if self.noise:
+            return "noise"
+        if self.loaders is not None:
+            return LOADERS
+        if self.against:
+            return f"{IN_TURN} + memory" if self.with_memory else IN_TURN
+        if self.gate_steps:
+            return "gate"
+        return "time + memory" if self.passes and self.with_memory else "time" if self.passes else "memory"
+
+
+KINDS = ("measurement", "gate", "contest", "noise", "loaders")
+"""What a trial may report, one of them; a contest with a measurement of its winner's peak."""
+
+
+class Numbers:
+    """The numbers of a sweep's trials."""
+
+    def __init__(self, sweep: SweepFolder) -> None:
+        self.last = max((row["trial"] for row in sweep.ended()), default=0)
+
+
+class BatchTrials:
+    """`searcher.Trials` of a search.
+
+    Args:
+        numbers: of the sweep.
+        kind: of device, where there are several.
+        known: what earlier searches and this sweep measured, which is not measured again.
+        noise_at: the candidate whose gradients tell the noise scale; None: it is not asked for.
+        goodput: the noise scale is read first, and decides; else it is read last, as advice.
+        loaders: how many processes may read the data; measured with what was chosen.
+        most: trials of this sweep at most.
+    """
+
+    def __init__(
+        self, space: BatchSpace, *, known: Known, sweep: SweepFolder, table: SweepTable, numbers: Numbers,
+        kind: str = "", noise_at: Candidate | None = None, goodput: bool = False, most: int | None = None,
+        loaders: LoaderSearch = NONE,
+    ) -> None:  # fmt: skip
+        self.space, self.known = space, known
+        self._sweep, self._table, self._noise_at, self._most = sweep, table, noise_at, most
+        self._goodput, self.stopping, self._loaders = goodput, False, loaders
+        self._running: dict[int, Wanted] = {}
+        self._began: dict[int, float] = {}
+        self._numbers, self._kind = numbers, kind
+        for row in of_kind(sweep.standing(), kind):
+            table.end(row["trial"], batch_cells(row, space), batch_text(row, space))
+        self._dead = {what_of(row): row["trial"] for row in of_kind(sweep.again(), kind)}
+        self._tried_again: set[int] = set()
+
+    @property
+    def idle(self) -> int:
+        """Devices on which nothing is measured."""
+        return self.space.devices - len(self._running)
+
+    @property
+    def awaits_noise(self) -> bool:
+        """Whether a reading of the noise scale decides, and is still to come."""
+        return self._goodput and self._noise() is not None
+
+    def propose(self) -> dict[str, Any] | str | None:
+        """What the search wants next."""
+        if self.stopping:
+            return DONE
+        wanted = self.next()
+        if wanted is None:
+            return None if self._running else DONE
+        self._numbers.last = max(self._numbers.last, wanted.number)
+        if self._dead.pop(_what(wanted), None) is not None:
+            self._tried_again.add(wanted.number)
+        self._running[wanted.number] = wanted
+        return wanted.to_json()
+
+    def next(self) -> Wanted | None:
+        """The next trial; None where nothing is to be started now."""
+        noise = self._noise()
+        if noise is not None and self.awaits_noise:
+            return None if self._running else self._numbered(noise)
+        running = [one.proposal for one in self._running.values()]
+        space = weighed(self.space, self.known, goodput=self._goodput)
+        found = next_proposals(space, self.known.measurements, running, self.known.gates, self.known.contests)
+        if found:
+            return self._numbered(Wanted(0, **vars(found[0])))
+        if self._running or not any(one.outcome == "ok" for one in self.known.measurements):
+            return None
+        last = noise or self._reading()
+        return None if last is None else self._numbered(last)
+
+    def _reading(self) -> Wanted | None:
+        """Of loader processes, with what has been chosen."""
+        chosen = self._loaders.ask(self.space, self.known, self._goodput)
+        if chosen is None:
+            return None
+        rows = self.space.rows_per_step or chosen.micro_batch_size
+        return Wanted(0, chosen, passes=math.ceil(rows / chosen.micro_batch_size), loaders=self._loaders.most)
+
+    def _noise(self) -> Wanted | None:
+        if self._noise_at is None or self.known.noise is not None:
+            return None
+        return Wanted(0, self._noise_at, noise=True)
+
+    def _numbered(self, wanted: Wanted) -> Wanted | None:
+        """With its number: that of an earlier command's trial where that one died, else the next; None beyond the
+        most."""
+        number = self._dead.get(_what(wanted), self._numbers.last + 1)
+        over = self._most is not None and number > self._most
+        return None if over else replace(wanted, number=number, kind=self._kind)
+
+    def started(self, config: dict[str, Any]) -> None:
+        """It has its process."""
+        wanted = Wanted.of(config)
+        self._began[wanted.number] = time.time()
+        one = wanted.candidate
+        known = [wanted.what, one.precision, str(one.micro_batch_size)]
+        self._table.start(wanted.number, [wanted.kind, *known] if wanted.kind else known)
+
+    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
+        """Writes its line; a crash is a measurement as well, that says so."""
+        wanted = Wanted.of(config)
+        self._running.pop(wanted.number, None)
+        if self.stopping:
+            return
+        found = {name: result[name] for name in KINDS if result.get(name) is not None}
+        deaths = 1 + (wanted.number in self._tried_again) if has_died(error) and not found else 0
+        if not found:
+            found = self._failed(wanted, error, again=deaths > 1)
+        outcome = "died" if deaths else "ok" if error is None else "error"
+        now = time.time()
+        row = {
+            "trial": wanted.number,
+            **({"kind": wanted.kind} if wanted.kind else {}),
+            "what": wanted.what,
+            "precision": wanted.candidate.precision,
+            "micro_batch_size": wanted.candidate.micro_batch_size,
+            "outcome": outcome if deaths else found.get("measurement", {}).get("outcome", outcome),
+            **({"deaths": deaths} if deaths else {}),
+            "budget_bytes": self.space.budget_bytes,
+            **found,
+            "signature": result.get("signature"),
+            "time": now,
+            "wall_s": now - self._began.get(wanted.number, now),
+        }
+        keep_traceback(self._sweep, wanted.number, error)
+        self._sweep.record(row)
+        self.known.add(row)
+        self._table.end(wanted.number, batch_cells(row, self.space), batch_text(row, self.space))
+
+    def _failed(self, wanted: Wanted, error: BaseException | None, *, again: bool) -> dict[str, Any]:
+        reason = "it ended without a result" if error is None else why(error)
+        reason += ", and once before" if again else ""
+        if wanted.noise:
+            self._noise_at = None  # an advice less; the search goes on
+            return {"reason": reason}
+        if wanted.loaders is not None:
+            self._loaders = LoaderSearch(None, reason)
+            return {"reason": reason}
+        if wanted.gate_steps:
+            return {"gate": GateReport(wanted.candidate.precision, self.space.lead, error=reason).to_json()}
+        outcome = "out_of_memory" if error is not None and ran_out(error) else "error"
+        return {"measurement": Measurement(wanted.candidate, outcome, reason=reason).to_json()}
+
+
+class KindTrials:
+    """`searcher.Trials` of a search on devices of several kinds: each kind proposes for itself, in turn."""
+
+    def __init__(self, trials: Mapping[str, BatchTrials]) -> None:
+        self._trials = dict(trials)
+
+    def propose(self) -> dict[str, Any] | str | None:
+        """Of the kind with the most idle devices that wants something. A noise scale that decides is read first, by
+        one kind for all."""
+        first = next((one for one in self._trials.values() if one.awaits_noise), None)
+        asked = [first] if first is not None else sorted(self._trials.values(), key=lambda one: -one.idle)
+        answers = []
+        for one in asked:
+            answer = one.propose()
+            if isinstance(answer, dict):
+                return answer
+            answers.append(answer)
+        return DONE if all(answer == DONE for answer in answers) else None
+
+    def started(self, config: dict[str, Any]) -> None:
+        """A trial has its process."""
+        self._trials[config["kind"]].started(config)
+
+    def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
+        """It has ended; a noise scale, which knows no device, is told to all."""
+        own = self._trials[config["kind"]]
+        own.ended(config, result, error)
+        for one in self._trials.values():
+            one.known.noise = one.known.noise or own.known.noise
+
+    def stop(self) -> None:
+        """Propose nothing any more, and take no results."""
+        for one in self._trials.values():
+            one.stopping = True
+
+
+def _what(wanted: Wanted) -> What:
+    """What is measured, however many passes it takes."""
+    point = wanted.candidate
+    return What(
+        point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, wanted.loaders is not None,
+        bool(wanted.against),
+    )  # fmt: skip

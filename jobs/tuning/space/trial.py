@@ -1,0 +1,202 @@
+"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune trial that reserves
+next to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray import tune
+from rich.console import Console
+
+from jobs.driver.command import Result, TrainCommand, result_of
+from jobs.driver.resume import Resumed, open_resumed
+from jobs.driver.runtime import StopSignals
+from jobs.job.spec import load_spec
+from raytrain.errors import InputError, RunError
+from raytrain.models.registry import make_importable
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.sweep import SweepFolder
+
+LOOK_EVERY_S = 0.25
+STOP_S = 60.0
+OLD_OWNER_S = 60.0
+"""A command that was killed is gone within so many seconds, and its trial's workers with it."""
+
+
+@dataclass(frozen=True)
+class WholeOrders:
+    """What every trial of a sweep is told.
+
+    Attributes:
+        mapping: the job, paths of its data absolute.
+        sweep: path of the sweep's folder.
+        folder: the directory of the command, where users' code is.
+        visible: CUDA_VISIBLE_DEVICES of the command; None where it is not set. Ray hides the GPUs from a trial.
+        link: the `RunLink` actor by which the driver asks trials to stop.
+    """
+
+    mapping: dict[str, Any]
+    sweep: str
+    folder: str
+    visible: str | None
+    link: Any
+
+
+class WholeTrial(tune.Trainable):
+    """Ray Tune's trainable: each `step` waits for the next evaluation of the run, the last one tells what came of it.
+
+    A class and not a function, since a scheduler that ends it early then waits for `cleanup`, in which the run ends in
+    order: a trainer whose process is killed leaves its placement group behind, and the next trial waits for ever.
+    """
+
+    def setup(self, config: dict[str, Any], orders: WholeOrders | None = None) -> None:
+        """Begin to train."""
+        assert orders is not None, "it comes with tune.with_parameters"
+        _as_on_the_driver(orders)
+        self._orders = orders
+        self._trial = _Trial(orders, int(config["number"]), list(config["overrides"]))
+        self._rows = self._trial.evaluations()
+        _stop_when_asked(orders.link, self._trial.signals)
+
+    def step(self) -> dict[str, Any]:
+        """{"step", "eval_loss"} of the next evaluation; at the end with all there is to know.
+
+        Raises:
+            RunError: the run failed; that ends this trial alone.
+        """
+        row = next(self._rows, None)
+        if row is not None:
+            return row
+        result = self._trial.result
+        if result.status == "failed":
+            raise RunError(result.reason)
+        last = {**self._trial.last, "final": True, "run": result.run, "status": result.status}
+        return {**last, **summary(result), "done": True}
+
+    def cleanup(self) -> None:
+        """Let the run save and return."""
+        self._trial.stop()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Nothing: the run has checkpoints of its own."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Nothing: see `save_checkpoint`."""
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """What trials are compared by, from the rows of a run: its least evaluation loss, its pace once warm."""
+    paces = [row["samples_per_s"] for row in result.history if row["kind"] == "train" and row.get("samples_per_s")]
+    losses = [row["loss"] for row in result.history if row["kind"] == "eval" and row["loss"] == row["loss"]]
+    return {
+        "eval_loss": min(losses, default=float("nan")),
+        "samples_per_s": median(paces[1:] or paces) if paces else float("nan"),
+        "steps": result.steps,
+        "peak_bytes": max((row.get("peak_memory_bytes") or 0 for row in result.history), default=0) or None,
+    }
+
+
+class _Trial:
+    """The run in a thread of its own, looked at from Ray's."""
+
+    def __init__(self, orders: WholeOrders, number: int, overrides: Sequence[str]) -> None:
+        self.sweep = SweepFolder(orders.sweep)
+        self.name = f"trial-{number:04d}"
+        self.mapping, self.overrides = orders.mapping, overrides
+        self.signals = StopSignals()
+        self.last: dict[str, Any] = {"step": 0, "eval_loss": float("nan")}
+        self._outcome: dict[str, Any] = {}
+        self._thread: threading.Thread | None = None
+
+    @property
+    def result(self) -> Result:
+        """How it ended; raises what it raised."""
+        if "error" in self._outcome:
+            raise self._outcome["error"]
+        return self._outcome["result"]
+
+    def stop(self) -> None:
+        """Ask the run to save and return, and wait until it has, for a while."""
+        self.signals.asked.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def evaluations(self) -> Iterator[dict[str, Any]]:
+        """{"step", "eval_loss"} of each evaluation as the run writes it, until it ends."""
+        seen = 0
+        before = self._before()
+        self._thread = thread = threading.Thread(target=self._train, args=(before,), daemon=True, name="trial")
+        thread.start()
+        while True:
+            thread.join(LOOK_EVERY_S)
+            ended = not thread.is_alive()
+            path = self.sweep.run_of(self.name)
+            rows = RunFolder(path).read_rows("metrics.jsonl") if path is not None else []
+            evaluated = [row for row in rows if row["kind"] == "eval"]
+            for row in evaluated[seen:]:
+                self.last = {"step": row["step"], "eval_loss": row["loss"]}
+                yield self.last
+            seen = max(seen, len(evaluated))
+            if ended:
+                return
+
+    def _train(self, before: Resumed | None) -> None:
+        try:
+            if before is not None and before.finished:
+                self._outcome["result"] = result_of(before.run, before.run.read_json(before.run.result))
+                return
+            own = [*self.overrides, f"save.dir={self.sweep.runs}", f"name={self.name}", "telemetry.tensorboard=false"]
+            loaded = before.loaded if before is not None else load_spec(mapping=self.mapping, overrides=own)
+            command = TrainCommand(
+                loaded, resumed=before, signals=self.signals, verbose=False, console=Console(quiet=True),
+                began=time.time(),
+            )  # fmt: skip
+            self._outcome["result"] = command.run()
+        except BaseException as error:  # handed to Ray's thread, which owns the trial
+            self._outcome["error"] = error
+
+    def _before(self) -> Resumed | None:
+        """This trial's run of an earlier command, to go on with; waits until that one's processes are gone."""
+        path, ends = self.sweep.run_of(self.name), time.monotonic() + OLD_OWNER_S
+        while path is not None:
+            try:
+                return open_resumed(path, None, [])
+            except InputError:
+                run = RunFolder(path)
+                if not run.exists(run.job_mapping):  # it was killed before it had begun
+                    return None
+                if not run.alive() or time.monotonic() > ends:
+                    raise
+                time.sleep(LOOK_EVERY_S)
+        return None
+
+
+def _as_on_the_driver(orders: WholeOrders) -> None:
+    """Users' code is found as the command finds it, and every GPU is seen by whoever plans the run."""
+    if os.path.isdir(orders.folder):
+        os.chdir(orders.folder)
+    make_importable(orders.folder)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if orders.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = orders.visible
+
+
+def _stop_when_asked(link: Any, signals: StopSignals) -> None:
+    """Have the driver's word reach the run."""
+
+    def wait() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
+            if ray.get(link.wait_stop.remote()):
+                signals.asked.set()
+
+    threading.Thread(target=wait, daemon=True, name="stop-watch").start()

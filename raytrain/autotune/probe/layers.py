@@ -1,0 +1,121 @@
+"""What layers in half precision do to a micro-batch, one at a time and all but a few, measured on the real model.
+
+Everything that is measured is put back. What follows from it is `raytrain.autotune.search.layers`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from torch import Tensor
+
+from raytrain.autotune.probe.agreed import tried
+from raytrain.autotune.probe.state_guard import untouched
+from raytrain.autotune.search.layers import LayerChange, choose_layers
+from raytrain.autotune.search.precision import outside_band
+from raytrain.errors import OutOfMemory, RunError
+from raytrain.plan.choice import Resolved
+from raytrain.train.device import rng_state, set_rng_state
+from raytrain.train.precision.layers import LayerPrecision
+from raytrain.train.precision.policy import PrecisionPolicy, policy_for
+from raytrain.train.step import MicroBatch, TrainingStep
+
+MOST_LAYERS = 128
+"""Where a model has more, its repeated blocks are measured as wholes."""
+
+
+class LayerProbe:
+    """Measures on one micro-batch, the same on every worker; what rank 0 measured counts for all. Collective.
+
+    Args:
+        step: its trainable, gradients and workers are used; its policy is not.
+    """
+
+    def __init__(self, step: TrainingStep, layers: LayerPrecision, micro: MicroBatch, *, precision: str) -> None:
+        self._step, self._layers, self._micro = step, layers, micro
+        self._half, self._full = policy_for(precision), policy_for("fp32")
+        self._generators = rng_state(step.device)
+        self._reference: list[Tensor] = []
+        self._loss = self._norm = math.nan
+
+    def run(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+        """Each layer alone, then the whole with more and more of them kept in fp32; nothing is left changed.
+
+        Raises:
+            OutOfMemory: a worker has no room for a pass; all raise it together.
+            RunError: a pass in fp32 cannot be taken at all.
+        """
+        with untouched(self._step.trainable, self._step.device):
+            try:
+                return self._held(names)
+            except OutOfMemory as error:
+                short = error
+            finally:
+                self._layers.keep([])
+        raise short  # not inside: what has been computed is forgotten first
+
+    def _held(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+        why = self._tried(self._take_reference)
+        if why:
+            raise RunError(f"a pass in fp32, which layers are held against, cannot be taken: {why}")
+        changes = self._agreed([self._alone(name) for name in names])
+        return choose_layers(changes, self._refusal, precision=self._half.name), changes
+
+    def _tried(self, work: Callable[[], object]) -> str:
+        """Why it cannot be done, "" where it was, by every worker; that memory ran out is raised."""
+        step = self._step
+        outcome, reason = tried(
+            work, workers=step.workers, device=step.device, elsewhere=step.trainable.elsewhere, meets=step.meets
+        )
+        if outcome == "out_of_memory":
+            raise OutOfMemory(reason)
+        return reason
+
+    def _take_reference(self) -> None:
+        self._loss, self._norm = self._pass(self._full)
+        self._reference = [flat.clone() for flat in self._step.gradients.buffers]
+
+    def _alone(self, name: str) -> LayerChange:
+        assert self._half.autocast_dtype is not None
+        made: list[tuple[float, float]] = []
+        with self._layers.alone_in(name, self._half.autocast_dtype):
+            why = self._tried(lambda: made.append(self._pass(self._full)))
+        if why:  # an operation without a kernel in this dtype: that is a result
+            return LayerChange(name, math.nan, math.nan, why)
+        loss, _ = made[0]
+        return LayerChange(name, abs(loss - self._loss) / max(abs(self._loss), 1e-12), self._difference())
+
+    def _difference(self) -> float:
+        """Norm of the gradient's difference from fp32's, relative to fp32's norm."""
+        pairs = zip(self._step.gradients.buffers, self._reference, strict=True)
+        squares = sum(float((now - then).double().square().sum()) for now, then in pairs)
+        return math.sqrt(squares) / max(self._norm, 1e-12)
+
+    def _refusal(self, kept: list[str]) -> str:
+        self._layers.keep(kept)
+        made: list[tuple[float, float]] = []
+        why = self._tried(lambda: made.append(self._pass(self._half)))
+        for loss, norm in made:
+            why = why or outside_band(
+                loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm
+            )
+        return self._step.workers.gather_bytes(why.encode())[0].decode()
+
+    def _pass(self, policy: PrecisionPolicy) -> tuple[float, float]:
+        """(loss, gradient norm) of the micro-batch; the gradient stays in the step's buffers."""
+        step, weight = self._step, max(1, self._micro.weight)
+        set_rng_state(self._generators, step.device)  # the same dropout every time
+        step.gradients.zero_()
+        with policy.autocast(step.device):
+            extra = {"num_items_in_batch": weight} if step.trainable.takes_global_count else {}
+            output = step.trainable.loss(step.trainable.module, self._micro.batch, **extra)
+        total = output.loss if output.aux is None else output.loss + output.aux
+        total.backward()
+        return float(total.detach()), float(step.gradients.sum_of_squares().sqrt())
+
+    def _agreed(self, changes: list[LayerChange]) -> list[LayerChange]:
+        own = json.dumps([asdict(change) for change in changes]).encode()
+        return [LayerChange(**row) for row in json.loads(self._step.workers.gather_bytes(own)[0])]

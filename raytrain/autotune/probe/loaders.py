@@ -1,0 +1,83 @@
+"""Micro-batches a second with 0 to so many processes reading the data: the run's own feed, opened anew for each count,
+feeds the real step. Changes nothing it measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raytrain.autotune.probe.state_guard import skipped_steps, untouched
+from raytrain.autotune.search.loaders import LoaderRate, LoaderRates, next_count
+from raytrain.autotune.search.measurement import Candidate
+from raytrain.plan.plan import Resolved
+from raytrain.train.device import seconds_of
+from raytrain.train.feed import Feed
+from raytrain.train.feed_open import open_feed
+from raytrain.train.session import Session
+
+#: Seconds of timed batches for each count, at least, and so many batches for each that is read ahead. Of a dataset
+#: that is slower than that two for each process must do, beyond so many seconds.
+TIMED_S, ROUNDS, LEAST = 1.0, 2, 4
+MOST_S = 10.0
+
+
+def measure_loaders(session: Session, candidate: Candidate, *, most: int, passes: int) -> LoaderRates:
+    """Batches a second of one worker with the counts that `next_count` asks for.
+
+    Args:
+        session: prepared, one worker's, whose rows are streamed from a dataset that is read item by item.
+        most: processes.
+        passes: micro-batches of a step, after which there is an update.
+    """
+    rates: list[LoaderRate] = []
+    while (count := next_count(rates, most=most)) is not None:
+        rates.append(_rate(session, candidate, count, passes))
+    return LoaderRates(candidate, most, tuple(rates))
+
+
+def _rate(session: Session, candidate: Candidate, count: int, passes: int) -> LoaderRate:
+    step, trainable = session.step, session.trainable
+    with session.probe.computing_as(candidate), untouched(trainable, session.device), skipped_steps(step.optimizers):
+        feed = _feed(session, candidate.micro_batch_size, count)
+        try:
+            ahead = 0 if feed.pool is None else feed.pool.depth
+            batches = _through(session, feed, passes)
+            for _ in range(max(1, ahead)):
+                next(batches)
+            began, taken, seconds = seconds_of(session.device), 0, 0.0
+            while not _enough(taken, seconds, count=count, ahead=ahead):
+                for _ in range(max(1, count)):  # whole rounds: batches come in as many at a time
+                    taken += next(batches)
+                seconds = seconds_of(session.device) - began
+        finally:
+            feed.close()
+    return LoaderRate(count, taken, seconds)
+
+
+def _feed(session: Session, rows: int, count: int) -> Feed:
+    """The run's, with so many processes and windows of one micro-batch."""
+    choices = {"global_batch_size": rows, "micro_batch_size": rows, "loader_workers": count}
+    planned = {name: Resolved(value, "measured") for name, value in choices.items()}
+    job = replace(session.job, plan=replace(session.job.plan, **planned))
+    return open_feed(job, session.source, workers=session.workers, device=session.device,
+                     weight=session.trainable.weight, dtype=session.policy.master_dtype)  # fmt: skip
+
+
+def _through(session: Session, feed: Feed, passes: int) -> Iterator[int]:
+    """Windows go through the model without end; the micro-batches of each."""
+    cursor, done = session.state.cursor, 0
+    while True:
+        handles, cursor = feed.window(cursor)
+        count = feed.passes(handles)
+        session.step.backward(feed.micro_batches(handles), global_weight=len(handles), passes=count)
+        done += count
+        if done >= passes:
+            session.probe.update()
+            done = 0
+        yield count
+
+
+def _enough(taken: int, seconds: float, *, count: int, ahead: int) -> bool:
+    whole = taken >= max(LEAST, ROUNDS * ahead) and seconds >= TIMED_S
+    return whole or (seconds >= MOST_S and taken >= ROUNDS * max(1, count))

@@ -1,0 +1,128 @@
+"""What leaves a run as it was, whatever passes and steps are taken inside (DESIGN 4.9; a test hashes both sides)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain.train.memory.undo import Undo
+from raytrain.train.optim.build import takes_skip_on_device
+from raytrain.trainable import Trainable
+
+
+@contextlib.contextmanager
+def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False) -> Iterator[None]:
+    """Whatever runs inside leaves buffers, generators and gradients of the model as they were.
+
+    Args:
+        worst: what depends on the data (the routing of a mixture of experts) takes the most memory inside.
+    """
+    module = trainable.module
+    undo = Undo(module, device)
+    undo.take()
+    modes = [(part, part.training) for part in module.modules()]
+    routing = trainable.worst_case() if worst and trainable.worst_case is not None else contextlib.nullcontext()
+    try:
+        with routing:
+            yield
+    finally:
+        undo.put_back()
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
+            part.training = training
+    if trainable.window is not None:
+        trainable.window.forget()
+    if trainable.elsewhere is not None:  # after a failure nothing: the others may wait in the middle of an exchange
+        trainable.elsewhere.discard()
+
+
+@contextlib.contextmanager
+def skipped_steps(optimizers: list[Any]) -> Iterator[None]:
+    """Steps that are skipped inside, by a flag on the device, leave the optimizers as they were.
+
+    They allocate the optimizer's state, which is why they are taken; what was not there before is gone afterwards. An
+    optimizer that cannot skip on the device is snapshot and put back, with its weights.
+    """
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            skips = takes_skip_on_device(optimizer)
+            stack.enter_context(_same_entries(optimizer) if skips else restored_steps([optimizer]))
+        yield
+
+
+@contextlib.contextmanager
+def restored_steps(optimizers: list[Any]) -> Iterator[None]:
+    """Real steps inside leave the optimizers and their weights as they were: both are copied to host memory."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    weights = [_on_host(parameter) for parameter in parameters]
+    plain = [optimizer for optimizer in optimizers if not isinstance(optimizer, torch.optim.Optimizer)]
+    records = [copy.deepcopy(optimizer.state_dict()) for optimizer in plain]
+    states = [_copies(o.state) if isinstance(o, torch.optim.Optimizer) else {} for o in optimizers]
+    try:
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    stack.enter_context(_same_entries(optimizer))
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, kept in zip(parameters, weights, strict=True):
+                parameter.copy_(kept)
+            for optimizer, state in zip(optimizers, states, strict=True):
+                for parameter, values in state.items():
+                    _put_back(optimizer.state[parameter], values)
+        for optimizer, record in zip(plain, records, strict=True):
+            optimizer.load_state_dict(record)
+
+
+@contextlib.contextmanager
+def _same_entries(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The same entries of state and the same group settings afterwards; values of tensors are not looked at."""
+    state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    flags = {name: getattr(optimizer, name) for name in ("found_inf", "grad_scale") if hasattr(optimizer, name)}
+    try:
+        yield
+    finally:
+        for parameter in [parameter for parameter in optimizer.state if parameter not in state]:
+            del optimizer.state[parameter]
+        for parameter, values in state.items():
+            optimizer.state[parameter] = values
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update({"params": parameters, **settings})
+        for name in ("found_inf", "grad_scale"):
+            if name in flags:
+                setattr(optimizer, name, flags[name])
+            elif hasattr(optimizer, name):
+                delattr(optimizer, name)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copies(state: Any) -> dict[Any, dict[str, Any]]:
+    return {
+        parameter: {
+            name: _on_host(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in values.items()
+        }
+        for parameter, values in state.items()
+    }
+
+
+def _put_back(values: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name, value in kept.items():
+        if isinstance(value, Tensor):
+            values[name].copy_(value)
+        else:
+            values[name] = value

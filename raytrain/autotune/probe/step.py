@@ -1,0 +1,300 @@
+"""One candidate of a search measured with the real step, in the real process group; changes nothing.
+
+Two phases, since what is exact about memory is slow. Memory: the longest rows and the worst routing, two passes that
+accumulate, the reduction, the norm, the clip, a step of the optimizer that is skipped but allocates its state, and an
+evaluation batch. Time: rows as they come, each pass and each update by itself, the first of them dropped.
+
+Every worker measures the same candidates in the same order and returns the same measurement: it does not fit where it
+does not fit on one of them; the slowest one's seconds, the largest peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from raytrain.autotune.probe.agreed import tried
+from raytrain.autotune.probe.rows import RowChoice
+from raytrain.autotune.probe.state_guard import restored_steps, skipped_steps, untouched
+from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, alike
+from raytrain.data.rows.batches import Cursor
+from raytrain.data.rows.contract import Split
+from raytrain.plan.choice import size_text
+from raytrain.train.device import device_name, seconds_of
+from raytrain.train.feed import EVAL_MICRO_BATCHES, Feed
+from raytrain.train.memory.device import PeakMeter, exact_memory
+from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
+from raytrain.train.step import MicroBatch, TrainingStep
+from raytrain.trainable import GlobalStep
+
+#: Micro-batches that accumulate while memory is read (from the second on, gradients are there already), and rows that
+#: warm a CPU up before that: what a larger size takes for good is part of its own peak.
+ACCUMULATED = FEW_ROWS = 2
+#: Steps over which the optimizer alone is timed, once in the life of a probe.
+OPTIMIZER_STEPS = 3
+#: Times that a new loss scale of fp16 is halved before a gradient counts as not finite.
+HALVINGS = 24
+
+
+@dataclass
+class _Found:
+    """What the phases of one measurement leave behind, on this worker."""
+
+    pass_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    peak: int | None = None
+    floor: int | None = None
+    loss: float = math.nan
+    norm: float = math.nan
+    outcome: Outcome = "ok"
+    reason: str = ""
+
+
+class StepProbe:
+    """Measures candidates on one worker; collective over all of them.
+
+    Args:
+        step: the run's own, whose precision is changed for the time of a measurement.
+        feed: where rows come from.
+        cursor: position of the rows that are used; training goes on from it as if nothing had been read.
+        eval_split: placed, or None where nothing is evaluated.
+    """
+
+    def __init__(self, step: TrainingStep, feed: Feed, *, cursor: Cursor, eval_split: Split | None) -> None:
+        self.step, self.feed, self.eval_split = step, feed, eval_split
+        self.device, self.workers = step.device, step.workers
+        self._choice = RowChoice(feed, cursor=cursor, workers=step.workers, eval_split=eval_split)
+        self._optimizer_s: float | None = None
+
+    def measure(
+        self, candidate: Candidate, *, budget: int | None, passes: int, least: int | None, with_memory: bool
+    ) -> Measurement:
+        """See `Session.measure`."""
+        found = _Found()
+        with self.computing_as(candidate):
+            if with_memory:
+                with untouched(self.step.trainable, self.device, worst=True), skipped_steps(self.step.optimizers):
+                    self._read_memory(candidate.micro_batch_size, found, budget=budget)
+            if passes and found.outcome == "ok":
+                with untouched(self.step.trainable, self.device):
+                    enough = passes if least is None else least
+                    self._time(candidate.micro_batch_size, found, passes=passes, enough=enough, budget=budget)
+        return self._agreed(candidate, found, budget=budget)
+
+    def measure_in_turn(
+        self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
+    ) -> tuple[Measurement, ...]:
+        """Several, a pass and an update of each in every round, after one round that is dropped; where one fails, all
+        end, and of those that had not begun there is nothing. Of the others what `measure` gives, pass i of all of them
+        from round i. Collective; changes nothing."""
+        found: list[_Found] = []
+        scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
+        rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
+        own = self._optimizer_seconds()
+        with untouched(self.step.trainable, self.device), skipped_steps(self.step.optimizers):
+            for number in range((1 + rounds) * len(candidates)):
+                at = number % len(candidates)
+                turn = self._begin if number < len(candidates) else self._pass
+                found += [_Found()] if number < len(candidates) else []
+                with self.computing_as(candidates[at], scales[at]):
+                    if not turn(rows[at], found[at], budget):
+                        break
+        for one in found:
+            one.update_s = [seconds + own for seconds in one.update_s]
+        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, found, strict=False))
+
+    @contextlib.contextmanager
+    def computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
+        """The step in a candidate's precision and micro-batches of its size; as they were afterwards."""
+        step, batches = self.step, self.feed.batches
+        kept = step.policy, step.scale, batches.micro_batch
+        policy = policy_for(candidate.precision)
+        if policy.master_dtype is not kept[0].master_dtype:
+            raise ValueError(
+                f"{candidate.precision} keeps weights as {policy.master_dtype}, this session was prepared with "
+                f"{kept[0].master_dtype}: prepare another session for it"
+            )
+        step.policy, batches.micro_batch = policy, candidate.micro_batch_size
+        step.scale = scale or LossScale(self.device, enabled=policy.scales_loss)
+        apply_matmul(policy)
+        try:
+            yield
+        finally:
+            step.policy, step.scale, batches.micro_batch = kept
+            apply_matmul(kept[0])
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _read_memory(self, micro: int, found: _Found, *, budget: int | None) -> None:
+        with exact_memory(self.device):
+            # once before the meter is made: what the model and its kernels take for good is no part of a row
+            rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
+            few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
+            if not self._try(partial(self._warm_up, few), found, budget):
+                return
+            if not self._try_update(found, budget):
+                return
+            meter = PeakMeter(self.device)
+            found.floor = meter.floor
+            fits = self._first(rows, found, budget)
+            fits = fits and self._try_update(found, budget)
+            if fits and self.eval_split is not None:
+                fits = self._try(partial(self._evaluate, micro), found, budget)
+            found.peak = meter.peak() if fits else None
+
+    def _warm_up(self, rows: np.ndarray) -> None:
+        self._backward([rows])
+        if self.eval_split is not None:
+            self._evaluate(len(rows))
+        self.step.gradients.zero_()
+
+    def _evaluate(self, micro: int) -> None:
+        split, module = self.eval_split, self.step.trainable.module
+        assert split is not None, "asked for where there is one only"
+        rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
+        rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
+        batch = self.feed.one(rows, split=split)
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()
+        with torch.no_grad():
+            self.step.forward(batch.batch, global_weight=max(1, batch.weight))
+        for part, training in modes:
+            part.training = training
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _time(self, micro: int, found: _Found, *, passes: int, enough: int, budget: int | None) -> None:
+        rows = self._choice.rows(micro, passes=1, longest=False)
+        with skipped_steps(self.step.optimizers):
+            if not self._begin(rows, found, budget):
+                return
+            for number in range(passes):
+                if number >= max(2, enough) and self._all_alike(found.pass_s):
+                    break
+                if not self._pass(rows, found, budget):
+                    return
+        own = self._optimizer_seconds()
+        found.update_s = [seconds + own for seconds in found.update_s]
+
+    def _begin(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        return self._first(rows, found, budget) and self._try_update(found, budget)
+
+    def _pass(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """A pass and an update that are."""
+        passed = self._try(partial(self._timed_pass, rows, found.pass_s), found, budget)
+        return passed and self._try_update(found, budget, timed=True)
+
+    def _all_alike(self, seconds: list[float]) -> bool:
+        """Whether the last two passes took the same time on every worker."""
+        return not self.workers.sum_flags([int(not alike(seconds))])[0]
+
+    def _timed_pass(self, rows: list[np.ndarray], seconds: list[float]) -> None:
+        """Without the reading where processes read beside the run (`raytrain.autotune.probe.loaders` is of those)."""
+        read = [self.feed.one(part) for part in rows] if self.feed.pool else None
+        self._timed(partial(self._backward, rows, read), seconds)
+
+    def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
+        begin = seconds_of(self.device)
+        work()
+        seconds.append(seconds_of(self.device) - begin)
+
+    def _optimizer_seconds(self) -> float:
+        """Of one real step of the optimizers, where `_update` takes skipped ones, which compute nothing; the same for
+        every candidate, so it is taken once."""
+        if not self.step.skips_on_device:
+            return 0.0
+        if self._optimizer_s is None:
+            one, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
+            times: list[float] = []
+            with restored_steps(self.step.optimizers):
+                for _ in range(1 + OPTIMIZER_STEPS):
+                    self._timed(partial(self.step.update, GlobalStep(norm=one, skip=no), step=1), times)
+            self._optimizer_s = sorted(times[1:])[OPTIMIZER_STEPS // 2]
+        return self._optimizer_s
+
+    # -- the parts of a step ----------------------------------------------------------------------
+
+    def _first(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+        """Passes that also say what the loss is; under fp16 again, by all workers, until the loss scale is one that
+        works for each of them. Whether they went well for everybody."""
+        scale = self.step.scale
+        for _ in range(HALVINGS if scale.enabled else 1):
+            if not self._try(partial(self._scored, rows, found), found, budget):
+                return False
+            works = not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares()))
+            if not self.workers.sum_flags([int(not works)])[0]:
+                return True
+            scale.update(torch.ones((), dtype=torch.bool, device=self.device))
+        return True
+
+    def _scored(self, rows: list[np.ndarray], found: _Found) -> None:
+        found.loss = self._backward(rows)
+
+    def _backward(self, rows: list[np.ndarray], read: list[MicroBatch] | None = None) -> float:
+        """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
+        weight = sum(self.feed.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
+        micros = (self.feed.one(part) for part in rows) if read is None else iter(read)
+        loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
+        return float(loss + aux)
+
+    def _update(self, found: _Found) -> None:
+        found.norm = float(self.update()) / self.workers.world  # each worker's gradient is of a mean over its own rows
+
+    def update(self) -> torch.Tensor:
+        """Norm and clip of the sum, and the optimizers' step, skipped where they can skip on the device; the norm."""
+        step = self.step
+        step.scale.unscale_(step.gradients.buffers)
+        norm = step.gradients.sum_of_squares().sqrt()
+        step.update(GlobalStep(norm=norm, skip=torch.tensor(step.skips_on_device, device=self.device)), step=1)
+        return norm
+
+    # -- agreement --------------------------------------------------------------------------------
+
+    def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
+        """Whether it went well for everybody; else `found` says what went wrong."""
+        outcome, reason = tried(
+            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere,
+            meets=self.step.meets, budget=budget,
+        )  # fmt: skip
+        if outcome != "ok":
+            found.outcome, found.reason = outcome, reason
+            found.pass_s, found.update_s = [], []  # whoever came through has one more: nobody could put them together
+        return outcome == "ok"
+
+    def _try_update(self, found: _Found, budget: int | None, *, timed: bool = False) -> bool:
+        """Reduction, norm, clip and the optimizers' step. All workers have come through their passes, so that all join
+        the reduction; what may fail on one of them comes behind it."""
+        seconds: list[float] = []
+        self._timed(partial(self.step.workers.sum_, self.step.gradients.buffers), seconds)
+        if not self._try(partial(self._timed, partial(self._update, found), seconds), found, budget):
+            return False
+        if timed:
+            found.update_s.append(sum(seconds))
+        return True
+
+    def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
+        """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
+        sizes = [float(found.peak or 0), float(found.floor or 0), time.time(), found.loss]
+        rows = self.workers.gather_floats([*sizes, *found.pass_s, *found.update_s])
+        slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
+        peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
+        loss = sum(row[3] for row in rows) / len(rows)
+        outcome, reason = found.outcome, found.reason
+        if outcome == "ok" and budget is not None and peak > budget:
+            outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
+        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(found.norm)):
+            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {found.norm:.6g}"
+        count = len(found.pass_s)
+        return Measurement(
+            candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
+            peak_bytes=None if found.peak is None else peak, floor_bytes=None if found.floor is None else floor,
+            loss=loss, grad_norm=found.norm, reason=reason, device=device_name(self.device),
+            taken_at=max(row[2] for row in rows),
+        )  # fmt: skip

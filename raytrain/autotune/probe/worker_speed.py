@@ -1,0 +1,94 @@
+"""How fast each worker is: all of them compute the same rows at the same time, for as long as the slowest needs for a
+few passes. Changes nothing it measures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from raytrain.autotune.probe.state_guard import untouched
+from raytrain.autotune.search.shares import Pace
+from raytrain.train.device import device_name
+from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory
+from raytrain.train.memory.oom import let_go
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.step import MicroBatch, TrainingStep
+
+#: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
+TIMED_S = 1.0
+PASSES = 4
+
+
+def measure_paces(
+    step: TrainingStep,
+    micro_batch: Callable[[int], MicroBatch],
+    *,
+    sizes: Sequence[int],
+    workers: Workers,
+    device: torch.device,
+    room: int | None = None,
+) -> list[Pace]:
+    """Seconds of a forward and backward pass on every worker, in the order of the ranks; collective.
+
+    Nobody waits for anybody between passes: a worker that shares its processor is measured as it will be in training,
+    while the others are busy too. Seconds are the time spent by the passes done in it, not a median: of a processor
+    that comes and goes a median would see only the one or the other.
+
+    Args:
+        micro_batch: the same rows on every worker, so many of them.
+        sizes: of a pass; only the first must fit.
+        room: bytes that passes of the others may take on this worker's device, None = what it gives.
+    """
+    found: dict[int, float] = {}
+    with untouched(step.trainable, device):
+        for size in sizes:
+            fits = size == sizes[0] or _fits(step, micro_batch(size), device, room)
+            seconds = _pass_s(step, micro_batch(size), workers, device, fits=fits)
+            found[size] = seconds
+            if workers.sum_flags([int(seconds == float("inf"))])[0] == workers.world:
+                break  # nobody has room for a larger one
+    for size in sizes:
+        found.setdefault(size, float("inf"))
+    rows = workers.gather_floats([found[size] for size in sizes])
+    kinds = [name.decode() for name in workers.gather_bytes(device_name(device).encode())]
+    return [Pace(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
+
+
+def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int | None) -> bool:
+    """Whether a pass takes no more than there is room for."""
+    with exact_memory(device):
+        meter = PeakMeter(device)
+        try:
+            _one_pass(step, micro, device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error, device=device, budget=room):
+                raise
+            let_go(error, device)
+            return False
+        return room is None or meter.peak() <= room
+
+
+def _one_pass(step: TrainingStep, micro: MicroBatch, device: torch.device) -> float:
+    began, weight = time.perf_counter(), max(1, micro.weight)
+    step.backward([MicroBatch(micro.batch, weight)], global_weight=weight)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _pass_s(step: TrainingStep, micro: MicroBatch, workers: Workers, device: torch.device, *, fits: bool) -> float:
+    """Mean seconds of this worker's passes of these rows; infinite where they do not fit, and others are measured."""
+    warm = 0.0
+    for _ in range(2 if fits else 0):  # kernels and the allocator first
+        warm = _one_pass(step, micro, device)
+    span = max(TIMED_S, PASSES * max(row[0] for row in workers.gather_floats([warm])))
+    if not fits:
+        return float("inf")
+    began, passes = time.perf_counter(), 0
+    while passes == 0 or time.perf_counter() - began < span:
+        _one_pass(step, micro, device)
+        passes += 1
+    return (time.perf_counter() - began) / passes

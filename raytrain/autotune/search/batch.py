@@ -1,0 +1,236 @@
+"""The search over batch size and precision: measurements in, the next ones to make or the decision out. Pure.
+
+For each precision two small sizes give a line of time and one of memory. The time predicts the size from which
+throughput hardly rises (the knee), which is measured next; bounds drawn through what is measured then say whether any
+other size could change the answer, and which. The answer is the smallest size within `NEAR` of the best that memory
+allows. A lower precision must beat the reference at its own best size by `WORTHWHILE_GAIN`, and pass the numeric gate.
+Each size is timed in one go, so that a slow stretch of the machine may have hit it alone: at the end the winner, its
+runner-up and the best of each other precision are measured once more in turn, and those ratios decide.
+
+A caller measures whatever `next_proposals` names until it names nothing, then asks `decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from raytrain.autotune.search.decision import BatchDecision, nothing_fits, table_of
+from raytrain.autotune.search.head_to_head import ROUNDS, Contest
+from raytrain.autotune.search.knee import chosen_size, next_size, runner_up, size_reason
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.memory_line import MemoryLine
+from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.search.ranking import Standing
+from raytrain.autotune.search.space import (
+    LEAST_PASSES,
+    MEMORY_PASSES,
+    MOST_SIZES,
+    MOST_STEPS,
+    PASSES,
+    BatchSpace,
+    Proposal,
+    nearest_at_most,
+)
+from raytrain.autotune.search.speed_curve import SpeedCurve
+from raytrain.plan.choice import Resolved
+
+__all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
+
+#: A line of memory is read again beyond so many times the sizes that it was drawn through.
+FAR = 2
+#: Rows of a step of the gate, at most: rounding does not need many, and its steps are most of what a search costs.
+GATE_ROWS = 4
+#: Steps of one timed measurement at least, and of one part in a contest: the dropped warm-up, then what is timed.
+TIMED, ENTRY = 1 + LEAST_PASSES, 1 + ROUNDS
+
+
+def next_proposals(
+    space: BatchSpace,
+    measurements: Iterable[Measurement],
+    running: Sequence[Proposal] = (),
+    gates: Iterable[GateReport] = (),
+    contests: Sequence[Contest] = (),
+) -> list[Proposal]:
+    """What to measure now, at most as many as devices are idle; nothing while results must be awaited, or at the end.
+
+    Args:
+        measurements: all results so far. A measurement that crashed is one with the outcome "error".
+        running: what was proposed and has not ended.
+        gates: results of the proposals with `gate_steps`.
+        contests: results of the proposals with `against`, the latest last.
+    """
+    search = _Search(space, measurements, gates, contests)
+    idle = space.devices - len(running)
+    asked = {_kind(one) for one in running}
+    return [wanted for wanted in search.wanted() if _kind(wanted) not in asked][: max(0, idle)]
+
+
+def _kind(one: Proposal) -> tuple[Candidate, bool, bool, bool]:
+    """What it measures, however often: results that came meanwhile may ask for less of the same."""
+    return one.candidate, one.passes > 0, one.gate_steps > 0, bool(one.against)
+
+
+def decide(
+    space: BatchSpace,
+    measurements: Iterable[Measurement],
+    gates: Iterable[GateReport] = (),
+    contests: Sequence[Contest] = (),
+) -> BatchDecision:
+    """The best that the measurements show; also of a search that was broken off.
+
+    Raises:
+        RunError: nothing that was measured can run; says how many bytes are wanted and which key allows more.
+    """
+    return _Search(space, measurements, gates, contests).decision()
+
+
+class _Search(Standing):
+    # -- what to measure --------------------------------------------------------------------------
+
+    def wanted(self) -> list[Proposal]:
+        """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
+        reference's before the others', then whatever promises most."""
+        curves = sorted(self.curves.values(), key=lambda curve: curve is not self.lead)
+        begun = [one for curve in curves for one in (*self._begin(curve), *self._again(curve))]
+        by_promise = sorted(curves, key=lambda curve: -curve.reach)
+        settled = [curve for curve in by_promise if not self._begin(curve) and not self._again(curve)]
+        found = begun + [one for curve in settled for one in self._go_on(curve)]
+        return found or self._gate() or self._last()
+
+    def _begin(self, curve: SpeedCurve) -> list[Proposal]:
+        """The first sizes of a precision that have not been measured."""
+        if curve.nonfinite or (len(curve.broken) > 1 and not curve.seconds):
+            return []
+        missing = [size for size in self._first(curve) if size not in curve.seconds]
+        unasked = curve.roomy or self.lead.roomy
+        return [self._timed(curve, size, with_memory=self._unread(curve, size) and not unasked) for size in missing]
+
+    def _again(self, curve: SpeedCurve) -> list[Proposal]:
+        """Once more what was timed beside other work on the machine, in a process of its own at another moment."""
+        left = MOST_STEPS - curve.steps - self._reserved()
+        if curve.nonfinite or left < TIMED:
+            return []
+        return [self._timed(curve, size, most=left - 1) for size in curve.unsteady if size in curve.measured]
+
+    def _go_on(self, curve: SpeedCurve) -> list[Proposal]:
+        """What one precision needs after its first sizes."""
+        left = MOST_STEPS - curve.steps - self._reserved()
+        if curve.nonfinite or not curve.measured or left < TIMED or self.outdone(curve):
+            return []
+        size = next_size(curve) if curve.sizes_tried < MOST_SIZES else None
+        if size is None:
+            return []
+        read = left >= TIMED + MEMORY_PASSES and self._frontier(curve, size)
+        most = left - 1 - (MEMORY_PASSES if read else 0)
+        return [self._timed(curve, size, most=most, with_memory=read)]
+
+    def _first(self, curve: SpeedCurve) -> list[int]:
+        """The two sizes to begin with; others near them where those do not work or fit."""
+        fitting = [size for size in curve.fitting() if self._guessed_to_fit(curve, size)]
+        start = [size for size in self.space.first_sizes() if size in fitting]
+        known = [size for size in curve.measured if size not in start]
+        begin = self.space.first_sizes()[0]
+        spare = [size for size in fitting if size > begin and size not in start]
+        spare += [size for size in reversed(fitting) if size < begin]
+        return sorted((start + known + spare)[: min(2, len(fitting))])
+
+    def _guessed_to_fit(self, curve: SpeedCurve, size: int) -> bool:
+        """Before a precision has read its own memory, the reference's counts: weights and optimizer are the same."""
+        return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
+
+    def _unread(self, curve: SpeedCurve, size: int) -> bool:
+        return self.space.budget_bytes is not None and size not in curve.peaks
+
+    def _reserved(self) -> int:
+        """Steps kept for the end: the confirmation of a peak, and a part in a contest of precisions."""
+        confirmed = MEMORY_PASSES if self.space.budget_bytes is not None else 0
+        return confirmed + (ENTRY if len(self.curves) > 1 and self.contest is None else 0)
+
+    def _frontier(self, curve: SpeedCurve, size: int) -> bool:
+        """Whether larger sizes are out only by a line of memory that is drawn on from far smaller ones: an allocator
+        that takes memory in large pieces makes it a rough one, so that it is read again here."""
+        if not self._unread(curve, size) or curve.too_large is not None or not curve.peaks:
+            return False
+        return size == curve.fitting()[-1] < self.space.sizes[-1] and size > FAR * max(curve.peaks)
+
+    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES, with_memory: bool = False) -> Proposal:
+        passes = max(1, min(PASSES, most))
+        return Proposal(Candidate(curve.precision, size), passes=passes, with_memory=with_memory)
+
+    def _gate(self) -> list[Proposal]:
+        if not self.space.gate_steps or chosen_size(self.lead) is None:
+            return []
+        for curve in self.winners():
+            if curve.precision not in self.gates:
+                both = [size for size in curve.fitting() if size in self.lead.fitting()]
+                size = nearest_at_most(both, GATE_ROWS) or self.lead.measured[0]
+                return [Proposal(Candidate(curve.precision, size), passes=0, gate_steps=self.space.gate_steps)]
+            if not self.refused(curve):
+                return []
+        return []
+
+    def _last(self) -> list[Proposal]:
+        """The contest of whoever is going to be chosen, and its peak."""
+        curve = self.winner()
+        size = None if curve is None else chosen_size(curve)
+        if curve is None or size is None:
+            return []
+        unread, against = self._unread(curve, size), self._rivals(curve, size)
+        if against and curve.entry(size) is None:
+            return [Proposal(Candidate(curve.precision, size), ROUNDS, with_memory=unread, against=against)]
+        return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)] if unread else []
+
+    def _rivals(self, curve: SpeedCurve, size: int) -> tuple[Candidate, ...]:
+        """Who the chosen one is measured against, as far as steps are left: its runner-up, and the best of each other
+        precision that could be taken."""
+
+        def left(other: SpeedCurve, *sizes: int) -> int:
+            """Steps that remain when each of these sizes has been confirmed, should it win."""
+            return MOST_STEPS - other.steps - MEMORY_PASSES * sum(self._unread(other, one) for one in sizes)
+
+        if left(curve, size) < ENTRY:
+            return ()
+        second = runner_up(curve, size)
+        joins = second is not None and left(curve, size, second) >= 2 * ENTRY
+        others = [
+            Candidate(other.precision, best)
+            for other in self.curves.values()
+            for best in [chosen_size(other)]
+            if other is not curve and best is not None and not self.refused(other) and left(other, best) >= ENTRY
+        ]
+        return (*([Candidate(curve.precision, second)] if joins and second is not None else []), *others)
+
+    def decision(self) -> BatchDecision:
+        """See `decide`."""
+        curve = self.winner()
+        size = None if curve is None else chosen_size(curve)
+        if curve is None or size is None:
+            raise nothing_fits(self.space, list(self.curves.values()))
+        line = next((one for one in self._lines(curve, size) if one is not None), None)
+        chosen = {name: chosen_size(one) for name, one in self.curves.items()}
+        return BatchDecision(
+            candidate=Candidate(curve.precision, size),
+            precision=Resolved(curve.precision, self.precision_reason(curve)),
+            micro_batch_size=Resolved(size, "; ".join(self._size_told(curve, size))),
+            rows_per_s=curve.score(size),
+            predicted_peak=None if line is None else line.predict(size),
+            measured_peak=curve.peaks.get(size),
+            table=table_of(self.curves.values()),
+            refusals=self.refusals(curve),
+            knees={name: at for name, at in chosen.items() if at is not None},
+            steps={name: one.steps for name, one in self.curves.items()},
+            contest=None if self.contest is None else self.contest.record(),
+            complete=not self.wanted(),
+        )
+
+    def _size_told(self, curve: SpeedCurve, size: int) -> list[str]:
+        peak, budget = curve.peaks.get(size), self.space.budget_bytes
+        share = [f"its peak is {peak / budget:.1%} of what a process may take"] if peak and budget else []
+        return [size_reason(curve, size), *self.sizes_in_turn(curve, size), *share]
+
+    def _lines(self, curve: SpeedCurve, size: int) -> Iterator[MemoryLine | None]:
+        """What predicts the peak of a size, the best first; the reference's where its own was read nowhere else."""
+        yield curve.line_without(size)
+        yield curve.estimate_without(size)
+        yield self.lead.line
+        yield self.lead.estimate_without(0)

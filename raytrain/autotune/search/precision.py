@@ -1,0 +1,189 @@
+"""Decisions from measurements, pure: numbers in, `Resolved` out. Measuring is `probe/precision.py`'s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from raytrain.plan.choice import Resolved
+
+#: A lower precision must win by this share of the time, or it is not worth its rounding.
+WORTHWHILE_GAIN = 0.03
+#: What chance alone may show is no gain: the probability of a result as good as this where nothing differs.
+CHANCE = 0.05
+#: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
+LOSS_TOLERANCE = 0.02
+NORM_BAND = (0.8, 1.25)
+#: A loss scale that begins too high skips a few steps: as many more than the reference may be skipped, or this share.
+SKIPS, SKIP_SHARE = 2, 0.1
+
+
+@dataclass(frozen=True)
+class PrecisionTrial:
+    """One precision measured on the real model: forward and backward of one micro-batch.
+
+    Attributes:
+        precision: value of `precision.dtype`.
+        seconds: the slowest worker's median.
+        loss, grad_norm: on the same batch; NaN where not finite.
+        error: why it could not be run at all, or None.
+    """
+
+    precision: str
+    seconds: float
+    loss: float
+    grad_norm: float
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """A lower precision held against the reference: real steps from one state, on the same data.
+
+    Attributes:
+        losses, norms: of each step, the norm before clipping; `reference_*` are the reference's.
+        skipped: steps dropped for a gradient that was not finite.
+        error: why it could not be run at all, or None.
+        out_of_memory: that was for want of memory, of which there may be more another time.
+    """
+
+    precision: str
+    reference: str
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    reference_norms: tuple[float, ...] = ()
+    skipped: int = 0
+    reference_skipped: int = 0
+    error: str | None = None
+    out_of_memory: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `from_json` of it equals this."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> GateReport:
+        """What `to_json` wrote; lists become tuples."""
+        series = {name: tuple(row[name]) for name in ("losses", "reference_losses", "norms", "reference_norms")}
+        return cls(**{**row, **series})
+
+
+def gate_refusal(report: GateReport) -> str:
+    """Why a precision does not pass its gate; "" where it does.
+
+    Its loss over the last quarter of the steps must be the reference's within `LOSS_TOLERANCE`, the median ratio of the
+    gradient norms within `NORM_BAND`, and hardly more steps may be skipped.
+    """
+    if report.error is not None:
+        return report.error
+    steps = len(report.losses)
+    if report.skipped > report.reference_skipped + max(SKIPS, math.floor(SKIP_SHARE * steps)):
+        return f"{report.skipped} of {steps} steps were not finite, {report.reference_skipped} in {report.reference}"
+    tail = -max(1, steps // 4)
+    loss, wanted = fmean(report.losses[tail:]), fmean(report.reference_losses[tail:])
+    if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
+        return f"its loss after {steps} steps, {loss:.6g}, is not the reference's {wanted:.6g}"
+    pairs = zip(report.norms, report.reference_norms, strict=True)
+    ratios = [norm / other for norm, other in pairs if math.isfinite(norm) and 0 < other < math.inf]
+    ratio = median(ratios) if ratios else 1.0
+    if not NORM_BAND[0] <= ratio <= NORM_BAND[1]:
+        return f"its gradient norm is {ratio:.3g} times the reference's"
+    return ""
+
+
+def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:
+    """The fastest precision that passes the numeric gate and beats the reference by more than noise; where the
+    reference cannot be run at all, the fastest that can.
+
+    Args:
+        trials: one for each candidate, the reference among them.
+        reference: what is kept where nothing better is shown.
+    """
+    base = next(trial for trial in trials if trial.precision == reference)
+    if base.error is not None:
+        return _without_reference(trials, base)
+    best, notes = base, []
+    for trial in trials:
+        if trial is base:
+            continue
+        ratio = base.seconds / trial.seconds if trial.error is None else 0.0
+        refusal = trial.error or outside_band(
+            trial.loss, trial.grad_norm, reference_loss=base.loss, reference_norm=base.grad_norm
+        )
+        if refusal:
+            notes.append(f"{trial.precision} refused: {refusal}")
+        elif ratio < 1 + WORTHWHILE_GAIN:
+            notes.append(f"{trial.precision} measured {ratio:.2f} times as fast as {reference}")
+        else:
+            best = min(best, trial, key=lambda one: one.seconds)
+            notes.append(
+                f"{trial.precision} measured {ratio:.2f} times as fast as {reference}, loss and gradient norm agree"
+            )
+    return Resolved(best.precision, "; ".join(notes) or f"nothing but {reference} to compare")
+
+
+def _without_reference(trials: list[PrecisionTrial], base: PrecisionTrial) -> Resolved:
+    able = [one for one in trials if one.error is None and math.isfinite(one.loss) and math.isfinite(one.grad_norm)]
+    best = min(able, key=lambda one: one.seconds, default=base)
+    others = "" if able else ", and no other precision either"
+    return Resolved(best.precision, f"{base.precision} cannot be run ({base.error}){others}")
+
+
+def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | None = None) -> Resolved:
+    """Two micro-batches in flight where they are faster than one by more than noise.
+
+    Args:
+        seconds: by micro-batches in flight, of the same passes.
+        failed: why so many could not be measured, most often for want of memory. Where that was one, the run itself
+            says what follows, in its first step.
+    """
+    if failed:
+        number, why = next(iter(failed.items()))
+        return Resolved(1, f"{number} in flight failed while measured: {why}")
+    ratio = seconds[1] / seconds[2]
+    chosen = 2 if ratio >= 1 + WORTHWHILE_GAIN else 1
+    return Resolved(chosen, f"2 micro-batches in flight measured {ratio:.2f} times as fast as 1")
+
+
+def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
+    """Sums "during" the last backward where these are faster than "after" it by more than noise: enough at the median
+    of the rounds, and faster in so many of them as chance alone gives in one case of twenty at most (a sign test).
+
+    Args:
+        seconds: by these two names, of the same passes with their sums; position i of both is of round i.
+    """
+    ratios = [a / b for a, b in zip(seconds["after"], seconds["during"], strict=True)]
+    rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
+    chance = sum(math.comb(rounds, number) for number in range(won, rounds + 1)) / 2**rounds
+    reason = f"sums begun inside the last backward measured {middle:.2f} times as fast as after it"
+    chosen = middle >= 1 + WORTHWHILE_GAIN and chance <= CHANCE
+    return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")
+
+
+def outside_band(
+    loss: float, norm: float, difference: float = 0.0, *, reference_loss: float, reference_norm: float
+) -> str:  # fmt: skip
+    """Why a pass is outside the numeric gate's band, "" where it is inside.
+
+    Args:
+        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, where it
+            is known: one pass shows less of a loss than the steps that follow, so that the gradient itself is held to
+            the band as well.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "the loss or gradient is not finite"
+    if abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
+        return f"the loss is {loss:.6g} where fp32 has {reference_loss:.6g}"
+    if reference_norm > 0 and not NORM_BAND[0] <= norm / reference_norm <= NORM_BAND[1]:
+        return f"the gradient norm is {norm / reference_norm:.3g} times fp32's"
+    if reference_norm > 0 and difference > 1 - NORM_BAND[0]:
+        return f"the gradient differs from fp32's by {difference:.0%}"
+    return ""

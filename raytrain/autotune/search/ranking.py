@@ -1,0 +1,153 @@
+"""Who is ahead, by all that is known: precisions against the reference, and why the others are not taken. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.knee import chosen_size
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.precision import WORTHWHILE_GAIN, GateReport, gate_refusal
+from raytrain.autotune.search.space import BatchSpace
+from raytrain.autotune.search.speed_curve import SpeedCurve
+
+#: A precision whose bounds promise less than this part of what it has to reach is dropped.
+HOPELESS = 0.95
+
+
+class Standing:
+    """The curves of all precisions, side by side.
+
+    Attributes:
+        curves: by precision. lead: the reference's, or the first.
+        gates: reports by precision.
+        contest: the last one that all contenders came through, or None.
+    """
+
+    def __init__(
+        self,
+        space: BatchSpace,
+        measurements: Iterable[Measurement],
+        gates: Iterable[GateReport],
+        contests: Sequence[Contest],
+    ) -> None:
+        failed = [one for contest in contests for one in contest.measurements if one.outcome != "ok"]
+        known = [*measurements, *failed]
+        held = [contest for contest in contests if contest.valid]
+        self.space, self.contest = space, held[-1] if held else None
+        self.curves = {name: SpeedCurve(space, name, known, held) for name in space.precisions}
+        self.lead = self.curves[space.lead]
+        self.gates: Mapping[str, GateReport] = {gate.precision: gate for gate in gates}
+
+    def outdone(self, curve: SpeedCurve) -> bool:
+        """Whether a precision cannot win any more, whatever its unmeasured sizes give by their bounds: another one,
+        that no gate has refused, is ahead. To be ahead of the reference takes a gain that is worth its rounding."""
+        for rival in self.curves.values():
+            if rival is curve or rival.nonfinite or self.refused(rival) or (curve is self.lead and self.doubted(rival)):
+                continue
+            needed = rival.best
+            if self.lead in (curve, rival):
+                needed *= 1 + WORTHWHILE_GAIN if rival is self.lead else 1 / (1 + WORTHWHILE_GAIN)
+            if curve.reach < HOPELESS * needed:
+                return True
+        return False
+
+    def refused(self, curve: SpeedCurve) -> str:
+        """What the gate said against a precision, if it did."""
+        gate = self.gates.get(curve.precision)
+        return "" if gate is None else gate_refusal(gate)
+
+    def doubted(self, curve: SpeedCurve) -> bool:
+        """Whether a precision was not faster than the reference in every round in which both were timed in turn: what
+        is faster by the median alone may be so by what else the machine did."""
+        size = chosen_size(curve)
+        if curve is self.lead or self.contest is None or size is None or curve.entry(size) is None:
+            return False
+        own, leads = Candidate(curve.precision, size), [one.candidate for one in self.contest.measurements]
+        rows = self.space.rows_per_step
+        return any(
+            min(self.contest.gains(own, one, rows=rows)) <= 1 for one in leads if one.precision == self.lead.precision
+        )
+
+    def gain(self, curve: SpeedCurve) -> float:
+        """Throughput of a precision at its own best size against the reference's at its own; as the contest has it,
+        where both took part."""
+        size, lead = chosen_size(curve), chosen_size(self.lead)
+        assert size is not None and lead is not None, "a gain is asked for where both were measured"
+        return curve.score(size) / self.lead.score(lead)
+
+    def winners(self) -> list[SpeedCurve]:
+        """Precisions that beat the reference on time, the fastest first."""
+        others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
+        if chosen_size(self.lead) is None:
+            return sorted(others, key=lambda curve: curve.best, reverse=True)
+        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.doubted(one)]
+        return sorted(faster, key=self.gain, reverse=True)
+
+    def winner(self) -> SpeedCurve | None:
+        """The first that also passes its gate, else the reference; None where nothing runs."""
+        alone = chosen_size(self.lead) is None
+        for curve in self.winners():
+            passed = curve.precision in self.gates and not self.refused(curve)
+            if alone or not self.space.gate_steps or passed:
+                return curve
+        return None if alone else self.lead
+
+    # -- in words ---------------------------------------------------------------------------------
+
+    def sizes_in_turn(self, curve: SpeedCurve, size: int) -> list[str]:
+        """How the chosen size did in turn with others of its precision."""
+        own = Candidate(curve.precision, size)
+        if self.contest is None or curve.entry(size) is None:
+            return []
+        others = [one.candidate for one in self.contest.measurements if one.candidate.precision == curve.precision]
+        return [self.contest.told(own, other, rows=self.space.rows_per_step) for other in others if other != own]
+
+    def _against(self, curve: SpeedCurve, other: SpeedCurve) -> str:
+        """`curve` against `other`, each at its own best size."""
+        size, best = chosen_size(curve), chosen_size(other)
+        assert size is not None and best is not None, "asked where both were measured"
+        if self.contest is not None and curve.entry(size) is not None and other.entry(best) is not None:
+            points = Candidate(curve.precision, size), Candidate(other.precision, best)
+            return self.contest.told(*points, rows=self.space.rows_per_step)
+        ratio = curve.score(size) / other.score(best)
+        return f"measured {ratio:.2f} times as fast as {other.precision}"
+
+    def _why_not(self, curve: SpeedCurve) -> str:
+        """Why a precision other than the chosen one was not taken."""
+        size = chosen_size(curve)
+        if curve.nonfinite:
+            return f"refused: {curve.nonfinite}"
+        if size is None:
+            failed = next(iter(curve.broken.values()), "")
+            return f"refused: {failed}" if failed else "no size of it was measured, or none fits"
+        if curve is self.lead or chosen_size(self.lead) is None:
+            return ""
+        told = self._against(curve, self.lead)
+        if self.doubted(curve) and self.gain(curve) > 1 + WORTHWHILE_GAIN:
+            told += ", not in every round"
+        if self.refused(curve):
+            return f"{told}, but refused: {self.refused(curve)}"
+        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self.outdone(curve) else ""
+        return f"{told}{few}"
+
+    def refusals(self, chosen: SpeedCurve) -> dict[str, str]:
+        """Precision -> why it was not taken."""
+        found = {name: self._why_not(one) for name, one in self.curves.items() if one is not chosen}
+        return {name: why for name, why in found.items() if why}
+
+    def precision_reason(self, curve: SpeedCurve) -> str:
+        """Why this one."""
+        told = [f"{name} {why}" for name, why in self.refusals(curve).items()]
+        if curve is self.lead:
+            return "; ".join(told) or f"nothing but {curve.precision} to compare"
+        if chosen_size(self.lead) is None:
+            return "; ".join([*told, f"so that {curve.precision} could not be held against it: watch its loss"])
+        checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
+        gain = f"{self._against(curve, self.lead)}, "
+        if self.outdone(self.lead):  # and so not measured to its end
+            bound = curve.best / self.lead.reach
+            gain += f"at least {bound:.2f} times as fast as {self.lead.precision} can be at any size"
+        else:
+            gain += "each at its own best size"
+        return "; ".join([f"{gain}{checked}", *told])

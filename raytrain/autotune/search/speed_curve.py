@@ -1,0 +1,246 @@
+"""What is known of one precision: throughput by micro-batch size, measured and bounded, and what its memory allows.
+
+A pass takes longer and longer with each further row: nearly a line, bent upwards where the caches end. A line through
+two neighbouring points, drawn on, is then a bound on what the sizes beyond them can be. Pure, without torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.memory_line import MemoryLine, fit, line_of, points
+from raytrain.autotune.search.space import MEMORY_PASSES, BatchSpace
+
+#: Bound of one pass's relative standard deviation where too few passes tell.
+LEAST_NOISE = 0.002
+#: Two sizes give a line that may be drawn on where one is at least so many times the other.
+APART = 4
+#: So many times the largest measured size a line is trusted; further where passes have hardly taken longer so far.
+GROWTH, GROWTH_WHERE_FLAT, FLAT = 8, 32, 1.25
+
+
+class SpeedCurve:
+    """The measurements of one precision, put together.
+
+    Attributes:
+        seconds: of each pass, by size.
+        peaks: bytes, by size, where they were read.
+        too_large: the smallest size that did not fit; None where nothing failed so.
+        broken: sizes at which a pass failed otherwise, with the reason.
+        nonfinite: why the precision is of no use here, or "".
+        unsteady: sizes timed once, beside other work on the machine: to be timed once more. Once they are steady, what
+            was not is left out.
+        steps: passes spent, warm-ups, memory readings and contests included; without what was left out as unsteady.
+    """
+
+    def __init__(
+        self, space: BatchSpace, precision: str, measurements: Iterable[Measurement], contests: Sequence[Contest] = ()
+    ) -> None:
+        self.space, self.precision = space, precision
+        self.contest = contests[-1] if contests else None
+        self.seconds: dict[int, tuple[float, ...]] = {}
+        self.peaks: dict[int, int] = {}
+        self.floors: list[int] = []
+        self.broken: dict[int, str] = {}
+        self.too_large: int | None = None
+        self.nonfinite = ""
+        self.steps = 0
+        self._timed: dict[int, list[Measurement]] = {}
+        self._ended: dict[int, float] = {}
+        self._updates: list[float] = []
+        self._read: list[Measurement] = []
+        for one in measurements:
+            if one.candidate.precision == precision:
+                self._take(one)
+        for size, timed in self._timed.items():
+            counted = [one for one in timed if one.is_steady] or timed
+            self.steps -= sum(len(one.pass_s) + 1 for one in timed if one not in counted)
+            self.seconds[size] = tuple(second for one in counted for second in one.pass_s)
+            self._ended[size] = max(one.taken_at for one in counted)
+        for contest in contests:
+            self._join(contest)
+        self.unsteady = [size for size, timed in self._timed.items() if len(timed) == 1 and not timed[0].is_steady]
+
+    def _take(self, one: Measurement) -> None:
+        size = one.candidate.micro_batch_size
+        read = one.peak_bytes is not None or one.floor_bytes is not None
+        self.steps += (len(one.pass_s) + 1 if one.pass_s else 0) + (MEMORY_PASSES if read else 0)
+        if one.floor_bytes is not None:
+            self.floors.append(one.floor_bytes)
+        if one.peak_bytes is not None:
+            self.peaks[size] = max(one.peak_bytes, self.peaks.get(size, 0))
+            self._read.append(replace(one, outcome="ok"))  # above the budget it is a point of the line all the same
+        budget = self.space.budget_bytes
+        over = one.peak_bytes is not None and budget is not None and one.peak_bytes > budget
+        if one.outcome == "out_of_memory" or over:
+            self.too_large = size if self.too_large is None else min(size, self.too_large)
+        elif one.outcome == "error":
+            self.broken[size] = one.reason or "it failed"
+        elif one.outcome == "nonfinite":
+            self.nonfinite = one.reason or "its loss or gradient is not finite"
+        elif one.pass_s:
+            self._timed.setdefault(size, []).append(one)
+            self._updates += one.update_s
+
+    def _join(self, contest: Contest) -> None:
+        for one in contest.measurements:
+            if one.candidate.precision == self.precision:
+                self.steps += len(one.pass_s) + 1
+                self.seconds.setdefault(one.candidate.micro_batch_size, one.pass_s)  # its own were not kept
+                self._updates += one.update_s
+
+    def entry(self, size: int) -> Measurement | None:
+        """What the last contest measured of a size; None where it took no part."""
+        return None if self.contest is None else self.contest.of(Candidate(self.precision, size))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    @cached_property
+    def line(self) -> MemoryLine | None:
+        """Through every peak that was read; None before two were."""
+        return self.line_without(None)
+
+    def line_without(self, size: int | None) -> MemoryLine | None:
+        """The line that does not know this size's own peak: what was predicted for it."""
+        known = points(one for one in self._read if one.candidate.micro_batch_size != size)
+        return fit(known) if len({rows for rows, _ in known}) > 1 else None
+
+    def estimate_without(self, size: int) -> MemoryLine | None:
+        """The same, or the line through the floor where one peak alone was read besides."""
+        read = [one for one in self._read if one.candidate.micro_batch_size != size]
+        return line_of(read) if read else None
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the largest size would fit even if each row took twice as much as the peaks so far show."""
+        line, budget = self.estimate_without(0), self.space.budget_bytes
+        largest = self.space.sizes[-1]
+        return line is not None and budget is not None and line.predict(2 * largest) <= budget
+
+    def fitting(self) -> tuple[int, ...]:
+        """Sizes that have not failed and that memory allows as far as is known."""
+        line, budget = self.line, self.space.budget_bytes
+        return tuple(
+            size
+            for size in self.space.sizes
+            if size not in self.broken
+            and (self.too_large is None or size < self.too_large)
+            and (size in self.peaks or line is None or budget is None or line.predict(size) <= budget)
+        )
+
+    # -- time -------------------------------------------------------------------------------------
+
+    @property
+    def update_s(self) -> float:
+        """Median over all sizes: an update does not know the micro-batch."""
+        return statistics.median(self._updates) if self._updates else 0.0
+
+    @cached_property
+    def measured(self) -> tuple[int, ...]:
+        """Sizes with times that still fit, ascending."""
+        fitting = set(self.fitting())
+        return tuple(sorted(size for size in self.seconds if size in fitting))
+
+    @property
+    def sizes_tried(self) -> int:
+        """Distinct sizes on which anything was spent."""
+        return len({*self.seconds, *self.peaks, *self.broken, *([self.too_large] if self.too_large else [])})
+
+    def pass_s(self, size: int) -> float:
+        """Seconds of a pass at a measured size: what it showed in the contest; else the median, which is taken for what
+        it would have been then where it was timed before."""
+        if self.contest is not None and self.entry(size) is not None:
+            return self.contest.pass_s(Candidate(self.precision, size))
+        later = self.contest is not None and self._ended.get(size, 0.0) > self.contest.measurements[0].taken_at
+        return (1.0 if later else self._drift) * statistics.median(self.seconds[size])
+
+    @cached_property
+    def _drift(self) -> float:
+        """How many times as long passes took in the contest as when these sizes were timed."""
+        known = [(self.entry(size), passes) for size, passes in self.seconds.items()]
+        ratios = [
+            self.pass_s(entry.candidate.micro_batch_size) / statistics.median(passes)
+            for entry, passes in known
+            if entry is not None and entry.pass_s is not passes
+        ]
+        return statistics.geometric_mean(ratios) if ratios else 1.0
+
+    def repeats(self, size: int) -> int:
+        """Timed passes of a size, those of the contest included."""
+        entry = self.entry(size)
+        passes = self.seconds.get(size, ())
+        return len(passes) + (0 if entry is None or entry.pass_s is passes else len(entry.pass_s))
+
+    def score(self, size: int) -> float:
+        """Throughput (or goodput) at a measured size."""
+        return self.space.score(size, self.pass_s(size), self.update_s)
+
+    @property
+    def best(self) -> float:
+        """The best score that was measured; 0 where nothing was."""
+        return max((self.score(size) for size in self.measured), default=0.0)
+
+    @cached_property
+    def reach(self) -> float:
+        """The best score that any size that fits can have, by the bounds; 0 where nothing was measured."""
+        return max((self.bound(size) for size in self.fitting()), default=0.0) if self.measured else 0.0
+
+    @property
+    def growth(self) -> int:
+        """How many times the largest measured size the next one may be: further where a row has cost next to nothing,
+        as on a GPU that its first rows do not fill."""
+        known = self.measured
+        flat = len(known) > 1 and self.pass_s(known[-1]) < FLAT * self.pass_s(known[0])
+        return GROWTH_WHERE_FLAT if flat else GROWTH
+
+    def error(self, size: int) -> float:
+        """Relative standard error of the median pass at a measured size: from the noise of all sizes, or its own."""
+        entry = self.entry(size)
+        passes = self.seconds[size] if entry is None else entry.pass_s
+        own = (max(passes) - min(passes)) / (2 * statistics.median(passes))
+        return 1.25 * max(self._noise, own if len(passes) < 4 else 0.0) / len(passes) ** 0.5
+
+    @cached_property
+    def _noise(self) -> float:
+        """Relative standard deviation of one pass. Of few passes the median is one of them: n - 1 deviations tell."""
+        gaps: list[float] = []
+        for passes in self.seconds.values():
+            middle = statistics.median(passes)
+            gaps += sorted(abs(one / middle - 1) for one in passes)[len(passes) % 2 :]
+        return max(LEAST_NOISE, 1.4826 * statistics.median(gaps)) if gaps else LEAST_NOISE
+
+    def bound(self, size: int) -> float:
+        """The score that an unmeasured size can reach at best; that of a measured one is what it is."""
+        known = self.measured
+        if size in known:
+            return self.score(size)
+        below = [other for other in known if other < size]
+        above = [other for other in known if other > size]
+        lines = [self._drawn_on(pair, size) for pair in (_apart(below), _apart(above[::-1])) if pair is not None]
+        if not below:  # fewer rows in less time, but never more rows a second: no pass begins with a gift
+            lines.append(self.pass_s(above[0]) * size / above[0])
+        elif not above:
+            lines.append(self.pass_s(below[-1]))
+        else:  # a bent-up line lies under its chord
+            chord = self._drawn_on((below[-1], above[0]), size)
+            lines = [min(max(lines), chord) if lines else (self.pass_s(below[-1]) + chord) / 2]
+        return self.space.score(size, max(lines), self.update_s)
+
+    def _drawn_on(self, pair: tuple[int, int], size: int) -> float:
+        """Seconds at `size` on the line through two measured sizes."""
+        first, second = self.pass_s(pair[0]), self.pass_s(pair[1])
+        return first + (second - first) * (size - pair[0]) / (pair[1] - pair[0])
+
+
+def _apart(sizes: Sequence[int]) -> tuple[int, int] | None:
+    """The last size and one before it, at least four times away where there is one: neighbours give a shaky line."""
+    if len(sizes) < 2:
+        return None
+    last = sizes[-1]
+    far = [size for size in sizes[:-1] if max(size, last) >= APART * min(size, last)]
+    return (far[-1] if far else sizes[0], last)

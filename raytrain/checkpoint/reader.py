@@ -1,0 +1,239 @@
+"""Reading checkpoints: what is there, whether it is whole, and what it holds.
+
+Nothing here unpickles: tensors come through safetensors, everything else is JSON, and a file that looks like
+a pickle is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from raytrain.checkpoint.safetensors import CHUNK_BYTES, read_tensors, sha256_of
+from raytrain.checkpoint.sharded import Place, read_split
+from raytrain.checkpoint.snapshot import unflatten
+from raytrain.errors import CheckpointError
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import Store, open_store
+
+FORMAT = 1
+COMPLETE = "COMPLETE"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+_STEP_DIR = re.compile(r"step_(\d{8,})")
+_PICKLE_SUFFIXES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".distcp", ".metadata")
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint directory; `complete` says that COMPLETE is there, not that the content is good."""
+
+    step: int
+    path: str
+    complete: bool
+
+
+@dataclass
+class LoadedCheckpoint:
+    """A verified checkpoint. `parts` holds the nested states as they were given, tensors on the CPU."""
+
+    step: int
+    parts: dict[str, Any]
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+    path: str
+
+
+class NewestGood(NamedTuple):
+    """`checkpoint` is None where no good one exists; `refused` says why newer ones were passed over."""
+
+    checkpoint: LoadedCheckpoint | None
+    refused: list[str]
+
+
+def list_checkpoints(run: RunFolder) -> list[CheckpointInfo]:
+    """Every checkpoint directory of the run, oldest step first."""
+    found = []
+    store = open_store(run.checkpoints_dir)
+    for entry in store.entries(""):
+        match = _STEP_DIR.fullmatch(entry.name)
+        if match and entry.is_dir:
+            step = int(match[1])
+            complete = store.exists(f"{entry.name}/{COMPLETE}")
+            found.append(CheckpointInfo(step=step, path=run.checkpoint_dir(step), complete=complete))
+    return sorted(found, key=lambda info: info.step)
+
+
+def eval_loss_of(info: CheckpointInfo) -> float | None:
+    """The eval loss at the checkpoint as its manifest has it; None where there is none to be read."""
+    try:
+        value = json.loads(open_store(info.path).read_bytes(MANIFEST)).get("eval_loss")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
+    """The complete checkpoint with the lowest eval loss, the newest of equals; None where none has one."""
+    scored = [(eval_loss_of(info), info) for info in infos if info.complete]
+    rated = [(loss, -info.step, info) for loss, info in scored if loss is not None]
+    return min(rated, key=lambda row: row[:2])[2] if rated else None
+
+
+def newest_good(run: RunFolder, *, place: Place | None = None) -> NewestGood:
+    """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason.
+
+    Errors: OSError where one could not be read, which says nothing about the checkpoint.
+    """
+    refused = []
+    for info in reversed(list_checkpoints(run)):
+        try:
+            return NewestGood(load(info.path, place=place), refused)
+        except CheckpointError as error:
+            refused.append(str(error))
+    return NewestGood(None, refused)
+
+
+def verify(path: str) -> dict[str, Any]:
+    """Checks a checkpoint without loading it; returns its manifest.
+
+    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
+    """
+    with _named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+        manifest, _files = _checked_files(open_store(path), scratch, hashes=True)
+        return manifest
+
+
+def read_manifest(path: str) -> dict[str, Any]:
+    """The manifest of a checkpoint that was verified before."""
+    return json.loads(open_store(path).read_bytes(MANIFEST))
+
+
+def load(path: str, *, check_hashes: bool = True, place: Place | None = None) -> LoadedCheckpoint:
+    """Verifies and loads a checkpoint (a local path or a URI).
+
+    Args:
+        check_hashes: False where another process of this run has just verified the same path.
+        place: whose rows of split tensors are wanted; None = all.
+
+    Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
+    """
+    store = open_store(path)
+    with _named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+        manifest, files = _checked_files(store, scratch, hashes=check_hashes)
+        try:
+            tensors = {
+                part: part_tensors(
+                    [files[name] for name in names],
+                    tied=manifest["tied"].get(part, {}),
+                    split=manifest.get("split", {}).get(part, []),
+                    place=place,
+                )
+                for part, names in manifest["parts"].items()
+            }
+            with open(files[STATE], "rb") as file:
+                stored = json.load(file)
+            parts = {part: unflatten(tensors[part], tree) for part, tree in stored["parts"].items()}
+            state = unflatten({}, stored["state"])
+            return LoadedCheckpoint(manifest["step"], parts, state, manifest, store.uri)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{path}: not understood ({type(error).__name__}: {error})") from error
+
+
+@contextlib.contextmanager
+def _named_files(path: str) -> Iterator[None]:
+    """A file that is not there, or is no file, is damage; any other error of reading may pass."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path}: a file of it is missing ({error})") from error
+
+
+def part_tensors(
+    files: list[str], *, tied: dict[str, str], split: list[str], place: Place | None
+) -> dict[str, Tensor]:
+    """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(read_tensors(file, without=split))
+    if split:
+        tensors.update(read_split(files, split, place))
+    tensors.update({alias: tensors[name] for alias, name in tied.items()})
+    return tensors
+
+
+def _checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The manifest, and file name -> local path of every file in it, all as the manifest describes them."""
+    # NFS leaves `.nfs*` names behind for deleted files that somebody still has open.
+    entries = {entry.name: entry for entry in store.entries("") if not entry.name.startswith(".nfs")}
+    if not entries:
+        raise CheckpointError(f"{store.uri}: no checkpoint there")
+    for name, entry in entries.items():
+        if looks_like_pickle(name, b"" if entry.is_dir else store.read_head(name, 16)):
+            raise CheckpointError(
+                f"{store.uri}/{name}: looks like a pickle, which can run code when it is read; refused unread"
+            )
+    manifest = _checked_manifest(store, set(entries))
+    listed = manifest["files"]
+    extra = sorted(set(entries) - set(listed) - {MANIFEST, COMPLETE})
+    if extra:
+        raise CheckpointError(f"{store.uri}/{extra[0]}: not in the manifest")
+    files = {}
+    for name, wanted in listed.items():
+        if name not in entries:
+            raise CheckpointError(f"{store.uri}/{name}: missing")
+        if entries[name].size != wanted["bytes"]:
+            seen = f"{entries[name].size} bytes, expected {wanted['bytes']}"
+            raise CheckpointError(f"{store.uri}/{name}: damaged, seen {seen}")
+        files[name] = store.local_copy(name, scratch)
+        if hashes and sha256_of(_pieces(files[name])) != wanted["sha256"]:
+            raise CheckpointError(f"{store.uri}/{name}: damaged, its SHA-256 is not that of the manifest")
+    return manifest, files
+
+
+def _checked_manifest(store: Store, names: set[str]) -> dict[str, Any]:
+    if COMPLETE not in names:
+        raise CheckpointError(f"{store.uri}/{COMPLETE}: missing, the writer was stopped before the end")
+    if MANIFEST not in names:
+        raise CheckpointError(f"{store.uri}/{MANIFEST}: missing")
+    data = store.read_bytes(MANIFEST)
+    if store.read_bytes(COMPLETE).decode(errors="replace").strip() != sha256_of([data]):
+        raise CheckpointError(f"{store.uri}/{MANIFEST}: damaged, its SHA-256 is not that of COMPLETE")
+    try:
+        manifest = json.loads(data)
+        version, listed = manifest["format"], manifest["files"]
+        well_formed = STATE in listed and all(
+            isinstance(row["bytes"], int) and isinstance(row["sha256"], str) for row in listed.values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{store.uri}/{MANIFEST}: not understood ({error})") from error
+    if version != FORMAT or not well_formed:
+        raise CheckpointError(f"{store.uri}/{MANIFEST}: format {version}, this version reads {FORMAT}")
+    for name in listed:
+        if "/" in name or "\\" in name or name in (".", ".."):
+            raise CheckpointError(f"{store.uri}/{MANIFEST}: {name!r} leads out of the checkpoint; refused")
+    return manifest
+
+
+def looks_like_pickle(name: str, head: bytes) -> bool:
+    """By its name or its first 16 bytes: a pickle, or the zip archive that torch.save makes."""
+    if name.lower().endswith(_PICKLE_SUFFIXES) or head.startswith(_ZIP_MAGIC):
+        return True
+    # The length of a safetensors header may begin with the same bytes, but its JSON starts at byte 8.
+    return head.startswith(_PICKLE_PROTOCOLS) and head[8:9] != b"{"
+
+
+def _pieces(path: str) -> Iterator[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(CHUNK_BYTES):
+            yield piece

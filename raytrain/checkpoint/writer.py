@@ -1,0 +1,248 @@
+"""Checkpoints: written in the background, complete or not there at all, loaded only after they were verified.
+
+    checkpoints/step_00001000/{<part>.safetensors, state.json, manifest.json, COMPLETE}
+
+The order of writing is the order of trust: parts, then the manifest with every file's size and hash, and COMPLETE,
+which holds the manifest's hash, last. Each is on the disk (fsync) before the next begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from torch import Tensor
+
+from raytrain.checkpoint.files import write_checkpoint
+from raytrain.checkpoint.reader import (
+    FORMAT,
+    CheckpointInfo,
+    LoadedCheckpoint,
+    NewestGood,
+    best_checkpoint,
+    list_checkpoints,
+    load,
+    newest_good,
+    verify,
+)
+from raytrain.checkpoint.retention import discard, discard_after, retain, solve_interval
+from raytrain.checkpoint.safetensors import SHARD_BYTES, write_tensors
+from raytrain.checkpoint.snapshot import Flat, Snapshot, Staging, flatten, split_tied, take_snapshot, unflatten
+from raytrain.elsewhere import SavedElsewhere
+from raytrain.errors import RunError
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.records import plain
+from raytrain.runs.storage import open_store
+
+__all__ = [
+    "CheckpointInfo",
+    "CheckpointWriter",
+    "Flat",
+    "LoadedCheckpoint",
+    "NewestGood",
+    "Snapshot",
+    "Staging",
+    "best_checkpoint",
+    "discard_after",
+    "export_weights",
+    "flatten",
+    "list_checkpoints",
+    "load",
+    "newest_good",
+    "retain",
+    "solve_interval",
+    "take_snapshot",
+    "unflatten",
+    "verify",
+]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one attempt; used by one thread of rank 0.
+
+    With `asynchronous`, `save` copies the state into reusable CPU buffers and returns, and one background thread
+    writes them; a second `save` waits for the first, so there is one copy of the state in flight. A failure of the
+    thread surfaces at the next `save`, `wait` or `close`.
+
+    Args:
+        run_folder: whose checkpoints.
+        keep: how many of the newest stay, besides the best by eval loss.
+        asynchronous: False writes in the caller's thread, without a copy.
+        fence: raises if a newer attempt owns the run folder; asked before every file and before COMPLETE.
+        world_size: noted in the manifest.
+        shard_bytes: a part larger than this is split over several files.
+
+    Attributes:
+        stalls: seconds that each `save` blocked the caller.
+        last_write_s, last_bytes, last_step: of the newest completed checkpoint.
+    """
+
+    def __init__(
+        self,
+        run_folder: RunFolder,
+        *,
+        keep: int | Literal["all"],
+        asynchronous: bool,
+        fence: Callable[[], None] | None = None,
+        world_size: int = 1,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self._run, self._world_size, self._shard_bytes = run_folder, world_size, shard_bytes
+        self._keep: int | Literal["all"] = keep
+        self._fence = fence or (lambda: None)
+        self._staging = Staging() if asynchronous else None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._pending: Future[None] | None = None
+        self.stalls: list[float] = []
+        self.last_write_s: float | None = None
+        self.last_bytes: int | None = None
+        self.last_step: int | None = None
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory that the buffers hold."""
+        return self._staging.nbytes if self._staging else 0
+
+    def rehearse(self, parts: Mapping[str, Any]) -> float | None:
+        """Makes the buffers and times a copy into them, without writing; None where saving is synchronous.
+
+        The first copy into new memory takes far longer than all later ones: done at the start, no step pays
+        for it, and the time returned (seconds) is the stall that `solve_interval` needs.
+        """
+        if self._staging is None:
+            return None
+        self.wait()
+        take_snapshot(parts, {}, step=0, staging=self._staging)
+        began = time.perf_counter()
+        take_snapshot(parts, {}, step=0, staging=self._staging)
+        return time.perf_counter() - began
+
+    def save(
+        self,
+        parts: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        eval_loss: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+        elsewhere: SavedElsewhere | None = None,
+    ) -> float:
+        """Saves the state after `step` steps; returns the seconds that the caller was blocked.
+
+        Args:
+            parts: part (model, optimizer, rng, ...) -> nested state or an object with `state_dict()`.
+            state: small JSON state.
+            eval_loss: of exactly these weights, where known; decides which checkpoint is the best.
+            extra: more for the manifest.
+            elsewhere: state that other processes are writing into the directory, which `prepare` has made.
+
+        Errors: RunError (disk full, naming the file and the key), CheckpointError (state that cannot be saved), what
+        `fence` raises; with `asynchronous` those of the previous save.
+        """
+        began = time.perf_counter()
+        self.wait()
+        snapshot = take_snapshot(parts, state, step=step, staging=self._staging)
+        finite = eval_loss is not None and math.isfinite(eval_loss)
+        about = {
+            "format": FORMAT,
+            "step": step,
+            "created": datetime.now(UTC).isoformat(),
+            "world_size": self._world_size,
+            "eval_loss": eval_loss if finite else None,
+            "extra": plain(dict(extra or {})),
+        }
+        if self._executor is None:
+            self._write(snapshot, about, elsewhere)
+        else:
+            self._pending = self._executor.submit(self._write, snapshot, about, elsewhere)
+        self.stalls.append(time.perf_counter() - began)
+        return self.stalls[-1]
+
+    def prepare(self, step: int) -> None:
+        """An empty directory for a checkpoint that other processes write into as well."""
+        self.wait()
+        self._fence()
+        discard(self._run.checkpoint_dir(step))
+        open_store(self._run.checkpoint_dir(step)).make_dir("")
+
+    def abandon(self) -> None:
+        """As `close`, where what is being written can no longer be completed: it leaves nothing behind."""
+        with contextlib.suppress(RunError):
+            self.wait()
+        self.close()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; raises what the background thread raised, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits and ends the thread; may be called twice."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+
+    def _write(self, snapshot: Snapshot, about: dict[str, Any], elsewhere: SavedElsewhere | None) -> None:
+        began = time.perf_counter()
+        path = self._run.checkpoint_dir(snapshot.step)
+        self._fence()
+        if elsewhere is None:
+            discard(path)
+        try:
+            self.last_bytes = write_checkpoint(
+                open_store(path),
+                snapshot,
+                about,
+                fence=self._fence,
+                shard_bytes=self._shard_bytes,
+                others=None if elsewhere is None else lambda: elsewhere.finish_save(path),
+            )
+        except BaseException:
+            # Give the room back, unless the directory is a newer attempt's by now.
+            with contextlib.suppress(Exception):
+                self._fence()
+                discard(path)
+            raise
+        self.last_write_s, self.last_step = time.perf_counter() - began, snapshot.step
+        self._fence()
+        retain(self._run, keep=self._keep, newest=snapshot.step)
+
+
+def export_weights(
+    module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes weights for plain PyTorch: `safetensors.torch.load_model(model, path)` takes them.
+
+    Tied weights are written once; on a local path the file appears whole. Errors: RunError, CheckpointError.
+
+    Args:
+        module_state: a module's state_dict, on any device.
+        path: local path or URI of the file.
+        metadata: text beside the tensors.
+    """
+    folder, _slash, name = path.rpartition("/")
+    store = open_store(folder or ".")
+    distinct, tied = split_tied(module_state)
+    on_cpu = {key: tensor.detach().cpu() for key, tensor in distinct.items()}
+    # The aliases are noted as safetensors' own save_model does; transformers asks for the format.
+    notes = {**(metadata or {}), **tied, "format": "pt"}
+    partial = f".{name}.tmp" if store.is_local else name
+    with store.open_write(partial) as file:
+        write_tensors(file, on_cpu, metadata=notes)
+    if store.is_local:
+        os.replace(f"{store.uri}/{partial}", f"{store.uri}/{name}")

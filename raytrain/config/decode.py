@@ -1,0 +1,165 @@
+"""Mappings to sections and back: `load_yaml`, `parse_override`, `apply_overrides`, `decode`, `encode`.
+
+Types are strict, unknown keys are errors, and each mistake is one sentence that names its key: what was seen,
+what was expected (`raytrain.config.messages`), what mends it. YAML's scalars are read by `raytrain.config.yaml12`.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from raytrain.config.messages import describe, join, render, section_of, unknown_key, wrong_value
+from raytrain.config.sections import PLACEHOLDER, OpenSection
+from raytrain.config.yaml12 import dump_yaml, load_value, load_yaml, plain_scalar
+from raytrain.errors import InputError
+
+__all__ = ["apply_overrides", "decode", "dump_yaml", "encode", "load_yaml", "parse_override"]
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*\Z")
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``section.key=value`` of a command line: the dotted key and its value.
+
+    A value that begins with a bracket or a quote is read as YAML; any other is one scalar, so that a path
+    such as ``*.txt`` needs no quotes. An empty value is null, as in a file.
+
+    Raises:
+        InputError: no ``=``, no key before it, or a value that is no YAML.
+    """
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise InputError(text, seen="no =", expected="section.key=value, such as loop.max_steps=100")
+    if not _OVERRIDE_KEY.match(key):
+        raise InputError(text, seen=f"{render(key)} before the =", expected="section.key=value")
+    if value[:1] in ("[", "{", '"', "'"):
+        return key, load_value(value, origin="the command line", path=key)
+    try:
+        return key, plain_scalar(value)
+    except ValueError as error:
+        raise InputError(key, seen=str(error), expected="a shorter number") from error
+
+
+def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict[Any, Any], set[str]]:
+    """A copy of `mapping` with the overrides of a command line in it, the last of equal ones winning.
+
+    Returns:
+        The new mapping, whose untouched values are those of the old one, and the dotted keys that were set.
+        A mapping given for a whole section (``loop={max_steps: 3}``) sets its keys one by one.
+    """
+    result, touched = dict(mapping), set[str]()
+    for text in overrides:
+        key, value = parse_override(text)
+        is_section = "." not in key and isinstance(value, dict) and value
+        pairs = {f"{key}.{name}": item for name, item in value.items()} if is_section else {key: value}
+        for dotted, item in pairs.items():
+            _set(result, dotted.split("."), item)
+            touched.add(dotted)
+    return result, touched
+
+
+def _set(mapping: dict[Any, Any], path: list[str], value: Any) -> None:
+    """Sets one value, copying the mappings on its way: the caller's own are never written to."""
+    for depth, name in enumerate(path[:-1]):
+        inner = mapping.get(name)
+        if inner is not None and not isinstance(inner, Mapping) and depth == 0:
+            raise InputError(name, seen=describe(inner), expected="a mapping of keys")
+        mapping[name] = dict(inner) if isinstance(inner, Mapping) else {}
+        mapping = mapping[name]
+    mapping[path[-1]] = value
+
+
+def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
+    """An instance of a section from what YAML or Python gave; sections inside it are decoded too.
+
+    Raises:
+        InputError: for the first mistake in the order of the file; it counts the others.
+    """
+    problems: list[InputError] = []
+    instance = _decode(cls, mapping, prefix, cls, problems)
+    if instance is not None and not problems:
+        return instance
+    first, others = problems[0], list(dict.fromkeys(problem.key for problem in problems[1:]))
+    if not others:
+        raise first
+    more = f"{len(others)} more to mend: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
+    remedy = f"{first.remedy}; {more}" if first.remedy else more
+    raise InputError(first.key, seen=first.seen, expected=first.expected, remedy=remedy)
+
+
+def _decode(cls: type[ModelT], mapping: Any, prefix: str, root: type[BaseModel],
+            problems: list[InputError]) -> ModelT | None:
+    """The instance, or None after adding its mistakes to `problems`."""
+    if not isinstance(mapping, Mapping):
+        keys = f"a mapping with the keys {', '.join(cls.model_fields)}"
+        problems.append(InputError(prefix or "job", seen=describe(mapping), expected=keys))
+        return None
+    values: dict[str, Any] = {}
+    found: dict[Any, list[InputError]] = {key: [] for key in mapping}
+    for key, value in mapping.items():
+        field = cls.model_fields.get(key) if isinstance(key, str) else None
+        if not isinstance(key, str):
+            found[key].append(InputError(join(prefix, key), seen=describe(key), expected="a word as a key"))
+        elif field is None and cls.model_config.get("extra") != "allow":
+            found[key].append(unknown_key(cls, key, prefix=prefix, root=root))
+        elif field is not None and (section := section_of(field)) is not None:
+            values[key] = _decode(section, value, join(prefix, key), root, found[key])
+        else:
+            values[key] = value
+    instance, wrong = _validated(cls, values)
+    for key in wrong:
+        if key not in mapping:
+            wanted = cls.model_fields[key].description or "a value"
+            found[key] = [InputError(join(prefix, key), seen="nothing", expected=wanted)]
+        elif not found[key]:
+            found[key].append(wrong_value(cls, key, values[key], prefix=prefix))
+    mistakes = [problem for group in found.values() for problem in group]
+    problems.extend(mistakes)
+    return None if mistakes else instance
+
+
+def _validated(cls: type[ModelT], values: dict[str, Any]) -> tuple[ModelT | None, list[str]]:
+    """The instance and no wrong keys, or none and each wrong key once: a union has one error per member."""
+    try:
+        return cls.model_validate(values), []
+    except ValidationError as error:
+        return None, list(dict.fromkeys(str(item["loc"][0]) for item in error.errors(include_input=False)))
+
+
+def encode(model: BaseModel) -> dict[str, Any]:
+    """A section as plain values that YAML and JSON can hold; `decode` gives an equal section back.
+
+    A Python object becomes a placeholder such as ``<object MyNet>``.
+    """
+    objects = model.objects if isinstance(model, OpenSection) else ()
+    values = {name: getattr(model, name) for name in type(model).model_fields} | (model.model_extra or {})
+    return {name: _object(value) if name in objects else _encoded(value) for name, value in values.items()}
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return encode(value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _encoded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encoded(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else _object(value)
+
+
+def _object(value: Any) -> Any:
+    is_plain = value is None or (isinstance(value, str) and value.startswith(PLACEHOLDER))
+    return value if is_plain else f"{PLACEHOLDER}{type(value).__qualname__}>"

@@ -1,0 +1,180 @@
+"""YAML 1.2's core schema on PyYAML's parser: `load_yaml`, `load_value`, `plain_scalar`, `dump_yaml`.
+
+PyYAML's own loader takes `on` for a boolean, `1e-3` for a string, `010` for 8, and lets the second of two
+equal keys win. Here we take its parser alone, up to the node tree, and say ourselves what a scalar means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from raytrain.config.messages import describe, join
+from raytrain.errors import InputError
+
+MAX_VALUES = 100_000
+"""More than a job has; aliases of aliases reach it quickly, and are refused before they fill the memory."""
+
+LONGEST_NUMBER = 300
+"""Digits; Python itself refuses to print an integer of some thousands."""
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
+    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
+    "float": re.compile(
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+    ),
+}
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """PyYAML's parser with the scalars of YAML 1.2; used up to the node tree, its constructors never run."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
+        None: [(_TAG + kind, pattern) for kind, pattern in _SCALARS.items()]
+    }
+
+
+def load_yaml(text: str, *, origin: str) -> dict[Any, Any]:
+    """The mapping that a YAML text holds.
+
+    Args:
+        text: one YAML document.
+        origin: what messages call it, such as the file name.
+
+    Raises:
+        InputError: a syntax error with its line, a duplicate key, a tag, a second document, no mapping.
+    """
+    value = load_value(text, origin=origin)
+    if not isinstance(value, dict):
+        seen = "nothing in it" if value is None else describe(value)
+        raise InputError(origin, seen=seen, expected="a mapping such as `loop: {max_steps: 100}`")
+    return value
+
+
+def load_value(text: str, *, origin: str, path: str = "") -> Any:
+    """What a YAML text holds, a mapping or not; `path` is the dotted key that it is the value of."""
+    loader = None
+    try:
+        loader = _CoreLoader(text)
+        node = loader.get_single_node()
+        return None if node is None else _Reader(origin).value(node, path)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        tab = "indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(path or origin, seen=where + what, expected="YAML", remedy=tab) from error
+    except yaml.YAMLError as error:
+        raise InputError(path or origin, seen=str(error).splitlines()[0], expected="YAML") from error
+    except RecursionError as error:
+        raise InputError(path or origin, seen="too many levels of nesting", expected="YAML") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes a string that either YAML 1.1 or 1.2 would take for something else, such as "1e-3" or "on"."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
+        **yaml.SafeDumper.yaml_implicit_resolvers,
+        **_CoreLoader.yaml_implicit_resolvers,
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """People read this: a value that stands twice is written twice."""
+        return True
+
+
+class _Reader:
+    """Turns a tree of nodes into values, and refuses what would otherwise pass silently."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin, self.count, self.open = origin, 0, set[int]()
+
+    def value(self, node: yaml.Node, path: str) -> Any:
+        """The value of one node; `path` is its dotted key, for messages."""
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise self._error(node, path, f"more than {MAX_VALUES} values", "a job")
+        if id(node) in self.open:
+            raise self._error(node, path, "an alias to itself", "a finite value")
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path, kind)
+        if kind not in ("seq", "map"):
+            raise self._error(node, path, f"the tag {node.tag}", "a value without a tag")
+        self.open.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._mapping(node, path)
+        else:
+            value = [self.value(item, join(path, index)) for index, item in enumerate(node.value)]
+        self.open.discard(id(node))
+        return value
+
+    def _scalar(self, node: yaml.ScalarNode, path: str, kind: str) -> Any:
+        if kind != "str" and kind not in _SCALARS:
+            raise self._error(node, path, f"the tag {node.tag}", "a value without a tag")
+        try:
+            return _scalar(kind, node.value)
+        except ValueError as error:
+            raise self._error(node, path, str(error), "a value that fits its tag") from error
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[Any, Any]:
+        values: dict[Any, Any] = {}
+        lines: dict[Any, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._error(key_node, path, "a list or mapping as a key", "a word as a key")
+            key = self.value(key_node, path)
+            dotted, line = join(path, key), key_node.start_mark.line + 1
+            if key in lines:
+                seen = f"the key twice, on lines {lines[key]} and {line} of {self.origin}"
+                raise InputError(dotted, seen=seen, expected="each key once", remedy="take one of them out")
+            lines[key] = line
+            values[key] = self.value(value_node, dotted)
+        return values
+
+    def _error(self, node: yaml.Node, path: str, seen: str, expected: str) -> InputError:
+        where = f"line {node.start_mark.line + 1} of {self.origin}"
+        return InputError(path or self.origin, seen=f"{seen} ({where})", expected=expected)
+
+
+def _scalar(kind: str, text: str) -> Any:
+    """The value of a scalar; ValueError where the text does not fit `kind`, which a tag forced on it."""
+    if kind == "str":
+        return text
+    if not _SCALARS[kind].match(text):
+        raise ValueError(f"{text!r} is no {kind}")
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(text)} digits")
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+        return int(text if base == 10 else text[2:], base)
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def plain_scalar(text: str) -> Any:
+    """What unquoted text means: the first kind of scalar that it fits, else a string.
+
+    Raises:
+        ValueError: a number of hundreds of digits.
+    """
+    kind = next((kind for kind, pattern in _SCALARS.items() if pattern.match(text)), "str")
+    return _scalar(kind, text)
+
+
+def dump_yaml(mapping: Mapping[str, Any]) -> str:
+    """YAML text that `load_yaml` reads back as it was; keys keep their order."""
+    return yaml.dump(dict(mapping), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)

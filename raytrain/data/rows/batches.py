@@ -1,0 +1,188 @@
+"""Which rows make up a step, and which of them are this rank's: pure functions of (seed, epoch, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from raytrain.autotune.search.shares import Shares
+from raytrain.data.loading.resident import Storage, place
+from raytrain.data.rows.contract import Batch, Order, Split
+from raytrain.data.rows.token_budget import cut_by_tokens
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where training stands in the data: `position` rows of `epoch` (from 0) are consumed.
+
+    It knows nothing of ranks or micro-batches, so a run may go on with other numbers of either.
+    """
+
+    epoch: int = 0
+    position: int = 0
+
+
+class Window(NamedTuple):
+    """The rows of one step over all ranks, in order, and where the next step begins."""
+
+    handles: np.ndarray
+    next: Cursor
+
+
+def rank_micro_batches(
+    handles: np.ndarray, *, micro_batch: int, rank: int, world: int, shares: Shares | None = None
+) -> list[np.ndarray]:
+    """This rank's micro-batches of one window, in order.
+
+    The window is cut into M micro-batches of `micro_batch` rows (the last may be shorter); rank r takes
+    M // world of them, one more where r < M % world, all next to each other. Ranks that get none give [].
+    With `shares` each rank takes as many rows as they say, next to each other too.
+    """
+    if shares is not None:
+        passes = shares.passes(len(handles), rank=rank, micro_batch=micro_batch)
+        return [handles[mine.start : mine.stop] for mine in passes]
+    mine = part_of_rank(-(-len(handles) // micro_batch), rank=rank, world=world)
+    return [handles[i * micro_batch : (i + 1) * micro_batch] for i in range(mine.start, mine.stop)]
+
+
+def part_of_rank(count: int, *, rank: int, world: int) -> slice:
+    """Which of `count` micro-batches are this rank's: next to each other, as even as whole ones can be."""
+    share, more = divmod(count, world)
+    first = rank * share + min(rank, more)
+    return slice(first, first + share + (rank < more))
+
+
+class StepBatches:
+    """The batches of training, step by step; any position is reached in constant time.
+
+    Args:
+        split: rows as the source opened them.
+        seed: the job's; with the epoch it fixes the order of the rows.
+        global_batch: rows of one step over all ranks.
+        micro_batch: rows of one forward pass at most.
+        rank, world: this worker among all.
+        device: where batches must be.
+        storage, resident_rows: where the rows are put (`raytrain.data.loading.resident.place`); None leaves them where
+            they are.
+        tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
+            (`raytrain.data.rows.token_budget`); None = by rows, in order.
+
+    `shares` may be set to share windows out unequally; None while all workers take the same. `budget_part` (a, b) may
+    be set where memory ran out: a / b of the budget of tokens is in force.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        storage: Storage | None = "resident",
+        resident_rows: int = 0,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world}"
+            )
+        self.split = split if storage is None else place(split, storage, device, resident_rows=resident_rows)
+        self.seed = seed
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.rank = rank
+        self.world = world
+        self.shares: Shares | None = None
+        self.tokens_per_batch = tokens_per_batch
+        self.budget_part: tuple[int, int] = (1, 1)
+        self._epoch = -1
+        self._order: Order = np.empty(0, np.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that see every row once; the last may be smaller than the global batch."""
+        return -(-len(self.split) // self.global_batch)
+
+    def window(self, cursor: Cursor) -> Window:
+        """The global window that begins at `cursor`. The last of an epoch holds what is left."""
+        if cursor.position >= len(self.split):
+            cursor = Cursor(cursor.epoch + 1)
+        order = self._epoch_order(cursor.epoch)
+        end = min(cursor.position + self.global_batch, len(order))
+        following = Cursor(cursor.epoch + 1) if end == len(order) else Cursor(cursor.epoch, end)
+        return Window(order[cursor.position : end], following)
+
+    def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
+        """So many rows of its epoch from `cursor` on, as handles; again from the front where the epoch ends."""
+        order = self._epoch_order(cursor.epoch)
+        begin = cursor.position % len(order)
+        taken = order[begin : begin + count]
+        while len(taken) < count:
+            taken = np.concatenate([taken, order[: count - len(taken)]])
+        return taken
+
+    def _epoch_order(self, epoch: int) -> Order:
+        if epoch != self._epoch:
+            self._order, self._epoch = self.split.order(self.seed, epoch), epoch
+        return self._order
+
+    def rank_handles(self, handles: np.ndarray) -> list[np.ndarray]:
+        """This rank's micro-batches of a window, as handles."""
+        if self.tokens_per_batch is not None:
+            parts = self.parts(handles, self.split)
+            return parts[part_of_rank(len(parts), rank=self.rank, world=self.world)]
+        return rank_micro_batches(
+            handles, micro_batch=self.micro_batch, rank=self.rank, world=self.world, shares=self.shares
+        )
+
+    def parts(self, handles: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
+        """All micro-batches of these rows by the budget of tokens, of `times` its size, over all ranks."""
+        lengths, budget = self._lengths(handles, split), times * self._budget
+        return [handles[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
+
+    def cut(self, handles: np.ndarray) -> list[np.ndarray]:
+        """These training rows, no more than a micro-batch may have, as they are or by the budget of tokens."""
+        return [handles] if self.tokens_per_batch is None else self.parts(handles, self.split)
+
+    def fitting(self, handles: np.ndarray, split: Split, *, times: int = 1) -> np.ndarray:
+        """The first of these rows: as many as are one micro-batch by the budget of tokens, all where there is none."""
+        if self.tokens_per_batch is None:
+            return handles
+        longest = np.maximum.accumulate(self._lengths(handles, split))
+        fit = longest * np.arange(1, 1 + len(handles)) <= times * self._budget
+        return handles[: max(1, int(fit.sum()))]
+
+    @property
+    def _budget(self) -> int:
+        part, whole = self.budget_part
+        assert self.tokens_per_batch is not None, "asked for where there is one only"
+        return max(1, self.tokens_per_batch * part // whole)
+
+    @staticmethod
+    def _lengths(handles: np.ndarray, split: Split) -> np.ndarray:
+        lengths = split.lengths(handles)
+        assert lengths is not None, "checked before the start (check_budget)"
+        return lengths
+
+    def micro_batches(self, handles: np.ndarray) -> Iterator[tuple[Batch, int]]:
+        """This rank's micro-batches of a window: (batch on the device, its rows)."""
+        for rows in self.rank_handles(handles):
+            yield self.split.gather(rows), len(rows)
+
+    def global_weight(self, handles: np.ndarray) -> int | None:
+        """What the mean loss of the whole window averages over; None where only the batches can tell."""
+        return self.split.weights(handles)
+
+    def epoch_handles(self, epoch: int) -> Iterator[np.ndarray]:
+        """All micro-batches of this rank in one epoch; as lists, a `batch_sampler` for torch's DataLoader."""
+        cursor = Cursor(epoch)
+        while cursor.epoch == epoch:
+            handles, cursor = self.window(cursor)
+            yield from self.rank_handles(handles)

@@ -1,0 +1,173 @@
+"""Items of any nesting as rows, and rows as batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain.data.loading.parts import whole
+from raytrain.data.loading.transfer import rebuild, with_fields
+from raytrain.data.rows.contract import Batch
+from raytrain.data.rows.ragged import MASK, Ragged, RaggedSplit, fill_value, mask_column, pad_rows
+from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
+from raytrain.errors import InputError
+
+NUMBERS = (bool, int, float, np.number, np.bool_)
+
+
+def as_row(item: Any, *, key: str) -> dict[str, Any]:
+    """One item as a dict whose numbers are CPU tensors."""
+    if isinstance(item, Mapping):
+        return {str(name): leaves(value) for name, value in item.items()}
+    if isinstance(item, tuple) and len(item) == 2 and not hasattr(item, "_fields"):
+        return {"x": leaves(item[0]), "labels": leaves(item[1])}
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {field.name: leaves(getattr(item, field.name)) for field in dataclasses.fields(item)}
+    value = leaves(item)
+    if isinstance(value, Tensor):
+        return {"x": value}
+    size = f" of {len(item)}" if isinstance(item, Sequence) else ""
+    raise InputError(
+        key,
+        seen=f"an item that is a {type(item).__name__}{size}",
+        expected="dicts of tensors or (x, y) pairs",
+    )
+
+
+def leaves(value: Any) -> Any:
+    """`value` with every array, number and list of numbers in it as a tensor; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return host_tensor(value) if value.dtype.kind in "biufc" else value
+    if isinstance(value, NUMBERS):
+        return torch.tensor(value)
+    if isinstance(value, list) and all(isinstance(part, NUMBERS) for part in value):
+        return torch.tensor(value)
+    return rebuild(value, leaves)
+
+
+def collate_rows(rows: list[dict[str, Any]], *, key: str) -> Batch:
+    """Rows (see `as_row`) as one batch, with `attention_mask` (B, L) if a column had to be padded."""
+    batch = collate(rows, key=key, path="")
+    lengths = {name: _lengths([row[name] for row in rows]) for name in batch}
+    padded = [name for name, found in lengths.items() if found is not None and min(found) < max(found)]
+    if padded and MASK not in batch:
+        found = torch.tensor(lengths[mask_column(padded)], device=batch[padded[0]].device)
+        steps = torch.arange(int(found.max()), device=found.device)
+        batch[MASK] = (steps < found[:, None]).to(torch.int64)
+    return batch
+
+
+def _lengths(values: list[Any]) -> list[int] | None:
+    are_rows = all(isinstance(value, Tensor) and value.ndim for value in values)
+    return [value.shape[0] for value in values] if are_rows else None
+
+
+def collate(values: list[Any], *, key: str, path: str) -> Any:
+    """Values of one place in each item as one: tensors stacked, containers part by part, else a list."""
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        return _stack(values, key=key, path=path)
+    if all(value is None for value in values):
+        return None
+    if any(type(value) is not type(first) for value in values):
+        return list(values)
+    if isinstance(first, Mapping):
+        for value in values:
+            if value.keys() != first.keys():
+                seen = (
+                    f"items with the keys {sorted(first)} and {sorted(value)}{f' in {path}' if path else ''}"
+                )
+                raise InputError(key, seen=seen, expected="the same keys in every item")
+        return {name: collate([v[name] for v in values], key=key, path=_join(path, name)) for name in first}
+    if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
+        parts = [
+            collate(list(part), key=key, path=f"{path}[{i}]")
+            for i, part in enumerate(zip(*values, strict=True))
+        ]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if dataclasses.is_dataclass(first):
+        fields = [field.name for field in dataclasses.fields(first)]
+        parts = {name: [getattr(value, name) for value in values] for name in fields}
+        return with_fields(
+            first, {n: collate(part, key=key, path=_join(path, n)) for n, part in parts.items()}
+        )
+    return list(values)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _stack(tensors: list[Tensor], *, key: str, path: str) -> Tensor:
+    name = path.rsplit(".", 1)[-1]
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) == 1:
+        stacked = torch.stack(tensors)
+    elif len({shape[1:] for shape in shapes}) == 1 and all(shapes):
+        lengths = np.array([tensor.shape[0] for tensor in tensors])
+        values = _joined(tensors)
+        starts = np.cumsum(lengths) - lengths
+        stacked = pad_rows(values, starts, lengths, fill=fill_value(name, values))[0]
+    else:
+        seen = " and ".join(map(str, sorted(shapes)[:2]))
+        raise InputError(
+            key,
+            seen=f"the shapes {seen} in '{path}'",
+            expected="shapes that differ in their first dimension at most",
+        )
+    return stacked.to(torch.int64) if name == "labels" and is_integer(stacked) else stacked
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """One after the other; an empty Python list says nothing about the type of the column."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return torch.cat(filled or tensors)
+
+
+def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | RaggedSplit | None:
+    """The rows as one table of tensors, or None where they hold anything else than tensors of like shape.
+
+    Its batches equal those of `collate_rows` bit for bit.
+    """
+    first = rows[0]
+    if any(
+        row.keys() != first.keys() or not all(isinstance(v, Tensor) for v in row.values()) for row in rows
+    ):
+        return None
+    dense, ragged = {}, {}
+    for name in first:
+        tensors = [row[name] for row in rows]
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) == 1:
+            dense[name] = torch.stack(tensors)
+            check_finite(name, dense[name], key=key)
+        elif len({shape[1:] for shape in shapes}) == 1 and all(shapes):
+            offsets = np.concatenate([[0], np.cumsum([tensor.shape[0] for tensor in tensors])])
+            ragged[name] = Ragged(_joined(tensors), offsets)
+            check_finite(name, whole(ragged[name].values), key=key, rows=offsets)
+        else:
+            return None
+    split = TensorSplit(dense) if dense else None
+    return RaggedSplit(ragged, dense=split, mask="padded") if ragged else split
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors inside `value`."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    found = 0
+
+    def count(part: Any) -> Any:
+        nonlocal found
+        found += tensor_bytes(part)
+        return part
+
+    rebuild(value, count)
+    return found

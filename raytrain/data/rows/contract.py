@@ -1,0 +1,182 @@
+"""What splits and sources give, and the two pure rules they share: order and hold-out. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+from raytrain.errors import InputError
+from raytrain.plan.plan import DataFacts
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = dict[str, Any]
+IGNORED_LABEL = -100
+HOLDOUT_SEED = 0
+
+
+class Order(Protocol):
+    """The handles of an epoch in their order; an array, or what computes the slices that are asked for."""
+
+    def __len__(self) -> int:
+        """Rows of the epoch."""
+        ...
+
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        """The handles of these positions."""
+        ...
+
+
+class Split(Protocol):
+    """Rows that can be put in order and gathered into batches.
+
+    A row is named by a *handle* (int64): its index, or for text the position where its window starts.
+    Everything but `gather` happens on the host and reads no device value.
+    """
+
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Tokens of every row, None where rows differ or have none."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows as they are stored."""
+        ...
+
+    def __len__(self) -> int:
+        """Rows of one training epoch."""
+        ...
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """Every handle of this epoch, shuffled: a pure function of (seed, epoch)."""
+        ...
+
+    def eval_order(self) -> np.ndarray:
+        """Every handle in file order."""
+        ...
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        """The rows as one batch of tensors (B, ...)."""
+        ...
+
+    def weights(self, handles: np.ndarray) -> int | None:
+        """What a mean loss over these rows averages over (labels, tokens or rows); None where not known."""
+        ...
+
+    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+        """Tokens of each of these rows; None where nobody knows without reading them."""
+        ...
+
+    def to(self, device: torch.device | str) -> Split:
+        """The same split, kept on `device` and gathered there."""
+        ...
+
+    def partly(self, device: torch.device | str, *, rows: int) -> Split:
+        """The same split, its first `rows` rows kept on `device`, the others on the host until they are asked for."""
+        ...
+
+
+class RowSplit(Split, Protocol):
+    """A split whose rows stand alone, so that some of them can be held out."""
+
+    def select(self, rows: np.ndarray) -> Self:
+        """These rows alone."""
+        ...
+
+
+Rows = TypeVar("Rows", bound=RowSplit)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Opened data: both splits, what is known about them, and how tokens turn into text.
+
+    Attributes:
+        train: the training split.
+        eval: the evaluation split, or None where there is none.
+        vocab_size: number of tokens for text, else None.
+        facts: the sizes, for the plan.
+        decode: tokens to text, for text alone.
+        encode: text to tokens, for text alone.
+        describe: one line for people.
+        classes: number of classes where the labels are class numbers.
+        class_names: names of the classes where the labels were strings, in the order of their numbers.
+        handed: what workers get in place of the source, where opening it left something; else None.
+        placed: whether the splits are where training reads them (`raytrain.data.loading.prepare`).
+        tokenizer: folder of the tokenizer that made the tokens.
+        first_labels_ignored: the first label of each row is -100, as a model that shifts inside does not look at it.
+    """
+
+    train: Split
+    eval: Split | None
+    vocab_size: int | None
+    facts: DataFacts
+    decode: Callable[[list[int]], str] | None = None
+    encode: Callable[[str], list[int]] | None = None
+    describe: str = ""
+    classes: int | None = None
+    class_names: tuple[str, ...] | None = None
+    handed: Any = None
+    placed: bool = False
+    tokenizer: str | None = None
+    first_labels_ignored: bool = False
+
+
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """The generator of one epoch; the bit generator is pinned, so that no default can change the order."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])))
+
+
+def row_order(rows: int, *, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(rows): the same for every process, rank and world size."""
+    return generator(seed, epoch).permutation(rows)
+
+
+def holdout(rows: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows for training and rows held out, each in file order.
+
+    The last `fraction` (rounded down) of one permutation of seed 0: it never depends on the job's seed, so
+    that runs with different seeds are scored on the same rows.
+    """
+    held = int(rows * fraction)
+    order = row_order(rows, seed=HOLDOUT_SEED, epoch=0)
+    return np.sort(order[: rows - held]), np.sort(order[rows - held :])
+
+
+def split_off(split: Rows, fraction: float) -> tuple[Rows, Rows | None]:
+    """(train, eval) of a split of rows; eval is None where `fraction` of the rows is less than one row."""
+    train_rows, eval_rows = holdout(len(split), fraction)
+    if not len(eval_rows):
+        return split, None
+    return split.select(train_rows), split.select(eval_rows)
+
+
+def facts_of(
+    train: Split, evaluation: Split | None, *, reason: str, vocab_size: int | None = None
+) -> DataFacts:
+    """The sizes of two opened splits; `row_bytes` is a row as it is stored, not as it is gathered."""
+    return DataFacts(
+        train_rows=len(train),
+        eval_rows=0 if evaluation is None else len(evaluation.eval_order()),
+        row_bytes=-(-train.nbytes // max(len(train), 1)),
+        tokens_per_row=train.tokens_per_row,
+        total_bytes=train.nbytes + (0 if evaluation is None else evaluation.nbytes),
+        vocab_size=vocab_size,
+        reason=reason,
+    )
+
+
+def nonfinite(key: str, *, value: float, column: str, row: int) -> InputError:
+    """The one message for NaN, infinity or a null among the numbers."""
+    seen = "NaN" if value != value else ("inf" if value > 0 else "-inf")
+    return InputError(
+        key,
+        seen=f"{seen} in column '{column}' row {row}",
+        expected="finite numbers",
+        remedy="rows count from 0; fill these values or leave the rows out",
+    )

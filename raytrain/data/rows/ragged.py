@@ -1,0 +1,197 @@
+"""Rows of different lengths: kept one after the other, padded and masked in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain.data.loading.parts import Column, PartTensor, parted, take, whole
+from raytrain.data.rows.contract import IGNORED_LABEL, Batch, row_order
+from raytrain.data.rows.splits import TensorSplit, is_integer
+
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One column: `values` (sum of lengths, ...) and `offsets` (rows + 1, int64, always on the host)."""
+
+    values: Column
+    offsets: np.ndarray
+
+    def select(self, rows: np.ndarray) -> Ragged:
+        """These rows alone, copied together."""
+        lengths = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        index = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return Ragged(take(self.values, index), offsets)
+
+    def to(self, device: torch.device | str) -> Ragged:
+        """All values on `device`; itself where they are there already."""
+        values = whole(self.values).to(device)
+        return self if values is self.values else Ragged(values, self.offsets)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> Ragged:
+        """The values of the first `rows` rows on `device`, the others left on the host."""
+        border = int(self.offsets[min(rows, len(self.offsets) - 1)])
+        return Ragged(parted(whole(self.values), border, device), self.offsets)
+
+
+def fill_value(name: str, values: Column) -> int | float:
+    """What a column is padded with: integer `labels` with -100, which no loss counts, all else with 0."""
+    return IGNORED_LABEL if name == "labels" and is_integer(values) else 0
+
+
+def mask_column(names: list[str]) -> str:
+    """The column whose lengths the mask shows: `input_ids`, else the first that is not the labels."""
+    if "input_ids" in names:
+        return "input_ids"
+    return next((name for name in names if name != "labels"), names[0])
+
+
+class RaggedSplit:
+    """Columns of rows of different lengths, beside columns of fixed shape.
+
+    A batch pads each ragged column to its longest row in that batch (see `fill_value`) and holds
+    `attention_mask` (B, L) int64, 1 where a token is, unless a column has that name already.
+
+    Args:
+        ragged: the columns of different lengths.
+        dense: the other columns, if any.
+        mask: "always", or "padded" = only in batches where some row was padded.
+        counts: labels other than -100 of each row where they are known already, else counted here.
+        fills: what a column is padded with, where it is not `fill_value`.
+    """
+
+    tokens_per_row: int | None = None
+
+    def __init__(
+        self,
+        ragged: Mapping[str, Ragged],
+        *,
+        dense: TensorSplit | None = None,
+        mask: Literal["always", "padded"] = "always",
+        counts: np.ndarray | None = None,
+        counted: bool = False,
+        fills: Mapping[str, int] | None = None,
+    ) -> None:
+        self.fills = dict(fills or {})
+        self.ragged = dict(ragged)
+        self.dense = dense
+        self.mask: Literal["always", "padded"] = mask
+        first = next(iter(self.ragged.values()))
+        self.device = first.values.device
+        self._rows = len(first.offsets) - 1
+        self.counts = counts if counted else self._count()
+        self._masked = MASK not in self.ragged and (dense is None or MASK not in dense.columns)
+
+    def _count(self) -> np.ndarray | None:
+        labels = self.ragged.get("labels")
+        if labels is None or not is_integer(labels.values):
+            return None if self.dense is None else self.dense.counts
+        values = whole(labels.values)
+        kept = (values != IGNORED_LABEL).reshape(values.shape[0], -1).sum(1).numpy()
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return before[labels.offsets[1:]] - before[labels.offsets[:-1]]
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns as they are stored, offsets not counted (they stay on the host)."""
+        own = sum(column.values.numel() * column.values.element_size() for column in self.ragged.values())
+        return own + (0 if self.dense is None else self.dense.nbytes)
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        return row_order(self._rows, seed=seed, epoch=epoch)
+
+    def eval_order(self) -> np.ndarray:
+        return np.arange(self._rows)
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        batch = {} if self.dense is None else self.dense.gather(handles)
+        padded, masks = [], {}
+        for name, column in self.ragged.items():
+            starts = column.offsets[handles]
+            lengths = column.offsets[handles + 1] - starts
+            batch[name], masks[name] = pad_rows(
+                column.values, starts, lengths, fill=self.fills.get(name, fill_value(name, column.values))
+            )
+            if len(lengths) and lengths.min() < lengths.max():
+                padded.append(name)
+        shown = padded if self.mask == "padded" else list(self.ragged)
+        if self._masked and shown:
+            batch[MASK] = masks[mask_column(shown)].to(torch.int64)
+        labels = batch.get("labels")
+        if labels is not None and is_integer(labels):
+            batch["labels"] = labels.to(torch.int64)
+        return batch
+
+    def weights(self, handles: np.ndarray) -> int:
+        return len(handles) if self.counts is None else int(self.counts[handles].sum())
+
+    def lengths(self, handles: np.ndarray) -> np.ndarray:
+        """Tokens of each row: of the column whose lengths the mask shows."""
+        offsets = self.ragged[mask_column(list(self.ragged))].offsets
+        return offsets[handles + 1] - offsets[handles]
+
+    def select(self, rows: np.ndarray) -> RaggedSplit:
+        return RaggedSplit(
+            {name: column.select(rows) for name, column in self.ragged.items()},
+            dense=None if self.dense is None else self.dense.select(rows),
+            mask=self.mask,
+            counts=None if self.counts is None else self.counts[rows],
+            counted=True,
+            fills=self.fills,
+        )
+
+    def to(self, device: torch.device | str) -> RaggedSplit:
+        """The values on `device`, moved once; itself where they are there already."""
+        moved = {name: column.to(device) for name, column in self.ragged.items()}
+        dense = None if self.dense is None else self.dense.to(device)
+        if dense is self.dense and all(moved[name] is column for name, column in self.ragged.items()):
+            return self
+        return RaggedSplit(
+            moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
+        )
+
+    def partly(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
+        """The first `rows` rows on `device`, the others left on the host."""
+        parts = {name: column.partly(device, rows=rows) for name, column in self.ragged.items()}
+        dense = None if self.dense is None else self.dense.partly(device, rows=rows)
+        return RaggedSplit(
+            parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
+        )
+
+
+def pad_rows(
+    values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float
+) -> tuple[Tensor, Tensor]:
+    """Rows of `values` (N, ...) as (B, L, ...), padded with `fill`, and where they are real: (B, L) bool.
+
+    L is known on the host, so that nothing is read back from the device.
+    """
+    longest = int(lengths.max()) if len(lengths) else 0
+    if isinstance(values, PartTensor):  # which part a value is in is looked up on the host
+        inside_host = np.arange(longest) < lengths[:, None]
+        picked = values.take(np.where(inside_host, starts[:, None] + np.arange(longest), 0))
+        inside = torch.from_numpy(inside_host).to(values.device, non_blocking=True)
+        return _filled(picked, inside, fill=fill), inside
+    bounds = torch.from_numpy(np.stack([starts, lengths])).to(values.device, non_blocking=True)
+    steps = torch.arange(longest, device=values.device)
+    inside = steps < bounds[1, :, None]
+    index = torch.where(inside, bounds[0, :, None] + steps, 0)
+    return _filled(values[index], inside, fill=fill), inside
+
+
+def _filled(rows: Tensor, inside: Tensor, *, fill: int | float) -> Tensor:
+    """`rows` (B, L, ...) with `fill` wherever `inside` (B, L) is False, in place where its type can hold it."""
+    outside = ~inside.reshape(inside.shape + (1,) * (rows.ndim - inside.ndim))
+    narrow_labels = fill < 0 and rows.dtype in (torch.bool, torch.uint8)
+    return (rows.to(torch.int64) if narrow_labels else rows).masked_fill_(outside, fill)

@@ -1,0 +1,251 @@
+"""Splits of tensors: rows of fixed shape, and windows of one long text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from raytrain.data.loading.parts import Column, PartTensor, parted, take, whole
+from raytrain.data.rows.contract import IGNORED_LABEL, Batch, Split, generator, nonfinite, row_order
+from raytrain.errors import InputError
+
+__all__ = ["Split", "TensorSplit", "TextSplit", "check_finite", "host_tensor", "is_integer", "label_counts"]
+
+
+def is_integer(tensor: Column) -> bool:
+    """Whether `tensor` holds whole numbers, bool included (as `raytrain.trainable` counts labels)."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def host_tensor(values: ArrayLike | Tensor) -> Tensor:
+    """A CPU tensor of an array, tensor or list of numbers, sharing memory where it can.
+
+    Raises:
+        TypeError, ValueError: not numbers, or ragged.
+    """
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    array = np.ascontiguousarray(values) if isinstance(values, np.ndarray) else np.asarray(values)
+    if not isinstance(values, np.ndarray) and array.dtype == np.float64:
+        array = array.astype(np.float32)  # torch's own default for Python floats
+    if array.dtype == np.uint16:
+        array = array.astype(np.int32)  # torch cannot index uint16 everywhere
+    if array.dtype.kind not in "biufc":
+        raise TypeError(f"values of type {array.dtype}")
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).reshape(np.shape(values))
+
+
+def check_finite(name: str, tensor: Tensor, *, key: str, rows: np.ndarray | None = None) -> None:
+    """InputError naming column and row if a float tensor (rows, ...) holds NaN or infinity.
+
+    `rows` are the offsets of ragged rows (rows + 1) where `tensor` holds their values one after the other.
+    """
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+        return
+    at = int((~torch.isfinite(tensor)).reshape(-1).to(torch.uint8).argmax())
+    place = at // max(tensor[0].numel(), 1)
+    row = place if rows is None else int(np.searchsorted(rows, place, side="right")) - 1
+    raise nonfinite(key, value=float(tensor.reshape(-1)[at]), column=name, row=row)
+
+
+def label_counts(labels: Tensor | None) -> np.ndarray | None:
+    """Labels other than -100 of each row (int64), counted once on the host.
+
+    None where every row weighs the same 1: no labels, or labels that are no class numbers.
+    """
+    if labels is None or not is_integer(labels):
+        return None
+    counts = (labels != IGNORED_LABEL).reshape(labels.shape[0], -1).sum(1).numpy()
+    return None if bool((counts == 1).all()) else counts
+
+
+class TensorSplit:
+    """Columns of tensors (rows, ...) with one row count. Batches hold the same names.
+
+    Integer `labels` become int64 in the batch; every other column keeps its type.
+
+    Args:
+        columns: tensor of each column; kept as they are, not copied.
+        divisors: columns that are stored compactly and become `float32 / divisor` in the batch.
+        counts: `label_counts` of the rows where they are known already (by `to`), else counted here.
+        tokens_per_row: see `Split`.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        *,
+        divisors: Mapping[str, float] | None = None,
+        counts: np.ndarray | None = None,
+        counted: bool = False,
+        tokens_per_row: int | None = None,
+    ) -> None:
+        self.tokens_per_row = tokens_per_row
+        self.columns = dict(columns)
+        self.divisors = dict(divisors or {})
+        self._rows = next(iter(self.columns.values())).shape[0]
+        labels = self.columns.get("labels")
+        self.counts = counts if counted else label_counts(None if labels is None else whole(labels))
+        self.lends = False
+        self.device = next(iter(self.columns.values())).device
+        self._widen = labels is not None and is_integer(labels) and labels.dtype != torch.int64
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns as they are stored."""
+        return sum(column.numel() * column.element_size() for column in self.columns.values())
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        return row_order(self._rows, seed=seed, epoch=epoch)
+
+    def eval_order(self) -> np.ndarray:
+        return np.arange(self._rows)
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        """See `Split`. Where it `lends`, neighbouring rows are views of the columns, and nothing is copied."""
+        batch = self._views(handles) or {name: take(column, handles) for name, column in self.columns.items()}
+        for name, divisor in self.divisors.items():
+            batch[name] = batch[name].to(torch.float32).div_(divisor)
+        if self._widen:
+            batch["labels"] = batch["labels"].to(torch.int64)
+        return batch
+
+    def _views(self, handles: np.ndarray) -> Batch | None:
+        first, count = int(handles[0]), len(handles)
+        if not self.lends or self.divisors or int(handles[-1]) - first != count - 1 or (np.diff(handles) != 1).any():
+            return None
+        columns = self.columns.items()
+        return {name: column.narrow(0, first, count) for name, column in columns if isinstance(column, Tensor)}
+
+    def weights(self, handles: np.ndarray) -> int:
+        return len(handles) if self.counts is None else int(self.counts[handles].sum())
+
+    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+        """Tokens of each row: the width of `input_ids`; None for rows that are no tokens."""
+        tokens = self.columns.get("input_ids")
+        return None if tokens is None or tokens.ndim < 2 else np.full(len(handles), tokens.shape[1])
+
+    def select(self, rows: np.ndarray) -> TensorSplit:
+        chosen = {name: take(column, rows) for name, column in self.columns.items()}
+        counts = None if self.counts is None else self.counts[rows]
+        more = {"counts": counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(chosen, divisors=self.divisors, **more)
+
+    def to(self, device: torch.device | str) -> TensorSplit:
+        """Every column on `device`, moved once; itself where it is there already."""
+        moved = {name: whole(column).to(device) for name, column in self.columns.items()}
+        if all(moved[name] is column for name, column in self.columns.items()):
+            return self
+        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(moved, divisors=self.divisors, **more)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> TensorSplit:
+        """The first `rows` rows on `device`, the others left on the host."""
+        columns = {name: parted(whole(column), rows, device) for name, column in self.columns.items()}
+        more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
+        return TensorSplit(columns, divisors=self.divisors, **more)
+
+
+class TextSplit:
+    """Windows of `context` tokens of one text; a handle is the token where the window starts.
+
+    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the token after each. Tokens stay in their
+    compact type and are widened in the batch.
+
+    Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from
+    (seed, epoch), and there are as many windows in each epoch. Evaluation goes through the whole text from
+    its first token; what is left over at the end is less than a window.
+
+    Args:
+        tokens: (N,) uint8, uint16 or int32 array, or a tensor.
+        context: T, tokens of a window.
+        key: what an error names, for a text that is too short.
+        same_labels: labels are the input_ids, the first of a row -100, for a model that shifts inside.
+    Raises:
+        InputError: no window fits.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray | Tensor, *, context: int, key: str = "data.path", same_labels: bool = False
+    ) -> None:
+        self.same_labels = same_labels
+        self.tokens = tokens if isinstance(tokens, Tensor) else torch.from_numpy(compact_tokens(tokens))
+        self.context = self.tokens_per_row = context
+        self._length = self.tokens.shape[0]
+        if self._length < context + 1:
+            raise InputError(
+                key,
+                seen=f"a text of {self._length} tokens",
+                expected=f"at least {context + 1}: one window of model.context {context} and a token",
+                remedy="give more text, a smaller model.context, or data.eval_fraction 0 for no evaluation",
+            )
+        self.device = self.tokens.device
+        self._windows: Column = self.tokens.unfold(0, context, 1)
+
+    def __len__(self) -> int:
+        """Windows of one training epoch, the same in each: whatever the offset, they fit."""
+        return (self._length - self.context) // self.context
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens as they are stored."""
+        return self._length * self.tokens.element_size()
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        draw = generator(seed, epoch)
+        offset = int(draw.integers(self.context))
+        return offset + draw.permutation(len(self)) * self.context
+
+    def eval_order(self) -> np.ndarray:
+        return np.arange((self._length - 1) // self.context) * self.context
+
+    def gather(self, handles: np.ndarray) -> Batch:
+        if self.same_labels:
+            ids = take(self._windows, handles).to(torch.int64)
+            labels = ids.clone()
+            labels[:, 0] = IGNORED_LABEL
+            return {"input_ids": ids, "labels": labels}
+        return {
+            "input_ids": take(self._windows, handles).to(torch.int64),
+            "labels": take(self._windows, handles + 1).to(torch.int64),
+        }
+
+    def weights(self, handles: np.ndarray) -> int:
+        return len(handles) * (self.context - self.same_labels)
+
+    def lengths(self, handles: np.ndarray) -> np.ndarray:
+        """Every window is as long as the next."""
+        return np.full(len(handles), self.context)
+
+    def to(self, device: torch.device | str) -> TextSplit:
+        """The tokens on `device`, moved once; itself where they are there already."""
+        moved = self.tokens.to(device)
+        if moved is self.tokens:
+            return self
+        return TextSplit(moved, context=self.context, same_labels=self.same_labels)
+
+    def partly(self, device: torch.device | str, *, rows: int) -> TextSplit:
+        """The text of the first `rows` windows on `device`, the rest left on the host."""
+        kept = max(rows, 1) * self.context
+        if kept >= self._length:
+            return self.to(device)
+        split = TextSplit(self.tokens, context=self.context, same_labels=self.same_labels)
+        inside = kept - self.context + 1
+        head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # a window across the border is the host's
+        split._windows = PartTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
+        return split
+
+
+def compact_tokens(tokens: np.ndarray) -> np.ndarray:
+    """A writable array of a type that torch can index on every device: uint8, int16 or int32, or as given."""
+    if tokens.dtype == np.uint16:
+        small = not len(tokens) or int(tokens.max()) < 2**15
+        tokens = tokens.view(np.int16) if small else tokens.astype(np.int32)
+    return tokens if tokens.flags.writeable else tokens.copy()

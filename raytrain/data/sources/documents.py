@@ -1,0 +1,106 @@
+"""Documents as rows of tokens: which of them a model learns, how rows are cut, and how documents share a row.
+
+Torch-free, pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytrain.data.rows.contract import IGNORED_LABEL
+from raytrain.data.sources.columns import TableColumns
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of one document, and how many of them at its front are given and not learned (a prompt)."""
+
+    ids: np.ndarray
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a model reads and what it is to say, int32 of one length."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+def to_row(document: Document, *, max_length: int, same_labels: bool) -> Row | None:
+    """A document as a row of at most `max_length`, its end cut off; None where nothing is left to learn.
+
+    Args:
+        same_labels: labels are the tokens themselves, for a model that shifts inside, and the first is -100; else each
+            label is the token after.
+    """
+    ids = document.ids[: max_length + (not same_labels)]
+    labels = ids.copy()
+    labels[: document.given] = IGNORED_LABEL
+    labels[:1] = IGNORED_LABEL
+    if not same_labels:
+        ids, labels = ids[:-1], labels[1:]
+    return Row(ids, labels) if (labels != IGNORED_LABEL).any() else None
+
+
+def padded(rows: Sequence[Row]) -> TableColumns:
+    """Rows of their own lengths; a batch pads them."""
+    return TableColumns(ragged={"input_ids": joined([row.ids for row in rows]),
+                                "labels": joined([row.labels for row in rows])})  # fmt: skip
+
+
+def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """One after the other, with the offsets of each."""
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
+    return np.concatenate(parts), offsets
+
+
+def packed(rows: Sequence[Row], *, length: int, pad: int) -> TableColumns:
+    """Several documents in each row of `length`: input_ids, labels, and position_ids that begin anew with each.
+
+    What a row has left over is padding, -100, and counts as one more document.
+    """
+    places = share_rows(np.array([len(row.ids) for row in rows]), room=length)
+    ids = np.full((len(places), length), pad, np.int32)
+    labels = np.full((len(places), length), IGNORED_LABEL, np.int32)
+    positions = np.zeros((len(places), length), np.int32)
+    for number, held in enumerate(places):
+        at = 0
+        for document in held:
+            row = rows[document]
+            end = at + len(row.ids)
+            ids[number, at:end], labels[number, at:end] = row.ids, row.labels
+            positions[number, at:end] = np.arange(end - at)
+            at = end
+        positions[number, at:] = np.arange(length - at)
+    return TableColumns(dense={"input_ids": ids, "labels": labels, "position_ids": positions})
+
+
+def share_rows(lengths: np.ndarray, *, room: int) -> list[list[int]]:
+    """Which documents share a row: the longest first, each into the fullest row that still takes it.
+
+    Args:
+        lengths: none longer than `room`.
+    """
+    held: list[list[int]] = []
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room that is left
+    left = 0  # bit s is set where some row has s left, so that the least that is enough is found at once
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        enough = left >> length
+        if enough:
+            space = length + (enough & -enough).bit_length() - 1
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                left &= ~(1 << space)
+        else:
+            space, row = room, len(held)
+            held.append([])
+        held[row].append(document)
+        rows_with[space - length].append(row)
+        if space > length:
+            left |= 1 << (space - length)
+    return held

@@ -1,0 +1,187 @@
+"""IDX image files (the layout of MNIST), also gzipped. Torch is imported only to open them."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raytrain.data.rows.contract import Source, facts_of, split_off
+from raytrain.data.sources.stdlib import read_bytes
+from raytrain.errors import InputError
+from raytrain.plan.plan import DataFacts
+
+if TYPE_CHECKING:
+    from raytrain.data.rows.splits import TensorSplit
+
+GZIP_MAGIC = b"\x1f\x8b"
+HEADER_BYTES = 4 + 4 * 4
+UNSIGNED_BYTE = 0x08
+
+
+def idx_shape(data: bytes, *, path: str, key: str) -> tuple[int, ...]:
+    """Dimensions of an IDX file of unsigned bytes, from its first bytes.
+
+    Raises:
+        InputError: another kind of file, or one cut off inside its header.
+    """
+    if len(data) < 4 or data[:2] != b"\0\0":
+        raise InputError(
+            key,
+            seen=f"{path} that begins with {data[:4].hex() or 'nothing'}",
+            expected="an IDX file (0000 08..)",
+        )
+    if data[2] != UNSIGNED_BYTE:
+        raise InputError(
+            key, seen=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)"
+        )
+    rank = data[3]
+    if len(data) < 4 + 4 * rank:
+        raise InputError(key, seen=f"{path} cut off in its header", expected=f"{rank} dimensions")
+    return tuple(int(size) for size in np.frombuffer(data, dtype=">u4", count=rank, offset=4))
+
+
+def _check_shape(shape: tuple[int, ...], *, path: str, key: str, ranks: tuple[int, ...], what: str) -> None:
+    if len(shape) not in ranks:
+        raise InputError(
+            key,
+            seen=f"an IDX file of shape {shape} at {path}",
+            expected=f"{what} of {' or '.join(map(str, ranks))} dimensions",
+        )
+    if not math.prod(shape):
+        raise InputError(key, seen=f"shape {shape} in {path}", expected=f"at least one of the {what}")
+
+
+def _unzip(data: bytes, *, path: str, key: str) -> bytes:
+    if data[:2] != GZIP_MAGIC:
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(
+            key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one"
+        ) from error
+
+
+IMAGES = {"ranks": (3, 4), "what": "images"}
+LABELS = {"ranks": (1,), "what": "labels"}
+
+
+def read_shape(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> tuple[int, ...]:
+    """Dimensions of one file; only its first bytes are read."""
+    data = read_bytes(path, key=key, limit=4096)
+    if data[:2] == GZIP_MAGIC:
+        try:
+            data = zlib.decompressobj(wbits=31).decompress(data, HEADER_BYTES)
+        except zlib.error as error:
+            raise InputError(
+                key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one"
+            ) from error
+    shape = idx_shape(data, path=path, key=key)
+    _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
+    return shape
+
+
+def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.ndarray:
+    """One file as a writable uint8 array.
+
+    Raises:
+        InputError: not this kind of file, fewer or more bytes than its header says, or nothing in it.
+    """
+    data = _unzip(read_bytes(path, key=key), path=path, key=key)
+    shape = idx_shape(data, path=path, key=key)
+    _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
+    start, needed = 4 + 4 * len(shape), math.prod(shape)
+    if len(data) - start != needed:
+        raise InputError(
+            key,
+            seen=f"{len(data) - start:,} bytes of values in {path}",
+            expected=f"{needed:,} for the shape {shape}",
+        )
+    return np.frombuffer(bytearray(data), dtype=np.uint8, offset=start).reshape(shape)
+
+
+def _check_counts(images: int, labels: int, *, path: str, key: str) -> None:
+    if images != labels:
+        raise InputError(key, seen=f"{labels:,} labels", expected=f"{images:,}, one for each image of {path}")
+
+
+def describe_idx(
+    images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float
+) -> DataFacts:
+    """Sizes from the headers of the files."""
+    rows, row_bytes = _described(images, labels, prefix="data.")
+    held = int(rows * fraction)
+    train, evaluation = (rows - held, held)
+    if eval_images is not None and eval_labels is not None:
+        train, evaluation = rows, _described(eval_images, eval_labels, prefix="data.eval_")[0]
+    return DataFacts(
+        train_rows=train,
+        eval_rows=evaluation,
+        row_bytes=row_bytes,
+        tokens_per_row=None,
+        total_bytes=(train + evaluation) * row_bytes,
+        vocab_size=None,
+        reason=_sentence(train, evaluation, row_bytes - 1),
+    )
+
+
+def _described(images: str, labels: str, *, prefix: str) -> tuple[int, int]:
+    shape = read_shape(images, key=f"{prefix}images", **IMAGES)
+    count = read_shape(labels, key=f"{prefix}labels", **LABELS)[0]
+    _check_counts(shape[0], count, path=images, key=f"{prefix}labels")
+    return shape[0], math.prod(shape[1:]) + 1
+
+
+def _sentence(train: int, evaluation: int, values: int) -> str:
+    return f"IDX images of {values:,} bytes: {train:,} to train on, {evaluation:,} for evaluation"
+
+
+def open_idx(
+    images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float
+) -> Source:
+    """Images `x` (B, C, H, W) float32 in [0, 1] and `labels` (B,) int64; kept as bytes until gathered."""
+    train, classes = _opened(images, labels, prefix="data.")
+    evaluation: TensorSplit | None
+    if eval_images is not None and eval_labels is not None:
+        evaluation, others = _opened(eval_images, eval_labels, prefix="data.eval_")
+        _check_same_size(train.columns["x"].shape[1:], evaluation.columns["x"].shape[1:], path=eval_images)
+        classes = max(classes, others)
+    else:
+        train, evaluation = split_off(train, fraction)
+    held = 0 if evaluation is None else len(evaluation)
+    reason = _sentence(len(train), held, math.prod(train.columns["x"].shape[1:]))
+    return Source(
+        train=train,
+        eval=evaluation,
+        vocab_size=None,
+        facts=facts_of(train, evaluation, reason=reason),
+        describe=f"{reason}, {classes} classes",
+        classes=classes,
+    )
+
+
+def _opened(images: str, labels: str, *, prefix: str) -> tuple[TensorSplit, int]:
+    import torch
+
+    from raytrain.data.rows.splits import TensorSplit
+
+    pixels = read_idx(images, key=f"{prefix}images", **IMAGES)
+    marks = read_idx(labels, key=f"{prefix}labels", **LABELS)
+    _check_counts(len(pixels), len(marks), path=images, key=f"{prefix}labels")
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]
+    columns = {"x": torch.from_numpy(pixels), "labels": torch.from_numpy(marks)}
+    return TensorSplit(columns, divisors={"x": 255.0}), int(marks.max()) + 1
+
+
+def _check_same_size(train: tuple[int, ...], evaluation: tuple[int, ...], *, path: str) -> None:
+    if train != evaluation:
+        raise InputError(
+            "data.eval_images",
+            seen=f"images of {tuple(evaluation)} in {path}",
+            expected=f"{tuple(train)} as in data.images",
+        )

@@ -1,0 +1,233 @@
+"""Objects in memory as splits: dicts of tensors, Arrow tables, map-style datasets, and opened table files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain.data.loading.parts import whole
+from raytrain.data.rows.collate import as_row
+from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
+from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
+from raytrain.data.sources.columns import TableColumns, check_classes, convert
+from raytrain.data.sources.keys import is_table
+from raytrain.data.sources.map_style import DatasetSplit
+from raytrain.data.sources.tables import choose, class_names
+from raytrain.errors import InputError
+
+KINDS = "a dict of tensors, a map-style dataset (len and [i]), or a pyarrow Table"
+
+
+def table_pair(
+    train: Any,
+    evaluation: Any | None,
+    *,
+    features: Sequence[str] | None = None,
+    label: str | None = None,
+    fraction: float,
+    keys: tuple[str, str] = ("data.path", "data.eval_path"),
+    origin: str,
+) -> Source:
+    """A source of one or two pyarrow Tables; without the second, part of the first is held out.
+
+    Args:
+        train, evaluation: the tables.
+        features, label: see `raytrain.data.sources.tables.choose`.
+        fraction: the part held out where there is no second table.
+        keys: what errors name, for each table.
+        origin: what the tables are, for people.
+    Raises:
+        InputError: columns that are missing, hold no numbers or not everywhere, or differ between the two.
+    """
+    choice = choose(train.schema, features=features, label=label, key=keys[0])
+    tables = [train] if evaluation is None else [train, evaluation]
+    names = class_names(tables, label)
+    converted = [convert(train, choice, classes=names, key=keys[0])]
+    if evaluation is not None:
+        missing = [
+            n for n in (*choice.stacked, *choice.named, label) if n and n not in evaluation.column_names
+        ]
+        if missing:
+            raise InputError(keys[1], seen=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
+        converted.append(convert(evaluation, choice, classes=names, key=keys[1]))
+        _check_same_types(*converted, key=keys[1])
+    splits = [columns_split(columns) for columns in converted]
+    train_split, eval_split = splits if len(splits) == 2 else split_off(splits[0], fraction)
+    classes = len(names) if names else class_count(splits)
+    return _source(train_split, eval_split, origin=origin, classes=classes, class_names=names)
+
+
+def _check_same_types(train: TableColumns, evaluation: TableColumns, *, key: str) -> None:
+    for name in [*train.dense, *train.ragged]:
+        seen, expected = _column_type(evaluation, name), _column_type(train, name)
+        if seen != expected:
+            raise InputError(key, seen=f"'{name}' as {seen}", expected=f"{expected} as in the training data")
+
+
+def _column_type(columns: TableColumns, name: str) -> str:
+    if name in columns.ragged:
+        return f"lists of {columns.ragged[name][0].dtype}"
+    values = columns.dense[name]
+    return f"{values.dtype} of {values.shape[1:]}" if values.ndim > 1 else str(values.dtype)
+
+
+def columns_split(columns: TableColumns) -> RowSplit:
+    """Arrays as a split, sharing their memory."""
+    dense = {name: host_tensor(values) for name, values in columns.dense.items()}
+    split = TensorSplit(dense) if dense else None
+    if not columns.ragged:
+        assert split is not None, "a choice of columns is never empty"
+        return split
+    ragged = {
+        name: Ragged(host_tensor(values), offsets) for name, (values, offsets) in columns.ragged.items()
+    }
+    return RaggedSplit(ragged, dense=split)
+
+
+def class_count(splits: Sequence[Any]) -> int | None:
+    """Number of classes: the largest of one-per-row class numbers and one more; None for any other labels."""
+    highest = []
+    for split in splits:
+        columns = getattr(split, "dense", split)
+        labels = getattr(columns, "columns", {}).get("labels")
+        if labels is None or labels.ndim != 1 or not is_integer(labels) or not len(labels):
+            return None
+        highest.append(int(labels.max()))
+    return max(highest) + 1 if max(highest) >= 0 else None
+
+
+def object_split(data: Any, *, key: str) -> RowSplit:
+    """One object as a split.
+
+    Args:
+        data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow
+            Table or pandas DataFrame, whose columns keep their names.
+        key: what errors name.
+    Raises:
+        InputError: another kind of object, no rows, different row counts, NaN or infinity in a float column.
+    """
+    if isinstance(data, Mapping):
+        return _columns(data, key=key)
+    if is_table(data):
+        table = as_table(data, key=key)
+        choice = choose(table.schema, features=None, label=None, key=key)
+        return columns_split(convert(table, choice, classes=None, key=key))
+    kind = type(data).__module__.split(".")[0]
+    if kind == "ray":
+        raise InputError(key, seen="a Ray Dataset", expected=KINDS, remedy="give its rows as a pyarrow Table")
+    if isinstance(
+        data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset, torch.Tensor, np.ndarray)
+    ):
+        raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
+    if isinstance(data, (str, tuple)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
+    if not len(data):
+        raise InputError(key, seen=f"0 rows in the {type(data).__name__}", expected="at least one row")
+    split = DatasetSplit(data, key=key)
+    as_row(split.items(np.zeros(1, np.int64))[0], key=key)
+    return split
+
+
+def as_table(data: Any, *, key: str) -> Any:
+    """A pyarrow Table of a Table or DataFrame. Raises InputError where it has no rows."""
+    import pyarrow as pa
+
+    table = data if isinstance(data, pa.Table) else pa.Table.from_pandas(data, preserve_index=False)
+    if not table.num_rows:
+        raise InputError(key, seen="a table of 0 rows", expected="at least one row")
+    return table
+
+
+def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
+    dense, ragged, rows = {}, {}, {}
+    for name, values in data.items():
+        column = _column(str(name), values, key=key)
+        if isinstance(column, Ragged):
+            ragged[str(name)] = column
+            check_finite(name, whole(column.values), key=key, rows=column.offsets)
+            rows[str(name)] = len(column.offsets) - 1
+        else:
+            dense[str(name)] = column
+            rows[str(name)] = column.shape[0]
+            check_finite(name, column, key=key)
+    if not rows or not max(rows.values()):
+        raise InputError(key, seen="0 rows", expected="at least one row")
+    if len(set(rows.values())) > 1:
+        seen = ", ".join(f"{count} in '{name}'" for name, count in rows.items())
+        raise InputError(
+            key, seen=f"different numbers of rows: {seen}", expected="the same number in every column"
+        )
+    labels = dense.get("labels")
+    if labels is not None and labels.ndim == 1 and is_integer(labels):
+        check_classes(labels.numpy(), name="labels", key=key)
+    split = TensorSplit(dense) if dense else None
+    if ragged:
+        return RaggedSplit(ragged, dense=split)
+    assert split is not None, "checked above: there are columns"
+    return split
+
+
+def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
+    """A tensor (rows, ...), or rows of different lengths from a list of arrays or lists."""
+    try:
+        tensor = host_tensor(values)
+    except (TypeError, ValueError):
+        tensor = None
+    if tensor is not None and tensor.ndim:
+        return tensor
+    if tensor is None and isinstance(values, (list, tuple)):
+        try:
+            parts = [host_tensor(part) for part in values]
+        except (TypeError, ValueError):
+            parts = []
+        if parts and all(part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts):
+            offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+            return Ragged(torch.cat([part for part in parts if len(part)] or parts), offsets)
+    what = (
+        "a single number" if tensor is not None else f"a {type(values).__name__} that is no column of numbers"
+    )
+    raise InputError(key, seen=f"'{name}' is {what}", expected="tensors or arrays (rows, ...)")
+
+
+def memory_source(
+    train: Any,
+    evaluation: Any | None,
+    *,
+    fraction: float,
+    keys: tuple[str, str] = ("data.train", "data.eval"),
+    origin: str = "data in memory",
+) -> Source:
+    """A source of one or two objects (`object_split`); without the second, part of the first is held out."""
+    train_split = object_split(train, key=keys[0])
+    if evaluation is None:
+        first, held = split_off(train_split, fraction)
+        return _source(first, held, origin=origin, classes=class_count([train_split]))
+    eval_split = object_split(evaluation, key=keys[1])
+    return _source(train_split, eval_split, origin=origin, classes=class_count([train_split, eval_split]))
+
+
+def _source(
+    train: RowSplit,
+    evaluation: RowSplit | None,
+    *,
+    origin: str,
+    classes: int | None,
+    class_names: tuple[str, ...] | None = None,
+) -> Source:
+    held = 0 if evaluation is None else len(evaluation)
+    reason = f"{origin}: {len(train):,} rows to train on, {held:,} for evaluation"
+    kind = "items" if isinstance(train, DatasetSplit) else "memory"
+    return Source(
+        train=train,
+        eval=evaluation,
+        vocab_size=None,
+        facts=replace(facts_of(train, evaluation, reason=reason), kind=kind),
+        describe=reason,
+        classes=classes,
+        class_names=class_names,
+    )

@@ -1,0 +1,87 @@
+"""Texts out of JSON lines: one document, one prompt with its completion, or one text with its class, a line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raytrain.data.sources.columns import check_classes
+from raytrain.data.sources.stdlib import read_bytes
+from raytrain.errors import InputError
+
+
+def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) -> dict[str, list[Any]]:
+    """Columns of the files, by key of the section.
+
+    Args:
+        fields: key of the section ("text_field", ...) -> the name in each line.
+        key: what errors about files name.
+    Raises:
+        InputError: a line that is no JSON object, lacks a field, or holds a text that is none; no line at all.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in fields}
+    for path in paths:
+        for number, row in _lines(path, key=key):
+            for name, field in fields.items():
+                columns[name].append(_value(row, name, field, where=f"line {number} of {path}"))
+    if not next(iter(columns.values())):
+        raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
+    return columns
+
+
+def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(read_bytes(path, key=key).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            seen = f"line {number} of {path}, which is no JSON ({error})"
+            raise InputError(key, seen=seen, expected="one JSON object a line") from error
+        if not isinstance(row, dict):
+            raise InputError(key, seen=f"line {number} of {path} is a {type(row).__name__}", expected="a JSON object")
+        yield number, row
+
+
+def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
+    if field not in row:
+        near = difflib.get_close_matches(field, list(row), n=1)
+        raise InputError(
+            f"data.{name}",
+            seen=f"'{field}', which {where} does not have",
+            expected=f"one of {', '.join(row) or 'some fields'}",
+            remedy=f"nearest: {near[0]}" if near else "",
+        )
+    value = row[field]
+    if name == "label_field":
+        if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        expected = "a class, as a whole number or a string"
+    elif isinstance(value, str):
+        return value
+    else:
+        expected = "a string"
+    raise InputError(f"data.{name}", seen=f"{value!r} as '{field}' in {where}", expected=expected)
+
+
+def class_numbers(columns: Sequence[list[Any]]) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
+    """Labels of the training and evaluation rows as class numbers (int64), how many classes there are, their names.
+
+    Strings are numbered in the order of the alphabet, over all columns together.
+    """
+    kinds = {type(value) for column in columns for value in column}
+    if len(kinds) > 1:
+        raise InputError("data.label_field", seen="whole numbers beside strings", expected="one kind of label")
+    if kinds == {str}:
+        names = sorted({value for column in columns for value in column})
+        numbers = {name: number for number, name in enumerate(names)}
+        found = [np.array([numbers[value] for value in column], np.int64) for column in columns]
+        return found, len(names), tuple(names)
+    found = [np.array(column, np.int64) for column in columns]
+    for column in found:
+        check_classes(column, name="label_field", key="data.label_field")
+    return found, max(int(column.max()) for column in found) + 1, None

@@ -1,0 +1,227 @@
+"""The keys of each built-in source, checked before anything is read. Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raytrain.data.sources.stdlib import STDLIB_MAX_BYTES
+from raytrain.errors import InputError
+
+if TYPE_CHECKING:
+    from raytrain.config.sections import DataConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: whether a value will do, what it should be in words, and what it is where it is not given."""
+
+    accepts: Callable[[Any], bool]
+    expected: str
+    default: Any = None
+    required: bool = False
+    is_path: bool = False
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(os.fspath(value))
+
+
+def _are_paths(value: Any) -> bool:
+    return _is_path(value) or (isinstance(value, (list, tuple)) and bool(value) and all(map(_is_path, value)))
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(name, str) and name for name in value)
+    )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_length(value: Any) -> bool:
+    return _is_count(value) and value >= 2
+
+
+PATHS = "a path or a list of paths"
+REQUIRED_PATHS = Key(_are_paths, PATHS, required=True, is_path=True)
+OPTIONAL_PATHS = Key(lambda value: value is None or _are_paths(value), PATHS, is_path=True)
+REQUIRED_PATH = Key(_is_path, "a path", required=True, is_path=True)
+OPTIONAL_PATH = Key(lambda value: value is None or _is_path(value), "a path", is_path=True)
+FEATURES = Key(lambda value: value is None or _are_names(value), "a list of column names, or null for all")
+LABEL = Key(lambda value: value is None or _is_name(value), "a column name or null")
+VOCABULARY = Key(lambda value: value in ("bytes", "chars"), "bytes or chars", default="bytes")
+
+ORDER = Key(lambda value: value in ("auto", "rows", "groups"), "auto, rows or groups", default="auto")
+NAME = Key(lambda value: value is None or _is_name(value), "the name of a field, or null")
+TOKENIZER = Key(lambda value: value is None or _is_path(value), "the folder of a tokenizer, auto or null", is_path=True)
+LABELS = Key(lambda value: value in ("auto", "next", "same"), "auto, next or same", default="auto")
+
+TABLE_KEYS = {"path": REQUIRED_PATHS, "eval_path": OPTIONAL_PATHS, "features": FEATURES, "label": LABEL}
+TEXT_ROW_KEYS = {
+    "text_field": NAME,
+    "prompt_field": NAME,
+    "completion_field": NAME,
+    "label_field": NAME,
+    "tokenizer": TOKENIZER,
+    "max_length": Key(lambda value: value == "auto" or _is_length(value), "tokens from 2 up, or auto", default="auto"),
+    "packing": Key(lambda value: value in ("padded", "packed"), "padded or packed", default="padded"),
+    "labels": LABELS,
+}
+SOURCES: dict[str, dict[str, Key]] = {
+    "text": {
+        "path": REQUIRED_PATHS,
+        "vocabulary": VOCABULARY,
+        "eval_path": OPTIONAL_PATHS,
+        "tokenizer": TOKENIZER,
+        "labels": LABELS,
+    },
+    "stdlib": {"max_bytes": Key(_is_count, "a number of bytes from 1 up", default=STDLIB_MAX_BYTES)},
+    "idx": {
+        "images": REQUIRED_PATH,
+        "labels": REQUIRED_PATH,
+        "eval_images": OPTIONAL_PATH,
+        "eval_labels": OPTIONAL_PATH,
+    },
+    "parquet": {**TABLE_KEYS, "order": ORDER},
+    "csv": TABLE_KEYS,
+    "jsonl": {**TABLE_KEYS, **TEXT_ROW_KEYS},
+}
+"""The built-in sources by name, and the keys each takes besides those of the section."""
+
+TABLES = ("parquet", "csv", "jsonl")
+
+
+def memory_keys(train: Any) -> dict[str, Key]:
+    """Keys beside `data.train`: the columns of a table, the vocabulary of a text; none for the rest."""
+    if isinstance(train, bytes):
+        return {"vocabulary": VOCABULARY}
+    return {"features": FEATURES, "label": LABEL} if is_table(train) else {}
+
+
+def is_table(data: Any) -> bool:
+    """Whether `data` is a pyarrow Table or a pandas DataFrame, without importing either."""
+    return (type(data).__module__.split(".")[0], type(data).__name__) in {
+        ("pyarrow", "Table"),
+        ("pandas", "DataFrame"),
+    }
+
+
+def is_own(source: str) -> bool:
+    """Whether a source is the user's own ``module:function``."""
+    return ":" in source
+
+
+def check_source(source: str) -> None:
+    """Raises InputError for a name that is no built-in source and no ``module:function``."""
+    if not is_own(source) and source not in SOURCES:
+        raise InputError(
+            "data.source",
+            seen=source,
+            expected=f"one of {', '.join(SOURCES)}, or module:function",
+            remedy=_nearest(source, SOURCES),
+        )
+
+
+def _nearest(name: str, names: Any) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"nearest: {near[0]}" if near else ""
+
+
+def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str) -> dict[str, Any]:
+    """All keys of a source with their values, defaults included.
+
+    Args:
+        keys: what the job gives.
+        known: what the source takes.
+        owner: the source, for messages.
+    Raises:
+        InputError: an unknown key, a missing one, or a value of the wrong kind.
+    """
+    for name in keys:
+        if name not in known:
+            raise InputError(
+                f"data.{name}",
+                seen="a key that does not exist",
+                expected=f"for {owner}: {', '.join(known) or 'no further key'}",
+                remedy=_nearest(name, known),
+            )
+    values = {name: keys.get(name, key.default) for name, key in known.items()}
+    for name, key in known.items():
+        if key.required and name not in keys:
+            seen = "no value"
+        elif name in keys and not key.accepts(keys[name]):
+            seen = f"{keys[name]!r} ({type(keys[name]).__name__})"
+        else:
+            continue
+        raise InputError(
+            f"data.{name}", seen=seen, expected=key.expected, remedy=f"keys of {owner}: {', '.join(known)}"
+        )
+    return values
+
+
+def path_keys(source: str | None) -> tuple[str, ...]:
+    """Keys of a built-in source that hold paths, for whoever makes relative paths absolute."""
+    return tuple(name for name, key in SOURCES.get(source or "", {}).items() if key.is_path)
+
+
+def as_paths(value: Any) -> list[str]:
+    """A path, a list of paths or None as a list of strings."""
+    if value is None:
+        return []
+    return [os.fspath(path) for path in value] if isinstance(value, (list, tuple)) else [os.fspath(value)]
+
+
+def source_keys(data: DataConfig) -> dict[str, Any]:
+    """The source's own keys with their defaults.
+
+    Raises:
+        InputError: no source, an unknown one, or a key that is unknown, missing or of the wrong kind.
+    """
+    if data.train is not None:
+        if data.source is not None:
+            raise InputError(
+                "data.source", seen=f"{data.source} beside data.train", expected="one of the two"
+            )
+        if isinstance(data.train, bytes) and not isinstance(data.eval, (bytes, type(None))):
+            raise InputError(
+                "data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, as data.train"
+            )
+        return check_keys(
+            data.keys, memory_keys(data.train), owner=f"a {type(data.train).__name__} in memory"
+        )
+    if data.eval is not None:
+        raise InputError("data.eval", seen="an object without data.train", expected="both, or a source")
+    if data.source is None:
+        raise InputError(
+            "data.source",
+            seen="no value",
+            expected=f"one of {', '.join(SOURCES)}, module:function, or data.train",
+        )
+    check_source(data.source)
+    return (
+        data.keys if is_own(data.source) else check_keys(data.keys, SOURCES[data.source], owner=data.source)
+    )
+
+
+def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None]:
+    """The four files of an IDX source. Raises InputError where only one of the last two is given."""
+    given = {name: keys[name] is not None for name in ("eval_images", "eval_labels")}
+    if any(given.values()) and not all(given.values()):
+        missing = next(name for name, there in given.items() if not there)
+        raise InputError(
+            f"data.{missing}", seen="no value", expected="a path: eval_images and eval_labels go together"
+        )
+    images, labels, eval_images, eval_labels = (as_paths(keys[name])[:1] for name in SOURCES["idx"])
+    return images[0], labels[0], next(iter(eval_images), None), next(iter(eval_labels), None)

@@ -1,0 +1,174 @@
+"""From the `data` section to rows: `describe_source` for the plan (no torch), `open_source` for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.idx import open_idx
+from raytrain.data.sources.keys import as_paths, idx_files, is_own, path_keys, source_keys
+from raytrain.data.sources.stdlib import STDLIB, read_stdlib
+from raytrain.data.sources.tables import read_tables
+from raytrain.data.sources.text import open_text, text_source
+from raytrain.data.sources.tokenised import Tokenised, is_tokenised, tokenise, tokenised_source
+from raytrain.errors import InputError
+
+if TYPE_CHECKING:
+    from raytrain.config.sections import DataConfig
+
+__all__ = [
+    "Source",
+    "describe_shapes",
+    "describe_source",
+    "hand_over",
+    "handed_over",
+    "open_source",
+    "path_keys",
+    "read_stdlib",
+    "text_source",
+]
+
+
+def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
+    """Open the data, everything on the host.
+
+    Args:
+        data: the section; relative paths are taken from the working directory.
+        context: `model.context`, for text.
+        seed: the job's; a function of the user's with a parameter `seed` gets it. What is held out for
+            evaluation does not depend on it.
+    Raises:
+        InputError: whatever is wrong with the section, its files or their contents.
+    """
+    keys = source_keys(data)
+    if data.train is not None:
+        return _open_memory(data, keys, context)
+    name = data.source or ""
+    if is_own(name):
+        return _open_own(data, seed)
+    if is_tokenised(data):
+        return tokenised_source(tokenise(data), context=context)
+    if name == "text":
+        return open_text(
+            as_paths(keys["path"]),
+            as_paths(keys["eval_path"]),
+            context=context,
+            fraction=data.eval_fraction,
+            vocabulary=keys["vocabulary"],
+            same_labels=keys["labels"] == "same",
+        )
+    if name == "stdlib":
+        return _open_stdlib(read_stdlib(keys["max_bytes"]), data, context)
+    if name == "idx":
+        return open_idx(*idx_files(keys), fraction=data.eval_fraction)
+    from raytrain.data.sources.in_memory import table_pair
+    from raytrain.data.sources.parquet import open_groups, parquet_files, sizes_of
+
+    paths, eval_paths = as_paths(keys["path"]), as_paths(keys["eval_path"])
+    if name == "parquet":
+        paths, eval_paths = parquet_files(paths, key="data.path"), parquet_files(eval_paths, key="data.eval_path")
+        if sizes_of(paths, keys, key="data.path").by_groups:
+            return open_groups(paths, eval_paths, keys, fraction=data.eval_fraction)
+    return table_pair(
+        read_tables(paths, kind=name, key="data.path"),
+        read_tables(eval_paths, kind=name, key="data.eval_path") if eval_paths else None,
+        features=keys["features"],
+        label=keys["label"],
+        fraction=data.eval_fraction,
+        origin=name,
+    )
+
+
+def _open_stdlib(text: bytes, data: DataConfig, context: int | None) -> Source:
+    return text_source(
+        text, context=context, eval_fraction=data.eval_fraction, origin=STDLIB, key="data.max_bytes"
+    )
+
+
+def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> Source:
+    from raytrain.data.sources.in_memory import as_table, is_table, memory_source, table_pair
+
+    if isinstance(data.train, bytes):
+        return text_source(
+            data.train,
+            context=context,
+            vocabulary=keys["vocabulary"],
+            eval_fraction=data.eval_fraction,
+            eval_text=data.eval,
+            key="data.train",
+        )
+    if is_table(data.train) and (data.eval is None or is_table(data.eval)):
+        return table_pair(
+            as_table(data.train, key="data.train"),
+            None if data.eval is None else as_table(data.eval, key="data.eval"),
+            features=keys["features"],
+            label=keys["label"],
+            fraction=data.eval_fraction,
+            keys=("data.train", "data.eval"),
+            origin="a table in memory",
+        )
+    return memory_source(data.train, data.eval, fraction=data.eval_fraction)
+
+
+def _open_own(data: DataConfig, seed: int) -> Source:
+    """Call the user's function and take what it returns."""
+    from raytrain.data.sources.in_memory import KINDS, memory_source
+    from raytrain.data.sources.ray_dataset import mentions_ray, written_datasets
+    from raytrain.models.registry import call_builder, resolve
+
+    name = data.source or ""
+    function = resolve(name, key="data.source")
+    written = written_datasets(name, function, data.keys, seed=seed) if mentions_ray(function) else None
+    if written is not None:
+        return replace(_open_written(written, data.eval_fraction), handed=written)
+    result = call_builder(function, data.keys, sections={"seed": seed}, key="data")
+    expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
+    if not isinstance(result, Mapping):
+        raise InputError("data.source", seen=f"{name} returned a {type(result).__name__}", expected=expected)
+    unknown = [str(part) for part in result if part not in ("train", "eval")]
+    if unknown or result.get("train") is None:
+        seen = f"the keys {', '.join(map(str, result)) or 'none'}"
+        raise InputError("data.source", seen=f"{name} returned a dict with {seen}", expected=expected)
+    fraction = 0.0 if "eval" in result else data.eval_fraction
+    return memory_source(
+        result["train"],
+        result.get("eval"),
+        fraction=fraction,
+        keys=(f"data.source, train of {name}", f"data.source, eval of {name}"),
+        origin=name,
+    )
+
+
+def _open_written(written: Any, fraction: float) -> Source:
+    """What a Ray Dataset was written to; columns keep their names, as those of any table in memory."""
+    from raytrain.data.sources.parquet import open_groups, parquet_files
+
+    train = parquet_files(written.train, key="data.source")
+    held = [] if written.eval is None else parquet_files(written.eval, key="data.source")
+    return open_groups(train, held, {"features": None, "label": None, "order": "groups"},
+                       fraction=fraction if written.holds_out else 0.0)  # fmt: skip
+
+
+def hand_over(data: DataConfig) -> bytes | Tokenised | None:
+    """What the driver reads for all workers: text that may differ from machine to machine, and texts that went through
+    a tokenizer, which is done once; else None.
+
+    Raises:
+        InputError: as `open_source`.
+    """
+    if data.train is None and data.source == "stdlib":
+        return read_stdlib(source_keys(data)["max_bytes"])
+    return tokenise(data) if is_tokenised(data) else None
+
+
+def handed_over(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
+    """The source of what `hand_over` gave, or of what opening the source on the driver left to be handed over
+    (`Source.handed`); None where that was None, and the worker opens the data itself."""
+    if isinstance(sent, Tokenised):
+        return tokenised_source(sent, context=context)
+    if sent is None or isinstance(sent, bytes):
+        return None if sent is None else _open_stdlib(sent, data, context)
+    return _open_written(sent, data.eval_fraction)

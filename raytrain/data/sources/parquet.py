@@ -1,0 +1,161 @@
+"""The source `parquet`: its files, whether its rows are shuffled whole or by row groups, and what is known of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of
+from raytrain.data.sources.columns import check_present
+from raytrain.data.sources.keys import as_paths
+from raytrain.data.sources.stdlib import locate
+from raytrain.data.sources.tables import Choice, choose, class_names, column_kind, is_text, no_label, parquet_sizes
+from raytrain.errors import InputError
+
+#: `order: auto` shuffles by row groups from so many bytes on; of the files alone, so that it is the same everywhere.
+GROUPS_FROM_BYTES = 1 << 30
+FLOAT_BYTES = 4
+LABEL_BYTES = 8
+
+
+def parquet_files(value: Any, *, key: str) -> list[str]:
+    """The files of a path, a folder (its `*.parquet`, sorted by name) or a list of either."""
+    return [file for path in as_paths(value) for file in _files_of(path, key=key)]
+
+
+def _files_of(path: str, *, key: str) -> list[str]:
+    if "://" not in path:
+        folder = os.path.expanduser(path)
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else None
+        found = None if names is None else [os.path.join(folder, name) for name in names]
+    else:
+        from pyarrow import fs
+
+        filesystem, inner = locate(path, key=key)
+        is_folder = filesystem.get_file_info(inner).type == fs.FileType.Directory
+        entries = filesystem.get_file_info(fs.FileSelector(inner)) if is_folder else []
+        names = sorted(entry.base_name for entry in entries)
+        found = [f"{path.rstrip('/')}/{name}" for name in names] if is_folder else None
+    if found is None:
+        return [path]
+    files = [file for file in found if file.endswith(".parquet") and not os.path.basename(file).startswith(("_", "."))]
+    if not files:
+        raise InputError(key, seen=f"no *.parquet in {path}", expected="a folder with Parquet files")
+    return files
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows of files, and bytes of a row as it is kept."""
+
+    rows: int
+    row_bytes: int
+    by_groups: bool
+    choice: Choice
+    schema: Any
+
+
+def sizes_of(files: Sequence[str], keys: Mapping[str, Any], *, key: str) -> Sizes:
+    """From the metadata alone; whether the rows are shuffled by row groups follows from them and `order`."""
+    schema, rows, sizes = parquet_sizes(files, key=key)
+    choice = choose(schema, features=keys["features"], label=keys["label"], key=key)
+    stored = FLOAT_BYTES * len(choice.stacked) + (LABEL_BYTES if choice.label else 0)
+    row_bytes = int(stored + sum(sizes.get(name, LABEL_BYTES) for name in choice.named))
+    asked = keys.get("order") or "auto"
+    by_groups = asked == "groups" or (asked == "auto" and rows * row_bytes > GROUPS_FROM_BYTES)
+    return Sizes(rows, row_bytes, by_groups, choice, schema)
+
+
+def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[str, Any], *, fraction: float) -> Source:
+    """A source whose rows are read by row groups (`raytrain.data.sources.row_groups`)."""
+    from raytrain.data.sources.row_groups import GroupSplit, held_out
+
+    sizes = sizes_of(files, keys, key="data.path")
+    label = sizes.choice.label
+    every = [*files, *eval_files]
+    names = _class_names(every, label, sizes.schema)
+    low, high = (0, 0) if names or label is None else _bounds(every, label, sizes.schema)
+    known = {
+        "classes": names, "row_bytes": sizes.row_bytes,
+        "weighs_rows": "labels" not in sizes.choice.named and low >= 0,
+    }  # fmt: skip
+    pieces = pieces_of(files)
+    train, held = (pieces, pieces_of(eval_files)) if eval_files else held_out(pieces, fraction)
+    splits = [GroupSplit(part, sizes.choice, **known) for part in (train, held) if part]
+    evaluation = splits[1] if len(splits) > 1 else None
+    count = 0 if evaluation is None else len(evaluation)
+    reason = f"parquet: {len(splits[0]):,} rows to train on, {count:,} for evaluation, by {len(train)} row groups"
+    whole_numbers = label is not None and not _is_float(sizes.schema, label)
+    classes = len(names) if names else high + 1 if whole_numbers and high >= 0 else None
+    return Source(
+        train=splits[0],
+        eval=evaluation,
+        vocab_size=None,
+        facts=replace(facts_of(splits[0], evaluation, reason=reason), kind="groups"),
+        describe=reason,
+        classes=classes,
+        class_names=names,
+    )
+
+
+def pieces_of(files: Sequence[str]) -> list[Any]:
+    """Every row group of these files, in order."""
+    from raytrain.data.sources.row_groups import Piece
+
+    found = []
+    for path in files:
+        meta = _opened(path).metadata
+        counts = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
+        found += [Piece(path, group, 0, rows) for group, rows in enumerate(counts) if rows]
+    return found
+
+
+def _opened(path: str) -> Any:
+    from pyarrow import parquet
+
+    filesystem, inner = locate(path, key="data.path")
+    return parquet.ParquetFile(filesystem.open_input_file(inner))
+
+
+def _is_float(schema: Any, name: str) -> bool:
+    from pyarrow import types
+
+    kind = schema.field(name).type
+    return types.is_floating(kind) or types.is_decimal(kind)
+
+
+def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[str, ...] | None:
+    """The names of string labels: that column alone is read, file by file. Raises InputError: no column of labels."""
+    kind = None if label is None else schema.field(label).type
+    if label is None or column_kind(kind) == "number":
+        return None
+    if not is_text(kind):
+        raise no_label(label, kind)
+    found: set[str] = set()
+    for path in files:
+        found |= set(class_names([_opened(path).read(columns=[label])], label) or ())
+    return tuple(sorted(found)) or None
+
+
+def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
+    """The least and the largest whole number of a label; read from the files' statistics where they have them.
+    Raises InputError: a label is missing."""
+    if _is_float(schema, label):
+        return 0, -1
+    low, high = 0, IGNORED_LABEL
+    for path in files:
+        file = _opened(path)
+        at = [file.metadata.schema.column(n).path for n in range(file.metadata.num_columns)].index(label)
+        for group in range(file.metadata.num_row_groups):
+            told = file.metadata.row_group(group).column(at).statistics
+            if told is None or not told.has_min_max or told.null_count:
+                column = file.read_row_group(group, columns=[label])[label]
+                check_present(column, label, key=f"data.path, row group {group} of {path}")
+                values = column.to_numpy()
+                least, most = int(values.min()), int(values.max())
+            else:
+                least, most = int(told.min), int(told.max)
+            low, high = min(low, least), max(high, most)
+    return low, high

@@ -1,0 +1,189 @@
+"""Parquet, CSV and JSON lines as Arrow tables, and the choice of their columns. Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain.data.sources.stdlib import file_size, locate, unreadable
+from raytrain.errors import InputError
+
+# pyarrow's own list without its spellings of NaN, which are told from missing values here.
+MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "null"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which columns are used: `stacked` become x (rows, F), `named` keep their names, `label` the labels."""
+
+    stacked: tuple[str, ...]
+    named: tuple[str, ...]
+    label: str | None
+
+
+def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
+    """One pyarrow Table of all files, in the order given.
+
+    Raises:
+        InputError: a file that is missing, unreadable or of another kind, no rows, or columns that differ.
+    """
+    import pyarrow as pa
+
+    tables = [_read_table(path, kind=kind, key=key) for path in paths]
+    for path, table in zip(paths, tables, strict=True):
+        _check_names(table.column_names, key=key)
+        if sorted(table.column_names) != sorted(tables[0].column_names):
+            raise InputError(
+                key,
+                seen=f"the columns {_listed(table.column_names)} in {path}",
+                expected=f"{_listed(tables[0].column_names)} as in {paths[0]}",
+            )
+    try:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise InputError(
+            key, seen=f"columns of different types: {error}", expected="one type a column"
+        ) from error
+    if not table.num_rows:
+        raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
+    return table
+
+
+def _check_names(names: Sequence[str], *, key: str) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise InputError(key, seen=f"two columns named '{twice}'", expected="different names")
+
+
+def _read_table(path: str, *, kind: str, key: str) -> Any:
+    import pyarrow as pa
+
+    file_size(path, key=key)
+    filesystem, inner = locate(path, key=key)
+    try:
+        if kind == "parquet":
+            from pyarrow import parquet
+
+            return parquet.read_table(inner, filesystem=filesystem)
+        with filesystem.open_input_stream(inner) as stream:
+            if kind == "csv":
+                from pyarrow import csv
+
+                options = csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
+                return csv.read_csv(stream, convert_options=options)
+            from pyarrow import json
+
+            return json.read_json(stream)
+    except pa.ArrowException as error:
+        message = str(error).splitlines()[0]
+        raise InputError(
+            key, seen=f"{path}, which cannot be read: {message}", expected=f"a {kind} file"
+        ) from error
+    except OSError as error:
+        raise unreadable(path, error, key=key) from error
+
+
+def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:
+    """(schema, rows, stored bytes of a row by column) of Parquet files, from their metadata alone."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    schema, rows, sizes = None, 0, {}
+    for path in paths:
+        file_size(path, key=key)
+        filesystem, inner = locate(path, key=key)
+        try:
+            with filesystem.open_input_file(inner) as file:
+                opened = parquet.ParquetFile(file)
+                meta, schema = opened.metadata, schema or opened.schema_arrow
+        except pa.ArrowException as error:
+            raise InputError(
+                key, seen=f"{path}: {str(error).splitlines()[0]}", expected="a parquet file"
+            ) from error
+        rows += meta.num_rows
+        for group in range(meta.num_row_groups):
+            for number in range(meta.num_columns):
+                chunk = meta.row_group(group).column(number)
+                name = chunk.path_in_schema.split(".")[0]
+                sizes[name] = sizes.get(name, 0) + chunk.total_uncompressed_size
+    if not rows:
+        raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
+    return schema, rows, {name: size / rows for name, size in sizes.items()}
+
+
+def choose(schema: Any, *, features: Sequence[str] | None, label: str | None, key: str) -> Choice:
+    """Which columns of `schema` are used, and how.
+
+    Lists keep their names; numbers are stacked to x, except where neither features nor a label are given.
+
+    Raises:
+        InputError: a column that does not exist, or one that holds no numbers.
+    """
+    names = list(schema.names)
+    _check_names(names, key=key)
+    for wanted, origin in [*((name, "data.features") for name in features or ()), (label, "data.label")]:
+        if wanted is not None and wanted not in names:
+            near = difflib.get_close_matches(wanted, names, n=1)
+            raise InputError(
+                origin,
+                seen=f"'{wanted}', which {key} does not have",
+                expected=f"columns among {_listed(names)}",
+                remedy=f"nearest: {near[0]}" if near else "",
+            )
+    used = [name for name in (names if features is None else features) if name != label]
+    kinds = {name: column_kind(schema.field(name).type) for name in used}
+    for name, kind in kinds.items():
+        if kind == "other":
+            raise InputError(
+                "data.features",
+                seen=f"column '{name}' of type {schema.field(name).type}",
+                expected="numbers or lists of numbers",
+                remedy="list the columns to use in data.features",
+            )
+    if not used:
+        raise InputError("data.features", seen="no column", expected=f"some of {_listed(names)}")
+    own = features is None and label is None
+    stacked = tuple(name for name in used if kinds[name] == "number" and not own)
+    return Choice(stacked, tuple(name for name in used if name not in stacked), label)
+
+
+def column_kind(kind: Any) -> str:
+    """What a pyarrow type is to us: "number", "list" (of numbers) or "other"."""
+    from pyarrow import types
+
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind):
+        return "number"
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return "list" if is_list and column_kind(kind.value_type) == "number" else "other"
+
+
+def no_label(name: str, kind: Any) -> InputError:
+    """The message for a column of a type that no label has."""
+    expected = "whole numbers or strings for classes, fractions for regression"
+    return InputError("data.label", seen=f"column '{name}' of type {kind}", expected=expected)
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a pyarrow type is that of strings, as they are or by their numbers in a dictionary."""
+    from pyarrow import types
+
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+
+
+def class_names(tables: Sequence[Any], label: str | None) -> tuple[str, ...] | None:
+    """The sorted names of a label of strings over all tables; None where the label is no string."""
+    if label is None or not all(
+        label in table.column_names and is_text(table[label].type) for table in tables
+    ):
+        return None
+    return tuple(
+        sorted({name for table in tables for name in table[label].unique().to_pylist() if name is not None})
+    )
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,271 @@
+"""Text as tokens: bytes or characters, from files or from memory. Torch is imported only to open it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.stdlib import file_size, read_bytes
+from raytrain.errors import InputError
+from raytrain.plan.plan import DataFacts
+
+
+@dataclass(frozen=True)
+class ByteVocabulary:
+    """256 tokens, the bytes of UTF-8."""
+
+    size: int = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of the tokens; bytes that are no UTF-8 become the replacement character."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class CharVocabulary:
+    """One token for each character that occurs, in the order of their code points."""
+
+    characters: str
+
+    @property
+    def size(self) -> int:
+        """Number of different characters."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises InputError for a character that the training text does not have."""
+        unknown = sorted(set(text) - set(self.characters))
+        if unknown:
+            raise InputError(
+                "data.vocabulary",
+                seen=f"the character {unknown[0]!r}",
+                expected=f"one of the {self.size} characters of the training text",
+            )
+        numbers = {character: number for number, character in enumerate(self.characters)}
+        return [numbers[character] for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.characters[token] for token in tokens)
+
+
+def check_context(context: int | None) -> int:
+    """The window length. Raises InputError where the model names none."""
+    if context is None:
+        raise InputError(
+            "model.context",
+            seen="no value",
+            expected="a number of tokens",
+            remedy="text is cut into windows of model.context tokens",
+        )
+    return context
+
+
+def text_facts(
+    train: int,
+    evaluation: int,
+    *,
+    context: int,
+    token_bytes: int,
+    vocab_size: int | None,
+    reason: str,
+    key: str,
+) -> DataFacts:
+    """Sizes of a text of `train` and `evaluation` tokens (0 = no evaluation).
+
+    Raises:
+        InputError: fewer tokens than a training epoch needs (two windows, as its offset moves by up to one),
+            or than one window and a token for evaluation.
+    """
+    needs = {"training": (train, 2 * context)}
+    if evaluation:
+        needs["evaluation"] = (evaluation, context + 1)
+    for use, (tokens, least) in needs.items():
+        if tokens < least:
+            raise InputError(
+                key,
+                seen=f"{tokens:,} tokens for {use}",
+                expected=f"at least {least:,} with model.context {context}",
+                remedy="give more text, or a smaller model.context or data.eval_fraction",
+            )
+    return DataFacts(
+        train_rows=(train - context) // context,
+        eval_rows=max(evaluation - 1, 0) // context,
+        row_bytes=context * token_bytes,
+        tokens_per_row=context,
+        total_bytes=(train + evaluation) * token_bytes,
+        vocab_size=vocab_size,
+        reason=reason,
+    )
+
+
+def cut(tokens: int, fraction: float) -> int:
+    """Where evaluation begins: the last `fraction` of the text."""
+    return int(tokens * (1 - fraction))
+
+
+def describe_text(
+    paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str
+) -> DataFacts:
+    """Sizes of text files from their file sizes alone."""
+    length = check_context(context)
+    sizes = sum(file_size(path, key="data.path") for path in paths)
+    eval_sizes = sum(file_size(path, key="data.eval_path") for path in eval_paths)
+    return describe_bytes(
+        sizes, eval_sizes, context=length, fraction=fraction, vocabulary=vocabulary, origin=_files(paths)
+    )
+
+
+def describe_bytes(
+    size: int,
+    eval_size: int = 0,
+    *,
+    context: int | None,
+    fraction: float,
+    vocabulary: str = "bytes",
+    origin: str,
+    key: str = "data.path",
+) -> DataFacts:
+    """Sizes of a text of `size` bytes; with characters, the most there can be."""
+    train, evaluation = (size, eval_size) if eval_size else (cut(size, fraction), size - cut(size, fraction))
+    is_bytes = vocabulary == "bytes"
+    return text_facts(
+        train,
+        evaluation,
+        context=check_context(context),
+        token_bytes=1,
+        vocab_size=256 if is_bytes else None,
+        reason=_sentence(origin, train, evaluation, unit="bytes" if is_bytes else "characters at most"),
+        key=key,
+    )
+
+
+def _files(paths: list[str]) -> str:
+    return f"text {paths[0]}" if len(paths) == 1 else f"text of {len(paths)} files"
+
+
+def _sentence(origin: str, train: int, evaluation: int, *, unit: str) -> str:
+    kept = f"{evaluation:,} of them for evaluation" if evaluation else "none for evaluation"
+    return f"{origin}: {train + evaluation:,} {unit}, {kept}"
+
+
+def open_text(
+    paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str,
+    same_labels: bool = False,
+) -> Source:  # fmt: skip
+    """Text files joined in the order given, nothing between them."""
+    check_context(context)
+    texts = [read_bytes(path, key="data.path") for path in paths]
+    eval_texts = [read_bytes(path, key="data.eval_path") for path in eval_paths]
+    if vocabulary == "chars":
+        for path, text in zip(paths + eval_paths, texts + eval_texts, strict=True):
+            _check_utf8(text, path)
+    return text_source(
+        b"".join(texts),
+        eval_text=b"".join(eval_texts) if eval_paths else None,
+        context=context,
+        eval_fraction=fraction,
+        vocabulary=vocabulary,
+        origin=_files(paths),
+        same_labels=same_labels,
+    )
+
+
+def _check_utf8(text: bytes, path: str) -> None:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            "data.vocabulary",
+            seen=f"chars, and byte {error.start} of {path} is no UTF-8",
+            expected="UTF-8 text",
+            remedy="vocabulary: bytes takes any file",
+        ) from error
+
+
+def text_source(
+    text: bytes,
+    *,
+    context: int | None,
+    vocabulary: str = "bytes",
+    eval_fraction: float = 0.1,
+    eval_text: bytes | None = None,
+    origin: str = "text in memory",
+    key: str = "data.path",
+    same_labels: bool = False,
+) -> Source:
+    """A source of text in memory.
+
+    Args:
+        text: UTF-8, or any bytes with the byte vocabulary.
+        context: tokens of a window.
+        vocabulary: "bytes" or "chars" (all characters of both texts).
+        eval_fraction: the last part of the tokens, for evaluation; 0 = none.
+        eval_text: a text of its own for evaluation instead.
+        origin: what the text is, for people.
+        key: what errors name.
+        same_labels: labels are the input_ids (`TextSplit`).
+    """
+    from raytrain.data.rows.splits import TextSplit
+
+    length = check_context(context)
+    windows = partial(TextSplit, context=length, key=key, same_labels=same_labels)
+    words: Any
+    if vocabulary == "bytes":
+        words, tokens, others = ByteVocabulary(), _bytes(text), None if eval_text is None else _bytes(eval_text)
+    else:
+        for part in (text, eval_text or b""):
+            _check_utf8(part, origin)
+        words, tokens, others = _characters(text, eval_text)
+    if others is None:
+        at = cut(len(tokens), eval_fraction)
+        tokens, others = tokens[:at], tokens[at:]
+    unit = "bytes" if vocabulary == "bytes" else f"characters ({words.size} different ones)"
+    reason = _sentence(origin, len(tokens), len(others), unit=unit)
+    facts = text_facts(
+        len(tokens),
+        len(others),
+        context=length,
+        token_bytes=tokens.dtype.itemsize,
+        vocab_size=words.size,
+        reason=reason,
+        key=key,
+    )
+    return Source(
+        train=windows(tokens),
+        eval=windows(others) if len(others) else None,
+        vocab_size=words.size,
+        facts=facts,
+        decode=words.decode,
+        encode=words.encode,
+        describe=reason,
+        first_labels_ignored=same_labels,
+    )
+
+
+def _bytes(text: bytes) -> np.ndarray:
+    """Writable tokens (one copy): torch takes no read-only memory."""
+    return np.frombuffer(bytearray(text), dtype=np.uint8)
+
+
+def _characters(text: bytes, eval_text: bytes | None) -> tuple[CharVocabulary, np.ndarray, np.ndarray | None]:
+    """The vocabulary of both texts, and their tokens in the smallest type that holds them."""
+    parts = [part.decode("utf-8") for part in (text, eval_text) if part is not None]
+    codes = [np.frombuffer(part.encode("utf-32-le"), dtype=np.uint32) for part in parts]
+    top = max((int(part.max()) for part in codes if len(part)), default=0)
+    present = np.zeros(top + 1, dtype=bool)
+    for part in codes:
+        present[part] = True
+    found = np.flatnonzero(present)
+    kind = np.uint8 if len(found) <= 2**8 else np.uint16 if len(found) <= 2**16 else np.int32
+    numbers = np.zeros(top + 1, dtype=kind)
+    numbers[found] = np.arange(len(found))
+    words = CharVocabulary("".join(map(chr, found.tolist())))
+    return words, numbers[codes[0]], numbers[codes[1]] if len(codes) > 1 else None

@@ -1,0 +1,143 @@
+"""When a checkpoint is due, and what the workers do together to take one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Literal
+
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+
+from raytrain.checkpoint.snapshot import flatten, unflatten
+from raytrain.checkpoint.writer import CheckpointWriter, solve_interval
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.session import Session
+from raytrain.train.state import Clock, LoopState, Reporter
+
+#: `save.every: auto`: the stall may cost this share of the time ...
+STALL_BUDGET = 0.03
+#: ... and at most this many seconds of work may be lost to a failure, budget permitting.
+WORK_AT_RISK_S = 30.0
+#: Checkpoints are at most this many steps apart, or as many as the work at risk takes where steps are very short.
+MOST_STEPS = 10_000
+#: The first automatic checkpoint, which measures the stall.
+FIRST_STEP = 10
+
+
+class CheckpointSaver:
+    """The loop's `Saver`: rank 0 snapshots and writes, the others send their random generators.
+
+    Args:
+        session: whose state is saved.
+        run: the run folder.
+        every: steps between checkpoints, or "auto" (from the measured stall).
+        keep: how many to keep besides the best.
+        reporter: rank 0's, for events and the fence against a newer attempt.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunFolder,
+        *,
+        every: int | str,
+        keep: int | Literal["all"],
+        asynchronous: bool,
+        reporter: Reporter,
+        clock: Clock,
+        fence: Any,
+    ) -> None:
+        self.session = session
+        self.workers: Workers = session.workers
+        self.reporter = reporter
+        self.clock = clock
+        self._every = every
+        self._interval = every if isinstance(every, int) else None
+        self._last_step = session.state.step
+        self._begin = time.perf_counter()
+        self._begin_step = session.state.step
+        self.writer = (
+            CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence, world_size=self.workers.world)
+            if self.workers.rank == 0
+            else None
+        )
+        if self.writer is not None:  # the first copy touches new memory and would stall the loop many times longer
+            self.writer.rehearse(session.parts())
+        self._others = session.layout.saved_elsewhere(session.parts, run)
+
+    def due(self, step: int) -> bool:
+        """Rank 0: whether a checkpoint is due after `step`."""
+        if self._every == "auto" and self._interval is None:
+            return step - self._begin_step >= FIRST_STEP
+        if self._every == "auto":
+            return step - self._last_step >= (self._interval or 1)
+        return step % int(self._every) == 0
+
+    def save(self, state: LoopState, *, final: bool) -> None:
+        """Collective: gather the generators, snapshot on rank 0, write in the background (wait if it is the last)."""
+        elsewhere = self._others
+        if elsewhere is not None and self.writer is not None:
+            self.writer.prepare(state.step)
+        flat = flatten(self.session.generator_state())
+        gathered = self.workers.gather_bytes(_pack(flat.tensors, flat.skeleton))
+        if elsewhere is not None:  # everybody has met: the directory is there
+            elsewhere.begin_save(state.step)
+        self._last_step = state.step
+        self.clock.keep(state.step)
+        if self.writer is None:
+            return
+        generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}
+        step_s = (time.perf_counter() - self._begin) / max(1, state.step - self._begin_step)
+        eval_loss = state.last_eval["loss"] if state.last_eval and state.last_eval["step"] == state.step else None
+        stall = self.writer.save(
+            {**self.session.parts(), "rng": generators},
+            {
+                "loop": state.to_json(),
+                "world_size": self.workers.world,
+                "precision": self.session.precision,
+                "seed": self.session.job.seed,
+            },
+            step=state.step,
+            eval_loss=eval_loss,
+            elsewhere=elsewhere,
+        )
+        self._solve(stall, step_s, state.step)
+        if final:
+            self.writer.wait()
+        self.reporter.event("checkpoint", step=state.step, stall_s=stall, seconds=dict(self.clock.seconds))
+
+    def _solve(self, stall: float, step_s: float, step: int) -> None:
+        if self._every != "auto":
+            return
+        least = max(1, int(WORK_AT_RISK_S / max(step_s, 1e-9)))
+        most = max(MOST_STEPS, least)
+        solved = solve_interval(stall_s=stall, step_time_s=step_s, budget=STALL_BUDGET, minimum=least, maximum=most)
+        interval = int(solved.value)
+        if self._interval is None or not 0.75 <= interval / self._interval <= 1.33:
+            self.reporter.event("decision", what="checkpoint_every", value=interval, reason=solved.reason, step=step)
+        self._interval = interval
+
+    def abandon(self) -> None:
+        """End where a part of the state is lost: what is being written is given up."""
+        if self.writer is not None:
+            self.writer.abandon()
+
+    def close(self) -> None:
+        """Wait for the last write."""
+        if self.writer is not None:
+            self.writer.close()
+        self.session.layout.close_saves()
+
+
+def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:
+    """A nested state for the wire, without pickle: length of the JSON, the JSON, the tensors as safetensors."""
+    text = json.dumps(skeleton).encode()
+    return len(text).to_bytes(8, "little") + text + tensors_to_bytes(tensors)
+
+
+def _unpack(payload: bytes) -> tuple[dict[str, Any], Any]:
+    """What `_pack` packed."""
+    size = int.from_bytes(payload[:8], "little")
+    return tensors_from_bytes(payload[8 + size :]), json.loads(payload[8 : 8 + size])

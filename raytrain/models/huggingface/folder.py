@@ -1,0 +1,122 @@
+"""A local folder of transformers as far as it can be read without torch: config, sizes, what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from raytrain.errors import InputError, first_line
+from raytrain.models.sizes import FLOAT_BYTES, missing_key, unknown_key
+from raytrain.models.weights.headers import find_weights
+from raytrain.plan.plan import ModelFacts
+
+CAUSAL_LM = "raytrain.models.transformers:causal_lm"
+CLASSIFIER = "raytrain.models.transformers:classifier"
+KEYS = {
+    CAUSAL_LM: ("path", "context", "init", "freeze", "vocab_size"),
+    CLASSIFIER: ("path", "num_labels", "init", "freeze", "num_classes", "class_names", "vocab_size"),
+}
+"""The builders on such folders, and what each takes."""
+
+EXPECTED = "a local folder that save_pretrained of transformers wrote"
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+
+def check_installed(builder: str) -> None:
+    """Raises InputError where the optional package is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError(
+            "model.builder",
+            seen=f"{builder}, and transformers is not installed",
+            expected="transformers 5 or newer",
+            remedy="pip install 'raytrain[transformers]'",
+        )
+
+
+def read_config(path: Any) -> dict[str, Any]:
+    """The config.json of a folder of transformers.
+
+    Raises:
+        InputError: `path` is no such folder; nothing is ever downloaded.
+    """
+    if not isinstance(path, str) or not path:
+        raise InputError("model.path", seen=repr(path), expected=EXPECTED)
+    if not os.path.isdir(path):
+        seen = f"a file at {path}" if os.path.exists(path) else f"no folder at {path}"
+        raise InputError("model.path", seen=seen, expected=EXPECTED, remedy="nothing is downloaded")
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+    except FileNotFoundError as error:
+        raise InputError("model.path", seen=f"no config.json in {path}", expected=EXPECTED) from error
+    except (OSError, ValueError) as error:
+        raise InputError("model.path", seen=f"{path}/config.json: {first_line(error)}", expected=EXPECTED) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise InputError("model.path", seen=f"no model_type in {path}/config.json", expected=EXPECTED)
+    return config
+
+
+def longest_input(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a model takes at most, as its config says; None where it does not."""
+    inner = config.get("text_config")
+    places = [config, inner] if isinstance(inner, Mapping) else [config]
+    for place in places:
+        for key in POSITION_KEYS:
+            if isinstance(place.get(key), int) and place[key] > 0:
+                return place[key]
+    return None
+
+
+def check_patterns(patterns: Any) -> list[str]:
+    """`model.freeze` as a list. Raises InputError for anything but strings."""
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
+        raise InputError("model.freeze", seen=repr(patterns), expected="a list of patterns such as model.layers.0.*")
+    return list(listed)
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter's whole name matches one of the patterns (* and ? as in a shell)."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def folder_facts(builder: str | None, keys: Mapping[str, Any]) -> ModelFacts | None:
+    """Sizes of a model in a folder by the headers of its files.
+
+    Returns:
+        None for another builder, and for random weights, which have no file.
+    Raises:
+        InputError: a key that the builder does not take or misses, no such folder, no weights in it.
+    """
+    if builder not in KEYS:
+        return None
+    accepted = KEYS[builder]
+    for name in keys:
+        if name not in accepted:
+            raise unknown_key("model", name, builder, accepted)
+    if "path" not in keys:
+        raise missing_key("model", "path", builder, accepted)
+    check_installed(builder)
+    read_config(keys["path"])
+    patterns = check_patterns(keys.get("freeze", ()))
+    if keys.get("init", "weights") != "weights":
+        return None
+    stored = find_weights(keys["path"], key="model.path")
+    frozen = sum(
+        math.prod(shape)
+        for name, shape in stored.shapes.items()
+        if name not in stored.aliases and is_frozen(name, patterns)
+    )
+    head = "; the head is new" if builder == CLASSIFIER else ""
+    return ModelFacts(
+        parameters=stored.parameters,
+        trainable_bytes=FLOAT_BYTES * (stored.parameters - frozen),
+        activation_bytes_per_sample=None,
+        flops_per_sample=None,
+        reason=f"headers of the files in {keys['path']}{head}",
+    )

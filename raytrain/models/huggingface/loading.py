@@ -1,0 +1,135 @@
+"""From a folder of transformers to a module and back: what is loaded, what does not fit, what is written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from raytrain.errors import InputError, first_line
+from raytrain.models.sizes import SizeError
+from raytrain.models.weights.headers import find_weights
+from raytrain.models.weights.initial import misfit, misfits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ReadsWeights(RuntimeError):
+    """What the headers say is not enough: the weights must be read to know whether they fit."""
+
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[Any]:
+    """transformers, which inside neither draws progress bars nor reports what it loads: what is wrong is raised."""
+    import transformers
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def open_config(path: str) -> Any:
+    """The config of a folder. Raises InputError for a model that this version of transformers does not know."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = "a model that this version of transformers knows"
+        raise InputError("model.path", seen=f"{path}: {first_line(error)}", expected=expected) from error
+
+
+def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> PreTrainedModel:
+    """In float32, without a cache; on the meta device from the config alone, once the headers were looked at.
+
+    Args:
+        auto: transformers' class for the task.
+        head: tensors outside the model's trunk may be missing or of another size, and are drawn then.
+    """
+    if init not in ("weights", "random"):
+        raise SizeError("init", seen=repr(init), expected="weights or random")
+    on_meta = torch.get_default_device().type == "meta"
+    try:
+        if init == "random" or on_meta:
+            module = auto.from_config(config, dtype=torch.float32)
+            found: Mapping[str, list[str]] = {}
+            if init == "weights" and misfits_of(module, find_weights(path, key="model.path").shapes, head=head):
+                raise ReadsWeights(path)
+        else:
+            module, report = auto.from_pretrained(
+                path, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+            found = _within_trunk(module, _reported(report), head=head)
+    except (OSError, ValueError) as error:
+        if isinstance(error, SizeError):
+            raise
+        expected = f"a model and weights for {auto.__name__}"
+        raise InputError("model.path", seen=f"{path}: {first_line(error)}", expected=expected) from error
+    if found:
+        raise misfit(found, path, key="model.path")
+    module.config.use_cache = False  # a cache of keys and values is for writing, and hides that rows are packed
+    return module
+
+
+def misfits_of(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, head: bool) -> dict[str, list[str]]:
+    """What a folder's headers lack for this module; what they have beyond it, such as another head, is left aside."""
+    return _within_trunk(module, misfits(module, shapes), head=head)
+
+
+def _reported(report: Mapping[str, Any]) -> dict[str, list[str]]:
+    """transformers' report of a loading in our words."""
+    misshapen = [f"{name} {list(seen)} for {list(own)}" for name, seen, own in report["mismatched_keys"]]
+    return {"missing": sorted(report["missing_keys"]), "misshapen": sorted(misshapen)}
+
+
+def _within_trunk(module: PreTrainedModel, found: Mapping[str, list[str]], *, head: bool) -> dict[str, list[str]]:
+    prefix = f"{module.base_model_prefix}." if head else ""
+    kinds = ("missing", "misshapen")
+    kept = {kind: [name for name in found.get(kind, ()) if name.startswith(prefix)] for kind in kinds}
+    return {kind: names for kind, names in kept.items() if names}
+
+
+def exporter(module: PreTrainedModel) -> Callable[[dict[str, Tensor], str], None]:
+    """`Trainable.export` of a module: its config and its weights under the names that files of its kind have."""
+
+    def export(state: dict[str, Tensor], folder: str) -> None:
+        with quiet():
+            module.config.use_cache = True
+            try:
+                module.save_pretrained(folder, state_dict=state, max_shard_size=2**62)
+            finally:
+                module.config.use_cache = False
+
+    return export
+
+
+def translator(module: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """`Trainable.translate` of a module: transformers renames and joins some tensors on the way from a file."""
+
+    def translate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        with quiet(), torch.random.fork_rng(devices=[]):
+            kind: Any = type(module)  # its stub does not know that a report comes with it
+            made, report = kind.from_pretrained(
+                None, config=copy.deepcopy(module.config), state_dict=dict(state), dtype=torch.float32,
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        left = set(report["missing_keys"]) | {name for name, *_ in report["mismatched_keys"]}
+        found = {name: tensor for name, tensor in made.state_dict().items() if name not in left}
+        wrong = {name: torch.empty(seen, device="meta") for name, seen, _ in report["mismatched_keys"]}
+        return found | wrong | {name: state[name] for name in report["unexpected_keys"]}
+
+    return translate

@@ -1,0 +1,275 @@
+"""The plan: every `auto` of a job becomes one value with its reason, before anything is started.
+
+`make_plan` is pure: sections, machines and facts in, a frozen `Plan` out. It imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.devices.inventory import Inventory
+from raytrain.config.sections import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    SaveConfig,
+    ScaleConfig,
+)
+from raytrain.plan.choice import (
+    Choice,
+    DataFacts,
+    Deferred,
+    ModelFacts,
+    Resolved,
+    choice_from_json,
+)
+from raytrain.plan.rules.batch import (
+    choose_batches,
+    choose_checkpoint_every,
+    choose_eval_every,
+    choose_global_batch,
+    choose_length,
+    choose_lr,
+    choose_warmup,
+    leave_to_memory,
+)
+from raytrain.plan.rules.devices import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
+from raytrain.plan.rules.fsdp import leave_to_shards, refuse_unmeasured, settled_precision
+from raytrain.plan.rules.hosts import (
+    beside_hosts,
+    choose_hosts,
+    choose_inflight,
+    choose_overlap,
+    choose_strategy,
+    hosts_by_node,
+    taken_by_hosts,
+)
+from raytrain.plan.rules.memory import ShareOut, estimate_bytes
+from raytrain.plan.rules.shares import choose_shares, splits
+from raytrain.plan.rules.shortage import advise_recomputing, beyond, check_limit, doubt_of_memory
+from raytrain.plan.rules.speed import choose_speed
+from raytrain.plan.rules.step_time import predict_step
+from raytrain.plan.rules.storage import Room, choose_loaders, choose_storage, resident_bytes
+from raytrain.plan.rules.workers import choose_placement, choose_threads, cores_of, count_workers, spread, worker_room
+from raytrain.plan.table import reason_of, shown
+
+__all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do; written to the run folder as plan.json and handed to the workers.
+
+    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap` where
+    nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
+    `fp32_layers` where none is asked for, `resident_rows` where not a part of the rows is kept on the device.
+    `warnings` lists each fall-back and each doubtful setting;
+    `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
+    from (default, recipe, file, python or command line).
+    """
+
+    mode: Choice
+    device: Choice
+    accelerator: Choice
+    workers: Choice
+    placement: Choice
+    strategy: Choice
+    backend: Choice
+    overlap: Choice | None = field(default=None, kw_only=True)
+    threads: Choice
+    precision: Choice
+    fp32_layers: Choice | None = field(default=None, kw_only=True)
+    global_batch_size: Choice
+    micro_batch_size: Choice
+    accumulation: Choice
+    effective_batch: Choice
+    shares: Choice | None = field(default=None, kw_only=True)
+    steps_per_epoch: Choice
+    max_steps: Choice
+    warmup_steps: Choice
+    lr: Choice
+    optimizer_impl: Choice
+    compile: Choice | None = field(default=None, kw_only=True)
+    cudnn_benchmark: Choice | None = field(default=None, kw_only=True)
+    eval_every: Choice
+    checkpoint_every: Choice
+    storage: Choice
+    resident_rows: Choice | None = field(default=None, kw_only=True)
+    loader_workers: Choice | None = field(default=None, kw_only=True)
+    hosts: Choice
+    inflight: Choice | None = field(default=None, kw_only=True)
+    experts: Choice
+    deterministic: Choice
+    parameters: Choice
+    memory: Choice
+    host_memory: Choice
+    step_time: Choice
+    checkpoint_bytes: Choice
+    files: Choice
+    warnings: list[str] = field(default_factory=list)
+    model_facts: ModelFacts | None = None
+    data_facts: DataFacts | None = None
+    inventory: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def choices(self) -> dict[str, Choice]:
+        """The decisions by name, in the order of the table."""
+        named = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in named if isinstance(value, Resolved | Deferred)}
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of each decision, as text for a table; None is what does not apply."""
+        known = ((n, c) for n, c in self.choices().items() if not isinstance(c, Resolved) or c.value is not None)
+        return [(name, shown(name, choice), reason_of(choice)) for name, choice in known]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `Plan.from_json` of it equals this plan."""
+        return {
+            "choices": {name: choice.to_json() for name, choice in self.choices().items()},
+            "warnings": list(self.warnings),
+            "model_facts": self.model_facts.to_json() if self.model_facts else None,
+            "data_facts": self.data_facts.to_json() if self.data_facts else None,
+            "inventory": self.inventory,
+            "config": self.config,
+            "sources": dict(self.sources),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Plan:
+        """The plan that `to_json` wrote."""
+        model, data = record["model_facts"], record["data_facts"]
+        return cls(
+            **{name: choice_from_json(row) for name, row in record["choices"].items()},
+            warnings=list(record["warnings"]),
+            model_facts=ModelFacts.from_json(model) if model else None,
+            data_facts=DataFacts(**data) if data else None,
+            inventory=dict(record["inventory"]),
+            config=dict(record["config"]),
+            sources=dict(record["sources"]),
+        )
+
+
+def make_plan(
+    *, model: ModelConfig, data: DataConfig, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig,
+    save: SaveConfig, scale: ScaleConfig, experts_hosts: Any, experts_inflight: Any, cluster: ClusterConfig, seed: int,
+    inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
+    share_out: ShareOut | None = None, compile_missing: str | None = None,
+) -> Plan:  # fmt: skip
+    """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
+
+    `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
+    are shared out, `compile_missing` why torch.compile cannot be had. Raises InputError for what these machines or this
+    data cannot give, naming the key.
+    """
+    warnings: list[str] = []
+    total = choose_global_batch(loop, data_facts)
+    machines = choose_machines(scale, inventory, warnings)
+    alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
+    workers = beside_hosts(alone, experts_hosts, scale, machines, inventory)
+    hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
+    left = machines.without(taken_by_hosts(hosts.value, machines, inventory))
+    choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
+    length = choose_length(loop, global_batch=total, data_facts=data_facts)
+    parts = splits(scale, workers=workers.value, hosts=hosts)
+    batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
+    inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
+    sharded, allowed = scale.strategy == "fsdp", worker_room(cluster, left, inventory, workers=workers.value)
+    estimate = partial(
+        estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
+        on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
+    )  # fmt: skip
+    one_row = estimate(resident=0, micro=1)["memory"]
+    check_limit(
+        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, one_row=one_row,
+        recomputed=bool(loop.activation_checkpointing), shards=workers.value if sharded else 1,
+    )  # fmt: skip
+    kept, estimates = _data_choices(
+        data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
+        warnings, on_gpu=machines.on_gpu,
+    )  # fmt: skip
+    doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
+    settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
+    warnings += beyond(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
+    warnings += advise_recomputing(model_facts, estimates["memory"], allowed, loop, rows=_rows_kept(batches, inflight))
+    known: dict[str, Choice] = {**choices, **batches, **estimates}
+    shares = choose_shares(
+        scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
+    )
+    known |= {} if shares is None else {"shares": shares}
+    return Plan(
+        **choices, **settled, **length, **estimates, shares=shares,
+        fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
+        step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
+        global_batch_size=Resolved(total, "loop.global_batch_size"),
+        warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
+        **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
+        eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
+        checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
+        **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
+        deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
+        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"), sources={}, config={},
+    )  # fmt: skip
+
+
+def _machine_choices(
+    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, left: Machines, inventory: Inventory,
+    workers: Resolved, hosts: Resolved, warnings: list[str],
+) -> dict[str, Choice]:  # fmt: skip
+    """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
+    if scale.shares == "equal":
+        warn_of_kinds(left, warnings)
+    refuse_unmeasured(scale, precision)
+    asked = choose_precision(precision, machines, inventory, warnings)
+    counts = spread(workers.value, left, inventory)
+    beside = hosts_by_node(hosts, counts, machines, inventory)
+    overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
+    return {
+        "mode": machines.mode,
+        "device": machines.device,
+        "accelerator": machines.accelerator,
+        "workers": workers,
+        "placement": choose_placement(counts, machines),
+        "strategy": choose_strategy(scale, hosts, workers=workers.value),
+        "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
+        **({} if overlap is None else {"overlap": overlap}),
+        "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
+        "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
+    }
+
+
+def _data_choices(
+    data: DataConfig, facts: DataFacts | None, model_facts: ModelFacts | None, allowed: int | None,
+    estimate: Callable[..., dict[str, Choice]], spread_out: tuple[Mapping[str, int], Mapping[str, int]],
+    warnings: list[str], *, on_gpu: bool,
+) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
+    """(storage, resident_rows where a part is kept, and loader_workers; the estimates with what is kept). `estimate` is
+    of a worker with so many bytes of data, `spread_out` says how many workers and cores each node has."""
+    taken = estimate(resident=0)["memory"]
+    whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
+    known = int(taken.value) if isinstance(taken, Resolved) else None
+    room = Room(allowed, taken=known, whole=whole, on_gpu=on_gpu)
+    counts, cores = spread_out
+    loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
+    kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings)
+    if _is(kept["storage"], "resident") and not _is(loaders, 0):
+        loaders = Resolved(0, "rows are kept in memory")
+    return {**kept, "loader_workers": loaders}, estimate(resident=resident_bytes(facts, kept))
+
+
+def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
+    """Rows whose activations a worker keeps at a time: those of each micro-batch in flight."""
+    most = 1 if inflight is None or _is(inflight, 1) else 2
+    return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
+
+
+def _is(choice: Choice, value: Any) -> bool:
+    return isinstance(choice, Resolved) and choice.value == value
+
+

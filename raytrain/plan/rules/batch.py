@@ -1,0 +1,192 @@
+"""Plan rules about work: batches, the length of a run, its rhythm.
+
+Pure: sections and facts in, choices out. What the facts do not tell yet is `Deferred`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from raytrain.config.sections import LoopConfig, OptimConfig, SaveConfig
+from raytrain.errors import InputError
+from raytrain.plan.choice import Choice, DataFacts, Deferred, Resolved
+
+REFERENCE_BATCH = 32
+"""`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""
+
+EVAL_SHARE = 0.1
+"""Evaluations within an epoch may take about this part of a run."""
+
+EVAL_COST = 1 / 3
+"""A forward pass against a forward and backward pass."""
+
+AFTER_DATA = "read from the data at start"
+
+
+def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
+    """Rows per optimizer step.
+
+    Raises:
+        InputError: there are no rows, or fewer than one global batch.
+    """
+    if loop.global_batch_size == "auto":
+        raise InputError(
+            "loop.global_batch_size", seen="auto", expected="a number",
+            remedy="the search for the best batch size comes with `raytrain tune`",
+        )  # fmt: skip
+    if data_facts is not None:
+        if data_facts.train_rows < 1:
+            raise InputError("data", seen="no training row", expected="at least one", remedy=data_facts.reason)
+        if loop.global_batch_size > data_facts.train_rows:
+            raise InputError(
+                "loop.global_batch_size", seen=str(loop.global_batch_size),
+                expected=f"at most the {data_facts.train_rows} training rows",
+                remedy=f"set loop.global_batch_size={data_facts.train_rows} or less, or give more rows "
+                f"({data_facts.reason})",
+            )  # fmt: skip
+    return loop.global_batch_size
+
+
+def choose_batches(
+    loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1
+) -> dict[str, Resolved]:
+    """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch.
+
+    Micro-batches of one global batch go to the workers in order, as evenly as whole ones can.
+
+    Args:
+        splits: micro-batches that `auto` makes of a worker's equal share.
+    """
+    total = loop.global_batch_size
+    assert isinstance(total, int)  # choose_global_batch has refused "auto"
+    if loop.micro_batch_size == "auto":
+        micro = math.ceil(total / (workers * splits))
+        reason = f"global batch {total} / {workers} workers" if workers > 1 else "the global batch"
+        reason += f" / {splits}, so that scale.shares can differ by less than a whole share" if splits > 1 else ""
+        chosen = Resolved(micro, reason)
+    elif loop.micro_batch_size > total:
+        raise InputError(
+            "loop.micro_batch_size", seen=str(loop.micro_batch_size),
+            expected=f"at most loop.global_batch_size, {total}",
+        )  # fmt: skip
+    else:
+        micro = loop.micro_batch_size
+        chosen = Resolved(micro, "loop.micro_batch_size")
+    pieces = math.ceil(total / micro)
+    accumulation = math.ceil(pieces / workers)
+    if pieces < workers:
+        warnings.append(
+            f"a global batch of {total} rows is {pieces} micro-batches of {micro}: {workers - pieces} of"
+            f" {workers} workers have none; lower loop.micro_batch_size"
+        )
+    formula = f"micro {micro} x accumulation {accumulation} x {workers} workers"
+    slots = micro * accumulation * workers
+    if slots != total:
+        formula += f" = {slots}, of which {total} are filled: they do not divide evenly"
+    return {
+        "micro_batch_size": chosen,
+        "accumulation": Resolved(accumulation, f"{pieces} micro-batches / {workers} workers, rounded up"),
+        "effective_batch": Resolved(total, formula),
+    }
+
+
+def leave_to_memory(loop: LoopConfig, batches: Mapping[str, Resolved], *, doubt: str | None) -> Mapping[str, Choice]:
+    """`batches` with a micro-batch that the workers measure, where it is `auto`, in doubt and could be smaller; else
+    themselves."""
+    micro, accumulation = batches["micro_batch_size"], batches["accumulation"]
+    if loop.micro_batch_size != "auto" or doubt is None or micro.value == 1:
+        return batches
+    return {
+        **batches,
+        "micro_batch_size": Deferred("the largest that fits, by real steps at start", (1, micro.value), doubt),
+        "accumulation": Deferred("with the micro-batch", (accumulation.value, accumulation.value * micro.value)),
+    }
+
+
+def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts | None) -> dict[str, Choice]:
+    """steps_per_epoch and max_steps (of the whole run), the last partial batch of an epoch included."""
+    if data_facts is None:
+        per_epoch: Choice = Deferred(AFTER_DATA)
+        if loop.max_steps and not loop.epochs:
+            return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
+        bounds = (1, loop.max_steps) if loop.max_steps else ()
+        asked = "1 epoch" if (loop.epochs or 1) == 1 else f"{loop.epochs} epochs"
+        asked += f", at most {loop.max_steps} steps" if loop.max_steps else ""
+        return {"steps_per_epoch": per_epoch, "max_steps": Deferred(AFTER_DATA, bounds, asked)}
+    steps = math.ceil(data_facts.train_rows / global_batch)
+    per_epoch = Resolved(steps, f"{data_facts.train_rows} rows / {global_batch}, rounded up")
+    epochs = loop.epochs or (None if loop.max_steps else 1)
+    if epochs is None:
+        return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
+    told = f"{epochs} epochs of {steps} steps" if epochs > 1 else f"1 epoch of {steps} steps"
+    if loop.max_steps and loop.max_steps < epochs * steps:
+        return {
+            "steps_per_epoch": per_epoch,
+            "max_steps": Resolved(loop.max_steps, f"loop.max_steps ends before {told}"),
+        }
+    if not loop.epochs:
+        told = f"neither loop.epochs nor loop.max_steps is given: {told}"
+    return {"steps_per_epoch": per_epoch, "max_steps": Resolved(epochs * steps, told)}
+
+
+def choose_lr(optim: OptimConfig, *, global_batch: int) -> Resolved:
+    """The peak learning rate, scaled with the global batch where asked."""
+    ratio = global_batch / REFERENCE_BATCH
+    if optim.scale_lr == "none":
+        return Resolved(optim.lr, "optim.lr")
+    factor = ratio if optim.scale_lr == "linear" else math.sqrt(ratio)
+    return Resolved(
+        optim.lr * factor,
+        f"optim.lr {optim.lr:g} x {factor:g}: {optim.scale_lr} in {global_batch} / {REFERENCE_BATCH} rows",
+    )
+
+
+def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) -> Choice:
+    """Steps over which the learning rate rises."""
+    if optim.warmup_steps != "auto":
+        if isinstance(max_steps, Resolved) and optim.warmup_steps >= max_steps.value:
+            run = max_steps.value
+            warnings.append(f"optim.warmup_steps {optim.warmup_steps} is no shorter than the run of {run} steps")
+        return Resolved(optim.warmup_steps, "optim.warmup_steps")
+    if isinstance(max_steps, Deferred):
+        return Deferred(max_steps.how, (0, 100), "the smaller of 100 steps and 5 % of the run")
+    return Resolved(min(100, max_steps.value // 20), "the smaller of 100 steps and 5 % of the run")
+
+
+def fused_part(optim: OptimConfig) -> str:
+    """What of `optim.name` torch has fused kernels for."""
+    return "the AdamW beside Muon" if optim.name == "muon" else optim.name
+
+
+def choose_eval_every(
+    loop: LoopConfig, *, max_steps: Choice, steps_per_epoch: Choice, data_facts: DataFacts | None
+) -> Choice:
+    """Steps between evaluations; 0 where there is nothing to evaluate on. The end of a run always has one."""
+    if data_facts is not None and data_facts.eval_rows == 0:
+        return Resolved(0, "there are no evaluation rows")
+    if loop.eval_every != "auto":
+        return Resolved(loop.eval_every, "loop.eval_every")
+    if data_facts is None or isinstance(max_steps, Deferred) or isinstance(steps_per_epoch, Deferred):
+        return Deferred(AFTER_DATA, (), "the end of each epoch, or about ten times in a shorter run")
+    run, epoch = max_steps.value, steps_per_epoch.value
+    if run >= 2 * epoch:
+        return Resolved(epoch, "the end of each epoch")
+    batch = loop.global_batch_size
+    assert isinstance(batch, int)
+    rows = min(data_facts.eval_rows, (loop.eval_batches or data_facts.eval_rows) * batch)
+    affordable = int(EVAL_SHARE * run * batch / (EVAL_COST * rows))
+    times = max(1, min(10, affordable))
+    every = min(run, max(50, math.ceil(run / times)))
+    if every >= run:
+        return Resolved(run, "at the end of the run alone: it is short, or evaluation is long beside it")
+    return Resolved(every, f"{run // every} times, within {EVAL_SHARE:.0%} of a run of under two epochs")
+
+
+def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
+    """Steps between checkpoints."""
+    if save.every != "auto":
+        return Resolved(save.every, "save.every")
+    last = max_steps.value if isinstance(max_steps, Resolved) else None
+    how = "from the measured stall of the first checkpoint"
+    return Deferred(how, (1, last), "saving may take 3 % of the time")

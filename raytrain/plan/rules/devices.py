@@ -1,0 +1,248 @@
+"""Plan rules about machines: which devices the workers get, and which number format those can do.
+
+Pure: the `scale` and `precision` sections and an inventory in, choices out. A fall-back is never silent: its
+reason says it, and `warnings` lists it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.devices.inventory import Device, Inventory, Node
+from raytrain.config.sections import PrecisionConfig, ScaleConfig
+from raytrain.errors import InputError
+from raytrain.plan.choice import Choice, Deferred, Resolved
+
+BF16_CAPABILITY = (8, 0)
+FP16_CAPABILITY = (7, 0)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The kind of machine chosen, and the accelerators left to the workers (empty on CPU)."""
+
+    mode: Resolved
+    device: Resolved
+    accelerator: Resolved
+    pool: tuple[tuple[Node, tuple[Device, ...]], ...]
+
+    @property
+    def gpus(self) -> list[Device]:
+        return [device for _, devices in self.pool for device in devices]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.value == "cuda"
+
+    def without(self, taken: Mapping[str, Sequence[Device]]) -> Machines:
+        """What is left where others have `taken` these devices, by the name of their node."""
+        left = ((node, tuple(one for one in own if one not in taken.get(node.host, ()))) for node, own in self.pool)
+        return replace(self, pool=tuple((node, devices) for node, devices in left if devices))
+
+
+def choose_machines(scale: ScaleConfig, inventory: Inventory, warnings: list[str]) -> Machines:
+    """Mode, device and accelerators.
+
+    Raises:
+        InputError: `scale.accelerator` names what is not there, or contradicts `scale.mode`.
+    """
+    text = (scale.accelerator or "auto").strip()
+    pool = _pool(text, inventory)
+    _refuse_contradiction(scale, text)
+    count = sum(len(devices) for _, devices in pool)
+    mode = _mode(scale, count, inventory, forced_cpu=text == "cpu", warnings=warnings)
+    if mode.value == "cpu":
+        pool = ()
+        device = accelerator = Resolved("cpu", "mode cpu")
+    else:
+        names = sorted({device.name for _, devices in pool for device in devices})
+        device = Resolved("cuda", f"{count} usable: {', '.join(names)}")
+        chosen = "cuda" if text == "auto" else text
+        accelerator = Resolved(chosen, "every GPU there is" if text == "auto" else "scale.accelerator")
+    return Machines(mode, device, accelerator, pool)
+
+
+def warn_of_kinds(machines: Machines, warnings: list[str]) -> None:
+    """Of workers on unlike GPUs."""
+    names = sorted({gpu.name for gpu in machines.gpus})
+    if len(names) > 1:
+        warnings.append(
+            f"GPUs of {len(names)} kinds ({', '.join(names)}): each step waits for the slowest;"
+            " scale.shares auto gives the faster ones more, scale.accelerator picks one kind"
+        )
+
+
+def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ...]], ...]:
+    """Nodes with the GPUs that `scale.accelerator` allows; only nodes with one."""
+    if text == "cpu":
+        return ()
+    numbered = re.fullmatch(r"cuda:(\d+)", text)
+    if numbered and len(inventory.nodes) > 1:
+        raise InputError(
+            "scale.accelerator", seen=text, expected=f"a kind of device on {len(inventory.nodes)} nodes",
+            remedy=f"an index names one device of one machine; there are: {inventory.describe()}",
+        )  # fmt: skip
+
+    def wanted(device: Device) -> bool:
+        if device.kind != "cuda":
+            return False
+        if numbered:
+            return device.index == int(numbered.group(1))
+        return text in ("auto", "cuda") or is_named(device, text)
+
+    pairs = ((node, tuple(device for device in node.devices if wanted(device))) for node in inventory.nodes)
+    pool = tuple((node, devices) for node, devices in pairs if devices)
+    if not pool and text != "auto":
+        raise InputError(
+            "scale.accelerator", seen=text, expected="a device that exists",
+            remedy=f"there are: {inventory.describe()}",
+        )  # fmt: skip
+    return pool
+
+
+def pick_devices(text: str, inventory: Inventory) -> list[Device]:
+    """The GPUs that a device string (`scale.accelerator`) allows, node by node.
+
+    Raises:
+        InputError: there is none of it.
+    """
+    return [device for _, devices in _pool(text, inventory) for device in devices]
+
+
+def is_named(device: Device, text: str) -> bool:
+    """Whether `text` is the device's whole name or one word of it: H100 fits 'NVIDIA H100 80GB HBM3'."""
+    wanted = text.casefold()
+    words = re.split(r"[^0-9a-z]+", device.name.casefold())
+    return wanted == device.name.casefold() or wanted in words
+
+
+def _refuse_contradiction(scale: ScaleConfig, text: str) -> None:
+    wants_gpu = scale.mode in ("single_gpu", "multi_gpu")
+    if text == "cpu" and wants_gpu:
+        expected = f"a GPU with scale.mode {scale.mode}"
+    elif text not in ("auto", "cpu") and scale.mode == "cpu":
+        expected = "cpu or null with scale.mode cpu"
+    elif text.startswith("cuda:") and scale.mode == "multi_gpu":
+        expected = "more than one device with scale.mode multi_gpu"
+    else:
+        return
+    raise InputError("scale.accelerator", seen=text, expected=expected)
+
+
+def _mode(
+    scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bool, warnings: list[str]
+) -> Resolved:
+    """cpu, single_gpu or multi_gpu; what was asked for and is not there becomes the nearest that is."""
+    if scale.mode == "cpu":
+        return Resolved("cpu", "scale.mode")
+    if forced_cpu:
+        return Resolved("cpu", "scale.accelerator")
+    why = _why_no_gpu(inventory)
+    if scale.mode == "auto":
+        if gpus == 0:
+            return Resolved("cpu", f"there is no GPU ({why})")
+        if gpus == 1 or scale.workers == 1:
+            reason = "there is one GPU" if gpus == 1 else f"scale.workers is 1; {gpus} GPUs are there"
+            return Resolved("single_gpu", reason)
+        return Resolved("multi_gpu", f"there are {gpus} GPUs")
+    if scale.mode == "single_gpu":
+        if gpus:
+            return Resolved("single_gpu", "scale.mode")
+        return _fell_back("cpu", f"single_gpu was asked for, but there is no GPU ({why})", warnings)
+    if gpus >= 2:
+        return Resolved("multi_gpu", "scale.mode")
+    if gpus == 1:
+        return _fell_back("single_gpu", "multi_gpu was asked for, but there is one GPU", warnings)
+    return _fell_back("cpu", f"multi_gpu was asked for, but there is no GPU ({why})", warnings)
+
+
+def _fell_back(value: str, reason: str, warnings: list[str]) -> Resolved:
+    warnings.append(f"{reason}: fell back to {value}")
+    return Resolved(value, f"fell back: {reason}")
+
+
+def _why_no_gpu(inventory: Inventory) -> str:
+    """The inventory's own note on missing devices, else that there is none."""
+    notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
+    return notes[-1] if notes else f"{inventory.source} has no GPU"
+
+
+def choose_precision(
+    precision: PrecisionConfig, machines: Machines, inventory: Inventory, warnings: list[str]
+) -> Choice:
+    """The number format of forward and backward.
+
+    Raises:
+        InputError: the device cannot do the format asked for, and `precision.fallback` is false.
+    """
+    known = [device.capability for device in machines.gpus if device.capability is not None]
+    capability = min(known) if machines.on_gpu and len(known) == len(machines.gpus) else None
+    if precision.dtype == "auto":
+        return _measured_precision(machines, inventory, capability)
+    problem, instead = _unable(precision.dtype, machines, capability)
+    if problem:
+        if not precision.fallback:
+            raise InputError(
+                "precision.dtype", seen=precision.dtype, expected=f"a format for this device: {problem}",
+                remedy=f"use {instead}, or precision.fallback: true",
+            )  # fmt: skip
+        return _fell_back(instead, f"{precision.dtype} was asked for, but {problem}", warnings)
+    if precision.dtype == "bf16" and not machines.on_gpu and not any(inventory.cpu_flags.values()):
+        warnings.append("bf16 on a CPU without bf16 instructions is emulated: slower than fp32")
+    return Resolved(precision.dtype, "precision.dtype")
+
+
+def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: list[str]) -> Choice | None:
+    """Layers that stay in fp32; None where none is asked for.
+
+    Args:
+        chosen: the format of the rest.
+    """
+    if precision.fp32_layers == []:
+        return None
+    may_be = chosen.bounds if isinstance(chosen, Deferred) else (chosen.value,)
+    if not {"bf16", "fp16"}.intersection(may_be):
+        if precision.fp32_layers != "auto":
+            warnings.append(f"precision.fp32_layers changes nothing: everything computes in {may_be[0]}")
+        return Resolved([], f"everything computes in {may_be[0]}")
+    if precision.fp32_layers == "auto":
+        how = "measured at the start, one layer at a time in half precision"
+        return Deferred(how, (), "as few as bring the loss of the real model into the band of fp32's")
+    return Resolved(list(precision.fp32_layers), "precision.fp32_layers")
+
+
+def _measured_precision(
+    machines: Machines, inventory: Inventory, capability: tuple[int, int] | None
+) -> Choice:
+    """`auto`: what the hardware has an instruction for is compared with fp32 on the real model."""
+    how = "measured on the real model by the workers, and kept only if its numbers hold"
+    if machines.on_gpu:
+        if capability is None:
+            return Deferred(how, ("bf16", "fp32"), "the GPU's capability is not known before start")
+        shown = f"CUDA capability {capability[0]}.{capability[1]}"
+        if capability >= BF16_CAPABILITY:
+            return Deferred(how, ("bf16", "fp32"), f"{shown} has bf16")
+        if capability >= FP16_CAPABILITY:
+            return Deferred(how, ("fp16", "fp32"), f"{shown} has fp16 but no bf16")
+        return Resolved("fp32", f"{shown} has no fast half precision")
+    present = [name for name, has in inventory.cpu_flags.items() if has]
+    if present:
+        return Deferred(how, ("bf16", "fp32"), f"this CPU has {', '.join(present)}")
+    return Resolved("fp32", f"{inventory.cpu_model} has neither AMX nor other bf16 instructions")
+
+
+def _unable(dtype: str, machines: Machines, capability: tuple[int, int] | None) -> tuple[str, str]:
+    """(why the devices cannot do `dtype`, the nearest they can), ("", dtype) where they can."""
+    if not machines.on_gpu:
+        return ("tf32 is a format of GPUs", "fp32") if dtype == "tf32" else ("", dtype)
+    if capability is None:
+        return "", dtype
+    shown = f"the GPU has CUDA capability {capability[0]}.{capability[1]}"
+    if dtype in ("bf16", "tf32") and capability < BF16_CAPABILITY:
+        can_fp16 = dtype == "bf16" and capability >= FP16_CAPABILITY
+        return f"{dtype} needs 8.0 and {shown}", "fp16" if can_fp16 else "fp32"
+    if dtype == "fp16" and capability < FP16_CAPABILITY:
+        return f"fp16 needs 7.0 and {shown}", "fp32"
+    return "", dtype

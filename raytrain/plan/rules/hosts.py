@@ -1,0 +1,273 @@
+"""Plan rules about parts of a model that live outside the workers: how many hosts, and the strategy that follows.
+
+Pure: the asked number, the `scale` section, the chosen machines and the inventory in, choices out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.devices.inventory import Device, Inventory
+from raytrain.config.sections import LoopConfig, ScaleConfig
+from raytrain.errors import InputError
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.rules.devices import Machines, is_named
+from raytrain.plan.rules.fsdp import hosts_of_shards
+from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
+
+CPU_HOSTS = 2
+"""On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""
+
+
+def choose_hosts(
+    asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int
+) -> Resolved:
+    """"none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
+
+    Args:
+        asked: `experts.hosts`, or None for a dense model.
+
+    Raises:
+        InputError: a contradiction, or hosts that these machines cannot give, naming the keys.
+    """
+    if asked is None:
+        _refuse_strategy(scale, "a model without experts")
+        return Resolved("none", "the model has no experts")
+    if scale.strategy == "fsdp":
+        return hosts_of_shards(asked)
+    if asked == 0:
+        return Resolved(0, "every worker holds all experts")
+    if scale.strategy == "data_parallel":
+        if asked == "auto":
+            return Resolved(0, "scale.strategy data_parallel: every worker holds all experts")
+        raise InputError(
+            "experts.hosts", seen=str(asked), expected="0 or auto with scale.strategy data_parallel",
+            remedy="scale.strategy expert_parallel shares the experts out",
+        )  # fmt: skip
+    if asked == "auto":
+        return _auto(machines, inventory)
+    if isinstance(asked, dict):
+        _check_kinds(asked, machines, inventory)
+    elif not machines.on_gpu and isinstance(asked, int):
+        _check_cores(asked, inventory)
+    if machines.on_gpu and number_of_hosts(asked):
+        _check_left(asked, scale, machines, inventory, workers=workers)
+    several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(asked)
+    where = where_text({node: len(gpus) for node, gpus in taken_by_hosts(asked, machines, inventory).items()})
+    return Resolved(asked, f"experts.hosts: {where}" if several else "experts.hosts")
+
+
+def beside_hosts(
+    workers: Resolved, asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory
+) -> Resolved:
+    """`scale.workers: auto` on GPUs leaves one to each host that was asked for."""
+    if scale.workers != "auto" or scale.strategy in ("data_parallel", "fsdp"):
+        return workers
+    left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
+    if not 0 < left < workers.value:
+        return workers
+    return Resolved(left, f"one per GPU that is left; {number_of_hosts(asked)} go to the expert hosts")
+
+
+def taken_by_hosts(asked: Any, machines: Machines, inventory: Inventory) -> dict[str, list[Device]]:
+    """{node: those of its GPUs that hosts take}: the nodes in turn, as Ray spreads them over as many as there are.
+
+    Args:
+        asked: a value of `experts.hosts`. Hosts of a named type may be on GPUs that workers may not have.
+    """
+    taken: dict[str, list[Device]] = {}
+    if not machines.on_gpu or not number_of_hosts(asked):
+        return taken
+    for kind, number in asked.items() if isinstance(asked, dict) else [(None, asked)]:
+        nodes = machines.pool if kind is None else [(node, node.devices) for node in inventory.nodes]
+        for _ in range(number):
+            free = [
+                (node.host, gpu)
+                for node, devices in nodes
+                for gpu in devices
+                if (kind is None or is_named(gpu, kind)) and gpu not in taken.get(node.host, ())
+            ]
+            if not free:
+                break
+            name, gpu = min(free, key=lambda pair: len(taken.get(pair[0], ())))
+            taken.setdefault(name, []).append(gpu)
+    return taken
+
+
+def hosts_by_node(
+    hosts: Resolved, counts: Mapping[str, int], machines: Machines, inventory: Inventory
+) -> dict[str, int]:
+    """Processes of hosts on each node, in turn; on CPUs first where the workers, `counts`, have the fewest cores."""
+    if machines.on_gpu:
+        return {node: len(gpus) for node, gpus in taken_by_hosts(hosts.value, machines, inventory).items()}
+    cores = cores_of(inventory)
+    names = sorted((name for name in cores if cores[name]), key=lambda name: cores[name] / (counts.get(name, 0) + 1))
+    names = names or list(counts)
+    return dict(Counter(names[number % len(names)] for number in range(number_of_hosts(hosts.value))))
+
+
+def choose_strategy(scale: ScaleConfig, hosts: Resolved, *, workers: int) -> Resolved:
+    """How the model is shared out over the workers."""
+    if scale.strategy == "fsdp":
+        alone = "scale.strategy: one worker holds all rows, so that nothing is saved"
+        return Resolved("fsdp", alone if workers == 1 else "scale.strategy: each worker holds its rows of every block")
+    if scale.strategy != "auto":
+        return Resolved(scale.strategy, "scale.strategy")
+    if hosts.value in ("none", 0):
+        return Resolved("data_parallel", "every worker holds the whole model")
+    return Resolved("expert_parallel", "each expert lives in one place; every worker holds the rest")
+
+
+def separate(hosts: Choice) -> int:
+    """Processes beside the workers."""
+    return number_of_hosts(hosts.value) if isinstance(hosts, Resolved) else 0
+
+
+def number_of_hosts(asked: Any) -> int:
+    """Of a value of `experts.hosts`; 0 where they are no processes of their own."""
+    return sum(asked.values()) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
+
+
+def kinds_text(asked: Mapping[str, int]) -> str:
+    """Hosts by accelerator type in words."""
+    return ", ".join(f"{number} {kind}" for kind, number in asked.items())
+
+
+def kinds_of_hosts(asked: Any) -> list[str | None]:
+    """The accelerator type of each host, in the order of the mapping; None where it is all the same."""
+    if isinstance(asked, dict):
+        return [kind for kind, number in asked.items() for _ in range(number)]
+    return [None] * asked
+
+
+def choose_inflight(
+    asked: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
+) -> Choice | None:
+    """Micro-batches that each worker has under way to experts elsewhere; None where there are none elsewhere.
+
+    Args:
+        asked: `experts.inflight`.
+        batches: as `choose_batches` says.
+
+    Raises:
+        InputError: two, where blocks are computed again in backward, naming both keys.
+    """
+    if hosts.value in ("none", 0):
+        if asked == 2 and hosts.value == 0:
+            warnings.append("experts.inflight 2 changes nothing: every worker holds all experts, and nothing travels")
+        return None
+    if asked == 2 and loop.activation_checkpointing:
+        raise InputError(
+            "experts.inflight", seen="2 with loop.activation_checkpointing true", expected="1 or auto with it",
+            remedy="a block that is computed again in backward would draw out of order;"
+            " loop.activation_checkpointing false keeps the activations of two micro-batches",
+        )  # fmt: skip
+    if asked != "auto":
+        if asked == 2 and batches["accumulation"].value == 1:
+            idle = "a step is one micro-batch, and there is no other to compute while its rows travel"
+            warnings.append(f"experts.inflight 2 changes nothing: {idle}; lower loop.micro_batch_size")
+            return Resolved(asked, f"experts.inflight, which changes nothing: {idle}")
+        kept = "; the activations of two micro-batches are kept" if asked == 2 else ""
+        return Resolved(asked, f"experts.inflight{kept}")
+    if batches["accumulation"].value == 1:
+        return Resolved(1, "one micro-batch a step: there is no other to compute while its rows travel")
+    if loop.activation_checkpointing:
+        return Resolved(1, "loop.activation_checkpointing computes blocks again in backward")
+    return Deferred("measured with 1 and 2 at the start", (1, 2), "2 keeps the activations of two micro-batches")
+
+
+def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Choice | None:
+    """Whether gradients are summed while the last backward of a step still runs; None where nothing can overlap.
+
+    Raises:
+        InputError: asked for together with experts elsewhere, naming both keys.
+    """
+    elsewhere = hosts.value not in ("none", 0)
+    if scale.overlap is True and elsewhere:
+        raise InputError(
+            "scale.overlap", seen=f"true with experts.hosts {hosts.value}", expected="auto or false with it",
+            remedy="a step whose experts live elsewhere sums its gradients after the vote; experts.hosts 0 keeps them"
+            " in every worker",
+        )  # fmt: skip
+    why = "there is one worker" if workers == 1 else "fsdp sums each block inside each backward"
+    if workers == 1 or scale.strategy == "fsdp":
+        if scale.overlap is True:
+            warnings.append(f"scale.overlap true changes nothing: {why}")
+        return None
+    if elsewhere:
+        return None
+    if scale.overlap != "auto":
+        return Resolved(scale.overlap, "scale.overlap")
+    return Deferred("measured with and without at the start", (False, True))
+
+
+def _auto(machines: Machines, inventory: Inventory) -> Resolved:
+    if not machines.on_gpu:
+        if inventory.cpus < CPU_HOSTS:
+            return Resolved(0, "one core: every worker holds all experts")
+        return Resolved(CPU_HOSTS, "on CPUs two processes own the experts")
+    if len(machines.gpus) == 1:
+        return Resolved(0, "one GPU holds the whole model")
+    return Resolved("colocated", f"{len(machines.gpus)} GPUs: each holds its share of the experts beside the rest")
+
+
+def _check_cores(asked: int, inventory: Inventory) -> None:
+    if asked > CPU_OVERLOAD * max(1, inventory.cpus):
+        expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
+        remedy = f"lower experts.hosts; there are: {inventory.describe()}"
+        raise InputError("experts.hosts", seen=str(asked), expected=expected, remedy=remedy)
+
+
+def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory) -> None:
+    there = f"there are: {inventory.describe()}"
+    if not machines.on_gpu:
+        raise InputError(
+            "experts.hosts", seen=kinds_text(asked), expected="a number, as this run is on CPUs", remedy=there
+        )
+    for kind, number in asked.items():
+        mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
+        have = sum(is_named(device, kind) for node in mine for device in node.devices)
+        if have < number:
+            expected = f"at most {have}" if have else "an accelerator type that is there"
+            raise InputError("experts.hosts", seen=f"{number} {kind}", expected=expected, remedy=there)
+        mixed = [node.host for node in mine if len({device.name for device in node.devices}) > 1]
+        if mixed:
+            raise InputError(
+                "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
+                expected="a number", remedy="Ray knows one accelerator type of a machine",
+            )  # fmt: skip
+
+
+def _check_left(asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int) -> None:
+    """Whether the GPUs that hosts leave are enough for the workers."""
+    there = len(machines.gpus)
+    least = 1 if scale.workers == "auto" else workers
+    if isinstance(asked, dict):
+        left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
+    else:
+        left = there - asked
+    if left >= least:
+        return
+    takers = "a worker needs one" if scale.workers == "auto" else f"the workers take {least}"
+    keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
+    most = f"at most {there - least}" if there > least else "0 or colocated"
+    expected = "fewer, or colocated" if isinstance(asked, dict) else most
+    gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
+    title = kinds_text(asked) if isinstance(asked, dict) else str(asked)
+    raise InputError(
+        "experts.hosts", seen=title if scale.workers == "auto" else f"{title} beside {workers} workers",
+        expected=f"{expected}: {gpus}, each host takes one, and {takers}",
+        remedy=f"lower {keys}, or take experts.hosts colocated, which needs no GPU beside the workers'"
+        f" ({inventory.describe()})",
+    )  # fmt: skip
+
+
+def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
+    if scale.strategy == "expert_parallel":
+        raise InputError(
+            "scale.strategy", seen=f"expert_parallel with {what}", expected="data_parallel or auto",
+            remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts, and a builder of your own"
+            " where experts.num_experts tells how many",
+        )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Plan rules about unequal workers: whether their shares of a batch are measured, and what is to be expected of them.
+
+Pure: the `scale` section, the chosen machines, the inventory and decisions in, choices out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.devices.inventory import Device, Inventory
+from raytrain.autotune.search.shares import SPLITS, Shares, gain_over_equal
+from raytrain.config.sections import LoopConfig, ScaleConfig
+from raytrain.plan.choice import Choice, Deferred, ModelFacts, Resolved
+from raytrain.plan.rules.devices import Machines
+from raytrain.plan.rules.step_time import GPU_SHARE, peak_flops
+from raytrain.plan.rules.workers import spread
+
+MEASURED = "measured at the start, on all workers at the same time"
+EVENLY = "shares follow the measurement, and stay equal where unequal ones would save less than 5 %"
+
+
+def splits(scale: ScaleConfig, *, workers: int, hosts: Resolved) -> int:
+    """Micro-batches that `loop.micro_batch_size: auto` makes of a worker's equal share."""
+    if scale.strategy == "fsdp":
+        return 1
+    return SPLITS if scale.shares == "auto" and workers > 1 and hosts.value in ("none", 0) else 1
+
+
+def choose_shares(
+    scale: ScaleConfig, loop: LoopConfig, machines: Machines, inventory: Inventory, choices: Mapping[str, Choice], *,
+    hosts: Resolved, facts: ModelFacts | None, fraction: float,
+) -> Choice | None:  # fmt: skip
+    """Micro-batches of each worker; None where `scale.shares` is equal.
+
+    Args:
+        choices: workers, precision, micro_batch_size, accumulation, effective_batch and memory are read.
+        fraction: of a device's memory that may be taken.
+    """
+    if scale.shares == "equal":
+        return None
+    if scale.strategy == "fsdp":
+        return Resolved("equal", "scale.strategy fsdp: the workers meet in every block of every pass")
+    workers = _value(choices, "workers")
+    if workers == 1:
+        return Resolved("equal", "there is one worker")
+    if hosts.value not in ("none", 0):
+        return Resolved(
+            "equal", "with experts outside the workers each pass waits for all of them: more passes on one worker would"
+            " make the others wait; experts.hosts 0 keeps experts in every worker",
+        )  # fmt: skip
+    if loop.micro_batch_size != "auto" and _value(choices, "accumulation") == 1:
+        return Resolved("equal", "each worker has one micro-batch at most: lower loop.micro_batch_size")
+    gpus = worker_gpus(workers, machines, inventory)
+    kinds = sorted({gpu.name for gpu in gpus})
+    if len(kinds) < 2:
+        same = f"all {workers} on {kinds[0]}" if kinds else "what the nodes' CPUs do is not known before"
+        return Deferred(MEASURED, (), f"{EVENLY}; {same}")
+    precision = choices["precision"]
+    dtype = str(precision.value if isinstance(precision, Resolved) else precision.bounds[0])
+    peaks = {kind: peak_flops(kind, dtype) for kind in kinds}
+    unknown = [kind for kind, peak in peaks.items() if peak is None]
+    if unknown:
+        return Deferred(MEASURED, (), f"{EVENLY}; no rate is stated for {', '.join(unknown)}")
+    rates = {kind: GPU_SHARE * (peak or 0.0) for kind, peak in peaks.items()}
+    return _expected(gpus, rates, choices, loop, facts=facts, fraction=fraction, dtype=dtype)
+
+
+def worker_gpus(workers: int, machines: Machines, inventory: Inventory) -> list[Device]:
+    """The GPUs that so many workers get, in the order of their ranks."""
+    counts = spread(workers, machines, inventory)
+    there = {host: [gpu for node, found in machines.pool if node.host == host for gpu in found] for host in counts}
+    return [gpu for host, number in counts.items() for gpu in there[host][:number]]
+
+
+def _expected(
+    gpus: list[Device], rates: Mapping[str, float], choices: Mapping[str, Choice], loop: LoopConfig, *,
+    facts: ModelFacts | None, fraction: float, dtype: str,
+) -> Deferred:  # fmt: skip
+    """What stated rates and sizes lead one to expect, by kind of device."""
+    micro, total = _value(choices, "micro_batch_size"), _value(choices, "effective_batch")
+    equal_share = -(-total // len(gpus))
+    sizes = {}
+    for kind in rates:
+        room = min(gpu.memory_bytes for gpu in gpus if gpu.name == kind) * fraction
+        most = equal_share if loop.micro_batch_size == "auto" else micro
+        sizes[kind] = _largest(micro, most, facts, choices["memory"], room)
+    rows = tuple(sizes[gpu.name] for gpu in gpus)
+    made = Shares(micro, rows, tuple(size / rates[gpu.name] for size, gpu in zip(rows, gpus, strict=True)))
+    gain = gain_over_equal(made, total=total, plain_s=[micro / rates[gpu.name] for gpu in gpus])
+    spans = made.spans(total, micro_batch=micro)
+    told = []
+    for kind in sorted(rates, key=lambda name: -rates[name]):
+        counts = sorted({len(rows) for rows, gpu in zip(spans, gpus, strict=True) if gpu.name == kind})
+        number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        many = sum(gpu.name == kind for gpu in gpus)
+        told.append(f"{many} {kind}: {number} rows each, up to {sizes[kind]} a pass")
+    reached = ", ".join(f"{kind} {rate / 1e12:.0f}" for kind, rate in sorted(rates.items(), key=lambda pair: -pair[1]))
+    reason = (
+        f"expected {gain:.2f} times as fast as equal shares, at {GPU_SHARE:.0%} of stated peaks in {dtype}"
+        f" (TFLOP/s: {reached}); {_sized(facts, loop)}"
+    )
+    return Deferred(MEASURED, (", ".join(told),), reason)
+
+
+def _largest(micro: int, most: int, facts: ModelFacts | None, memory: Choice, room: float) -> int:
+    """`micro` doubled as often as its activations fit; as it is where their size is not known."""
+    each = None if facts is None else facts.activation_bytes_per_sample
+    if not each or not isinstance(memory, Resolved):
+        return micro
+    floor, size = memory.value - each * micro, micro
+    while 2 * size <= most and floor + 2 * size * each <= room:
+        size *= 2
+    return size
+
+
+def _sized(facts: ModelFacts | None, loop: LoopConfig) -> str:
+    if loop.micro_batch_size != "auto":
+        return "rows of a pass are loop.micro_batch_size"
+    if facts is None or not facts.activation_bytes_per_sample:
+        return "rows of a pass by kind: measured in its memory"
+    return "rows of a pass by kind: what its memory has room for"
+
+
+def _value(choices: Mapping[str, Choice], name: str) -> Any:
+    choice = choices[name]
+    return choice.value if isinstance(choice, Resolved) else 1

@@ -1,0 +1,171 @@
+"""Plan rules about data: where its rows are kept, by bytes, and how many processes read them.
+
+Pure: sections and facts in, choices out. What the facts do not tell yet is `Deferred`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raytrain.config.sections import DataConfig
+from raytrain.errors import InputError
+from raytrain.plan.choice import Choice, DataFacts, Deferred, Resolved, size_text
+
+AFTER_DATA = "read from the data at start"
+
+OVERHEAD = 1.1
+"""Rows on a device take so much more than their bytes: alignment, and the batch that is gathered."""
+
+SPARE = 0.9
+"""Part of what a device has left that rows may take: the estimate of the rest is one."""
+
+LEAST_PART = 0.05
+"""A smaller part of the rows is not worth keeping."""
+
+MOST_LOADERS = 4
+"""More processes for each worker than this are asked for by name."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a worker may take, and what it takes without its data.
+
+    Attributes:
+        allowed: bytes of its device, or of its node's memory; None where unknown.
+        taken: weights, gradients, optimizer state and activations, as planned; None where the model is not known.
+        whole: whether `taken` has the activations in it.
+        on_gpu: whether it is a device's memory.
+    """
+
+    allowed: int | None
+    taken: int | None
+    whole: bool
+    on_gpu: bool
+
+    @property
+    def certain(self) -> int | None:
+        """Bytes that data can have at most."""
+        return None if self.allowed is None else self.allowed - (self.taken or 0)
+
+    @property
+    def left(self) -> int:
+        """Bytes that `auto` gives to data: half of what is left where nobody knows what the rest takes."""
+        return max(0, int((self.certain or 0) * (SPARE if self.whole else 0.5)))
+
+    def text(self) -> str:
+        """How `left` comes about."""
+        if self.taken is None:
+            return f"{size_text(self.left)}, half of what a worker may take: the model is not known yet"
+        told = f"{size_text(self.left)}, {'nine tenths' if self.whole else 'half'} of what"
+        return f"{told} {size_text(self.allowed or 0)} leave beside the {size_text(self.taken)} of the rest"
+
+
+def choose_storage(
+    data: DataConfig, *, facts: DataFacts | None, room: Room, loaders: Choice, warnings: list[str]
+) -> dict[str, Choice]:
+    """`storage`: resident (the whole split on the device), partial (its first `resident_rows`), pinned (batches copied
+    ahead, through pinned memory) or stream (each batch moved as it is asked for).
+
+    Args:
+        loaders: processes that would read what is streamed.
+    Raises:
+        InputError: `resident` was asked for, and the rows cannot fit.
+    """
+    asked = data.storage
+    if asked == "pinned" and not room.on_gpu:
+        chosen = _by_bytes(facts, room, loaders=loaders)
+        why = "data.storage pinned is for copies to a GPU, and there is none"
+        value = chosen["storage"].value if isinstance(chosen["storage"], Resolved) else "what auto finds"
+        warnings.append(f"{why}: {value} instead")
+        return {**chosen, "storage": _because(chosen["storage"], why)}
+    if asked == "resident" and facts is not None:
+        _check_fits(facts, room)
+    if asked != "auto":
+        return {"storage": Resolved(asked, "data.storage")}
+    return _by_bytes(facts, room, loaders=loaders)
+
+
+def _because(choice: Choice, why: str) -> Choice:
+    if isinstance(choice, Resolved):
+        return Resolved(choice.value, f"{why}; {choice.reason}")
+    return Deferred(choice.how, choice.bounds, why)
+
+
+def _by_bytes(facts: DataFacts | None, room: Room, *, loaders: Choice) -> dict[str, Choice]:
+    streamed = "pinned" if room.on_gpu else "stream"
+    if facts is None:
+        return {"storage": Deferred(AFTER_DATA, ("resident", streamed))}
+    need = int(facts.total_bytes * OVERHEAD)
+    if room.allowed is None:
+        reason = f"{size_text(need)} of data; the device's free memory is unknown"
+        return {"storage": Resolved(streamed, reason)}
+    numbers = f"{size_text(need)} of data against {room.text()}"
+    if need < room.left:
+        return {"storage": Resolved("resident", numbers)}
+    rows = min(facts.train_rows, int(room.left / (facts.row_bytes * OVERHEAD))) if facts.row_bytes else 0
+    read_beside = facts.kind == "items" and isinstance(loaders, Resolved) and loaders.value
+    can_part = (facts.kind == "items" and not read_beside) or (facts.kind == "memory" and room.on_gpu)
+    if not can_part or rows < LEAST_PART * facts.train_rows:
+        return {"storage": Resolved(streamed, numbers)}
+    share = rows / facts.train_rows
+    return {
+        "storage": Resolved("partial", numbers),
+        "resident_rows": Resolved(rows, f"{share:.0%} of {facts.train_rows:,} rows fit; the others are streamed"),
+    }
+
+
+def _check_fits(facts: DataFacts, room: Room) -> None:
+    need, most = int(facts.total_bytes * OVERHEAD), room.certain
+    if most is None or need <= most:
+        return
+    beside = "" if room.taken is None else f" beside {size_text(room.taken)} of weights, optimizer and activations"
+    raise InputError(
+        "data.storage", seen=f"resident for {size_text(need)} of data",
+        expected=f"at most {size_text(max(0, most))}: a worker may take {size_text(room.allowed or 0)}{beside}",
+        remedy="auto keeps what fits and streams the rest; stream keeps nothing",
+    )  # fmt: skip
+
+
+def resident_bytes(facts: DataFacts | None, choices: Mapping[str, Choice]) -> int:
+    """Bytes that the chosen storage keeps on the device of each worker."""
+    storage, rows = choices["storage"], choices.get("resident_rows")
+    if facts is None or not isinstance(storage, Resolved):
+        return 0
+    if storage.value == "partial" and isinstance(rows, Resolved):
+        return rows.value * facts.row_bytes
+    return facts.total_bytes if storage.value == "resident" else 0
+
+
+def choose_loaders(
+    data: DataConfig, *, facts: DataFacts | None, counts: Mapping[str, int], cores: Mapping[str, int],
+    warnings: list[str],
+) -> Choice:  # fmt: skip
+    """Processes of each worker that read a dataset whose items come one by one.
+
+    `auto` leaves one core of each node to training, so that it is none on one core and one on two.
+
+    Args:
+        counts: workers of each node.
+        cores: of each node.
+    """
+    asked = data.loader_workers
+    if asked == 0:
+        return Resolved(0, "data.loader_workers")
+    if facts is None:
+        return Deferred(AFTER_DATA) if asked == "auto" else Resolved(asked, "data.loader_workers")
+    if facts.kind != "items" or data.storage == "resident":
+        why = "rows are in memory" if facts.kind == "memory" else "row groups are read by a thread"
+        why = "every item is read once, before the first step" if facts.kind == "items" else why
+        if asked != "auto":
+            warnings.append(f"data.loader_workers {asked}: none is needed, {why}")
+        return Resolved(0, why)
+    if asked != "auto":
+        host = min(counts, key=lambda name: cores[name] - asked * counts[name])
+        if asked * counts[host] > cores[host] - 1:
+            warnings.append(f"{asked * counts[host]} loader processes on the {cores[host]} cores of {host}")
+        return Resolved(asked, "data.loader_workers")
+    host = min(counts, key=lambda name: (cores[name] - 1) / counts[name])
+    spare = max(0, (cores[host] - 1) // counts[host])
+    reason = f"{cores[host]} cores less one / {counts[host]} workers on {host}, at most {MOST_LOADERS}"
+    return Resolved(min(MOST_LOADERS, spare), reason)

@@ -1,0 +1,156 @@
+"""Plan rules about workers: how many there are, on which nodes, and how many threads each has.
+
+Pure: the `scale` section, the chosen machines and the inventory in, choices out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cluster.config import ClusterConfig
+from cluster.devices.inventory import Inventory
+from raytrain.config.sections import ScaleConfig
+from raytrain.errors import InputError
+from raytrain.plan.choice import Resolved
+from raytrain.plan.rules.devices import Machines
+
+GPU_THREADS = 8
+"""More threads than this feed one GPU no faster; the rest of the cores is left to the data."""
+
+CPU_OVERLOAD = 4
+"""More workers than this per core is taken for a typing mistake."""
+
+
+def count_workers(
+    scale: ScaleConfig, machines: Machines, inventory: Inventory, *, global_batch: int, warnings: list[str]
+) -> Resolved:
+    """How many training processes.
+
+    Raises:
+        InputError: more workers than GPUs, than cores could ever serve, than rows of a global batch, or other
+            than the mode allows.
+    """
+    asked = scale.workers if isinstance(scale.workers, int) else None
+    mode = machines.mode.value
+    if asked is not None:
+        _check_asked(asked, scale, machines, inventory, global_batch=global_batch)
+        if not machines.on_gpu and asked > inventory.cpus:
+            warnings.append(f"{asked} workers share {inventory.cpus} CPU cores: slower than one per core")
+        return Resolved(asked, "scale.workers")
+    if "single_gpu" in (mode, scale.mode):
+        return Resolved(1, f"mode {mode}")
+    if machines.on_gpu:
+        count, reason = len(machines.gpus), "one per GPU"
+    else:
+        count = max(1, sum(node.cpus > 0 for node in inventory.nodes))
+        reason = "on CPU one worker with all threads of a node is as fast as several"
+        if count > 1:
+            reason = f"one per node; {reason}"
+    if count > global_batch:
+        warnings.append(
+            f"{count} workers could run, but a global batch of {global_batch} rows feeds {global_batch};"
+            " raise loop.global_batch_size"
+        )
+        return Resolved(global_batch, f"one per row of the global batch; {count} could run")
+    return Resolved(count, reason)
+
+
+def _check_asked(
+    asked: int, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, global_batch: int
+) -> None:
+    """Whether `scale.workers` can be had here; raises `InputError` naming what there is."""
+    there = f"there are: {inventory.describe()}"
+    gpus = len(machines.gpus)
+    if asked > 1 and scale.mode == "single_gpu":
+        expected, remedy = "1 with scale.mode single_gpu", f"set scale.mode or scale.workers; {there}"
+    elif asked == 1 and machines.mode.value == "multi_gpu":
+        expected, remedy = "2 or more with scale.mode multi_gpu", "scale.mode single_gpu trains on one"
+    elif machines.on_gpu and asked > gpus:
+        expected, remedy = f"at most {gpus}, one per GPU", there
+    elif not machines.on_gpu and asked > CPU_OVERLOAD * max(1, inventory.cpus):
+        expected, remedy = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core", there
+    elif asked > global_batch:
+        expected = f"at most loop.global_batch_size, {global_batch} rows"
+        remedy = "each worker needs a row of every global batch"
+    else:
+        return
+    raise InputError("scale.workers", seen=str(asked), expected=expected, remedy=remedy)
+
+
+def spread(workers: int, machines: Machines, inventory: Inventory) -> dict[str, int]:
+    """{host: workers}: GPUs are filled node by node, the fullest node first; CPU nodes take turns."""
+    counts: dict[str, int] = {}
+    if machines.on_gpu:
+        left = workers
+        for node, devices in sorted(machines.pool, key=lambda pair: -len(pair[1])):
+            taken = min(left, len(devices))
+            if taken:
+                counts[node.host] = counts.get(node.host, 0) + taken
+            left -= taken
+        return counts
+    hosts = [node.host for node in inventory.nodes if node.cpus > 0] or [inventory.nodes[0].host]
+    for rank in range(workers):
+        host = hosts[rank % len(hosts)]
+        counts[host] = counts.get(host, 0) + 1
+    return counts
+
+
+def worker_room(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
+    and never more than `cluster.memory_limit`; None where nobody knows."""
+    if machines.on_gpu:
+        room = float(min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus))
+    else:
+        counts = spread(workers, machines, inventory)
+        room = min(
+            (node.memory_bytes if node.free_bytes is None else node.free_bytes) / counts[node.host]
+            for node in inventory.nodes
+            if node.host in counts
+        )
+    known = [int(value) for value in (cluster.memory_fraction * room, cluster.memory_limit) if value]
+    return min(known, default=None)
+
+
+def choose_placement(counts: dict[str, int], machines: Machines) -> Resolved:
+    """Ray's placement strategy and where the workers then are."""
+    return Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", where_text(counts))
+
+
+def where_text(counts: Mapping[str, int]) -> str:
+    """How many processes on which nodes."""
+    return ", ".join(f"{count} on {host}" for host, count in counts.items())
+
+
+def choose_threads(
+    scale: ScaleConfig, counts: dict[str, int], machines: Machines, inventory: Inventory, warnings: list[str],
+    *, beside: Mapping[str, int] | None = None,
+) -> Resolved:  # fmt: skip
+    """CPU threads of each process, one number for all: equal thread counts give bit-equal sums.
+
+    Args:
+        counts: workers of each node.
+        beside: further processes of each node, such as the hosts of experts.
+    """
+    cores = cores_of(inventory)
+    others = beside or {}
+    totals = {name: counts.get(name, 0) + others.get(name, 0) for name in [*counts, *others]}
+    host = min(totals, key=lambda name: cores[name] / totals[name])
+    shared = max(1, cores[host] // totals[host])
+    basis = f"{cores[host]} usable cores / {totals[host]} processes on {host}"
+    if others.get(host):
+        basis += f" (workers {counts.get(host, 0)}, expert hosts {others[host]})"
+    if isinstance(scale.threads, int):
+        if scale.threads * totals[host] > cores[host]:
+            warnings.append(f"scale.threads {scale.threads} is more than {basis}")
+        return Resolved(scale.threads, "scale.threads")
+    if machines.on_gpu and shared > GPU_THREADS:
+        return Resolved(GPU_THREADS, f"{basis}, at most {GPU_THREADS} feed a GPU")
+    return Resolved(shared, basis)
+
+
+def cores_of(inventory: Inventory) -> dict[str, int]:
+    """Usable cores of each node."""
+    cores: dict[str, int] = {}
+    for node in inventory.nodes:
+        cores[node.host] = cores.get(node.host, 0) + node.cpus
+    return cores

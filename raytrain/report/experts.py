@@ -1,0 +1,234 @@
+"""What a run's records say about its experts: rows over time, totals, last use, where they live. Pure.
+
+Reads the rows of experts.jsonl and the `placement` events; a row that is not of the shape of the last one is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain.report.records import Row, RunRecords, listed, mapping, number
+
+Name = tuple[int, int]
+"""(layer, expert)."""
+
+BINS = 120
+"""Columns of a heat map at most; windows are added up to fit."""
+
+LAYERS_DRAWN = 32
+"""Of a model with more, the first and the last."""
+
+LATE = 0.25
+"""The last part of the windows, by which an expert is judged."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The windows of a run.
+
+    Attributes:
+        ends: last step of each window. begin: the step before the first.
+        layers: [window][layer][expert] rows.
+        last_used: [layer][expert] step of its last row, None = never.
+    """
+
+    begin: int
+    ends: list[int]
+    layers: list[list[list[int]]]
+    last_used: list[list[int | None]]
+
+    @property
+    def totals(self) -> list[list[int]]:
+        """[layer][expert] rows over the whole run."""
+        return added(self.layers)
+
+    def late(self) -> list[list[int]]:
+        """[layer][expert] rows of the last windows."""
+        return added(self.layers[-max(1, round(LATE * len(self.layers))) :])
+
+    def dead(self) -> list[Name]:
+        """Experts without a row in the last windows, of layers that had any."""
+        return [
+            (layer, expert)
+            for layer, rows in enumerate(self.late())
+            for expert, count in enumerate(rows)
+            if count == 0 and sum(rows)
+        ]
+
+    def imbalance(self) -> list[float]:
+        """Busiest expert over the mean, of each layer in the last windows; 1 where nothing was routed."""
+        return [max(rows) * len(rows) / sum(rows) if sum(rows) else 1.0 for rows in self.late()]
+
+
+@dataclass(frozen=True)
+class Housing:
+    """Where experts live, by the last `placement` event.
+
+    Attributes:
+        copies: [layer][expert] hosts, home first. bytes: of each host. names: of each host.
+        rows, busy_s: of each host over the last windows; empty where nothing is known.
+    """
+
+    version: int
+    copies: list[list[list[int]]]
+    bytes: list[int]
+    names: list[str]
+    rows: list[int]
+    busy_s: list[float]
+
+    def homes(self) -> list[int]:
+        """Experts at home on each host."""
+        return self._count(slice(0, 1))
+
+    def replicas(self) -> list[int]:
+        """Replicas on each host."""
+        return self._count(slice(1, None))
+
+    def _count(self, part: slice) -> list[int]:
+        found = [0] * len(self.names)
+        for layer in self.copies:
+            for hosts in layer:
+                for host in hosts[part]:
+                    found[host] += 1
+        return found
+
+
+def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """[window][layer][expert] -> their sum, [layer][expert]."""
+    return [[sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*windows, strict=True)]
+
+
+def loads_of(records: RunRecords) -> Loads | None:
+    """The windows of a run with experts; None where it has none on record."""
+    rows = [row for row in records.loads if _shape(row) and number(row.get("step")) is not None]
+    if not rows:
+        return None
+    rows = [row for row in rows if _shape(row) == _shape(rows[-1])]
+    first, last = rows[0], rows[-1]
+    used: list[list[int | None]] = [[None] * size for size in _shape(last)]
+    for row in rows:
+        _note_use(used, row)
+    return Loads(
+        begin=max(0, int(first["step"]) - int(number(first.get("steps")) or 0)),
+        ends=[int(row["step"]) for row in rows],
+        layers=[[[int(count) for count in layer] for layer in row["layers"]] for row in rows],
+        last_used=used,
+    )
+
+
+def _note_use(used: list[list[int | None]], row: Row) -> None:
+    idle = listed(row.get("idle"))
+    for layer, counts in enumerate(row["layers"]):
+        steps = listed(idle[layer]) if layer < len(idle) else []
+        for expert, count in enumerate(counts):
+            back = steps[expert] if expert < len(steps) else (0 if count else None)
+            if back is not None:
+                used[layer][expert] = int(row["step"]) - int(back)
+
+
+def _shape(row: Row) -> list[int]:
+    layers = listed(row.get("layers"))
+    good = all(isinstance(layer, list) and all(isinstance(n, int | float) for n in layer) for layer in layers)
+    return [len(layer) for layer in layers] if good else []
+
+
+def housing_of(records: RunRecords) -> Housing | None:
+    """Where experts live; None where every worker holds them all, or one place does."""
+    found = [row for row in records.of_kind("placement") if (number(row.get("num_hosts")) or 0) > 1]
+    if not found:
+        return None
+    row, hosts = found[-1], int(found[-1]["num_hosts"])
+    copies = [listed(mapping(layer).get("copies")) for layer in listed(row.get("layers"))]
+    inside = all(isinstance(at, int) and 0 <= at < hosts for layer in copies for own in layer for at in listed(own))
+    if not copies or not inside:
+        return None
+    taken = [int(number(size) or 0) for size in listed(row.get("bytes"))]
+    late = [mapping(one.get("hosts")) for one in records.loads[-max(1, round(LATE * len(records.loads))) :]]
+    by_host = [[sum(column) for column in zip(*listed(one.get("rows")), strict=False)] for one in late]
+    place = "worker" if records.planned("hosts") == "colocated" else "host"
+    devices = [str(name) for name in listed(row.get("devices"))] + [""] * hosts
+    return Housing(
+        version=int(number(row.get("version")) or 0),
+        copies=copies,
+        bytes=(taken + [0] * hosts)[:hosts],
+        names=[f"{place} {host}" + (f" ({devices[host]})" if devices[host] else "") for host in range(hosts)],
+        rows=[int(total) for total in _summed(by_host, hosts)],
+        busy_s=_summed([listed(one.get("busy_s")) for one in late], hosts),
+    )
+
+
+def _summed(rows: Sequence[Sequence[float]], hosts: int) -> list[float]:
+    fitting = [row for row in rows if len(row) == hosts]
+    return [sum(column) for column in zip(*fitting, strict=True)]
+
+
+def activation_spec(records: RunRecords) -> dict[str, Any] | None:
+    """What expert_activations.png shows, in full: for each layer the rows of each expert over time (as multiples of an
+    even share), in total, and the step of its last use."""
+    loads = loads_of(records)
+    if loads is None:
+        return None
+    edges, bins = _binned(loads)
+    number_of = len(loads.last_used)
+    drawn = list(range(number_of))
+    if number_of > LAYERS_DRAWN:
+        drawn = [*range(LAYERS_DRAWN // 2), *range(number_of - LAYERS_DRAWN // 2, number_of)]
+    totals = loads.totals
+    panels = [
+        {
+            "layer": layer,
+            "over_time": [_even_shares([one[layer][expert] for one in bins], [sum(one[layer]) for one in bins], size)
+                          for expert in range(size)],
+            "totals": totals[layer],
+            "last_used": loads.last_used[layer],
+        }
+        for layer in drawn
+        if (size := len(totals[layer]))
+    ]  # fmt: skip
+    shown = {"edges": edges, "late_from": _late_from(loads), "panels": panels}
+    return {"title": records.name, "layers": number_of, **shown}
+
+
+def _even_shares(counts: Sequence[int], sums: Sequence[int], size: int) -> list[float]:
+    return [count * size / total if total else 0.0 for count, total in zip(counts, sums, strict=True)]
+
+
+def _late_from(loads: Loads) -> int:
+    """An expert whose last use is not after this step is taken for dead."""
+    late = max(1, round(LATE * len(loads.ends)))
+    return loads.ends[-late - 1] if late < len(loads.ends) else loads.begin
+
+
+def _binned(loads: Loads) -> tuple[list[int], list[list[list[int]]]]:
+    """(edges in steps, [bin][layer][expert] rows)."""
+    width = -(-len(loads.ends) // BINS)
+    starts = range(0, len(loads.ends), width)
+    bins = [added(loads.layers[start : start + width]) for start in starts]
+    ends = [loads.ends[min(start + width, len(loads.ends)) - 1] for start in starts]
+    return [loads.begin, *ends], bins
+
+
+def device_spec(records: RunRecords) -> dict[str, Any] | None:
+    """What expert_device_distribution.png shows; None where experts live in one place."""
+    housing = housing_of(records)
+    if housing is None:
+        return None
+    return {
+        "title": records.name,
+        "version": housing.version,
+        "names": housing.names,
+        "homes": housing.homes(),
+        "replicas": housing.replicas(),
+        "bytes": housing.bytes,
+        "rows": housing.rows,
+        "busy_s": housing.busy_s,
+        "copies": housing.copies,
+    }
+
+
+def names_of(experts: Sequence[Name], *, most: int = 6) -> str:
+    """Experts in words: layer 1 expert 3, layer 2 expert 0 and 5 more."""
+    told = ", ".join(f"layer {layer} expert {expert}" for layer, expert in experts[:most])
+    return told + (f" and {len(experts) - most} more" if len(experts) > most else "")

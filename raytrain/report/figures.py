@@ -1,0 +1,272 @@
+"""Key figures of a run, computed from its records: its outcome, the history by epoch, the account of time.
+
+Pure: `RunRecords` in, plain values out. Also how figures are written (`seconds`, `size`, `plain_number`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain.report.records import Row, RunRecords, first_text, listed, number, percentile, series, values
+
+TIME_PARTS = (
+    "startup", "data", "compute", "communication", "compile", "eval", "save", "restart", "lost", "other"
+)  # fmt: skip
+HISTORY_COLUMNS = (
+    "epoch", "first_step", "last_step", "train_loss", "last_train_loss", "eval_loss", "accuracy", "grad_norm",
+    "lr", "samples_per_s", "tokens_per_s", "step_time_s", "epoch_time_s", "peak_memory_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `status` (done, failed, interrupted, running, lost) and one sentence saying why."""
+
+    status: str
+    sentence: str
+
+
+def seconds(value: float | None) -> str:
+    """A duration as people say it: 3.2 ms, 12.4 s, 4 min 05 s, 2 h 07 min."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value < 0.0995:
+        return f"{value * 1000:.3g} ms" if value else "0 s"
+    if value < 59.95:
+        return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units, three digits."""
+    if value is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def plain_number(value: float | None, *, digits: int = 4) -> str:
+    """A number with `digits` significant digits; thousands are parted from 1,000 on."""
+    if value is None:
+        return "-"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def rounded(value: float | None, digits: int = 6) -> float | int | None:
+    """Six significant digits, whole numbers as integers: the same in the text and in its JSON twin."""
+    if value is None or isinstance(value, int):
+        return value
+    return int(value) if value.is_integer() else float(f"{value:.{digits}g}")
+
+
+def outcome(records: RunRecords) -> Outcome:
+    """The end of the run in one sentence; without a result.json it is running, or lost."""
+    result = records.result
+    step = last_step(records)
+    if records.alive:
+        who = f"host {records.alive.get('host', '?')}, pid {records.alive.get('pid', '?')}"
+        return Outcome("running", f"Still running ({who}), at step {step:,}.")
+    if result is None:
+        return Outcome(
+            "lost",
+            f"Still running or lost: there is no result.json, and the last step on record is {step:,}.",
+        )
+    status = str(result.get("status", "unknown"))
+    wall = seconds(number(result.get("wall_s")))
+    reason = failure_reason(records)
+    if status == "failed":
+        return Outcome(status, f"Failed after step {step:,}: {reason or 'the cause is not on record'}")
+    if status == "interrupted":
+        why = f" ({reason})" if reason else ""
+        return Outcome(status, f"Interrupted after step {step:,}{why}; --resume continues it.")
+    if status == "done":
+        why = "" if reason in ("", f"{step} steps") else f" ({reason})"
+        return Outcome(status, f"Done: {step:,} steps in {wall}{why}.")
+    return Outcome(status, f"Ended as {status} after step {step:,}.")
+
+
+def failure_reason(records: RunRecords) -> str:
+    """What result.json, or else the last failure on record, gives as the cause; its first line."""
+    result = records.result or {}
+    text = first_text(result, "reason", "failure", "error", "message", "cause").strip()
+    failures = records.of_kind("failure", "fault", "stop")
+    if not text and failures and result.get("status") != "done":
+        text = cause_of(failures[-1])
+    return text.splitlines()[0] if text else ""
+
+
+def cause_of(row: Row) -> str:
+    """A fault in a line: `ValueError: bad batch`; the words of any other event."""
+    error, message = first_text(row, "error", "type"), first_text(row, "message", "reason", "cause", "detail")
+    told = f"{error}: {message}" if error and message and error not in message else message or error
+    return told.strip().splitlines()[0] if told.strip() else ""
+
+
+def step_ms(records: RunRecords) -> tuple[float | None, float | None]:
+    """(p50, p95) of a step in milliseconds.
+
+    A row is one step, or the steps since the row before, with percentiles of its own: then medians of these.
+    """
+    times, tails = values(records.train, "step_time_s"), values(records.train, "step_ms_p95")
+    steps = [step for step, _ in series(records.train, "step_time_s")]
+    sparse = len(steps) > 1 and steps[-1] - steps[0] >= 2 * (len(steps) - 1)
+    if sparse and tails:
+        return percentile(values(records.train, "step_ms_p50"), 0.5), percentile(tails, 0.5)
+    milliseconds = [1000 * time for time in times]
+    return percentile(milliseconds, 0.5), percentile(milliseconds, 0.95)
+
+
+def last_step(records: RunRecords) -> int:
+    """The last step on record, 0 where none is."""
+    seen = number((records.result or {}).get("steps"))
+    if seen is None and records.train:
+        seen = number(records.train[-1].get("step"))
+    return int(seen or 0)
+
+
+def best_eval(records: RunRecords) -> tuple[int, float] | None:
+    """(step, loss) of the lowest eval loss, as result.json names it or else from the rows."""
+    named = [number((records.result or {}).get(key)) for key in ("best_step", "best_eval_loss")]
+    if named[0] is not None and named[1] is not None:
+        return int(named[0]), named[1]
+    points = series(records.evals, "loss")
+    if not points:
+        return None
+    step, loss = min(points, key=lambda point: point[1])
+    return int(step), loss
+
+
+def time_account(records: RunRecords) -> list[tuple[str, float]]:
+    """(part, seconds) in a fixed order, with `unaccounted` where the parts miss wall_s by more than 1 %."""
+    account = (records.result or {}).get("time")
+    if not isinstance(account, dict):
+        return []
+    known = [(part, number(account.get(part)) or 0.0) for part in TIME_PARTS if part in account]
+    known += [(part, number(spent) or 0.0) for part, spent in account.items() if part not in TIME_PARTS]
+    wall = number((records.result or {}).get("wall_s"))
+    missing = (wall or 0.0) - sum(spent for _, spent in known)
+    if wall and missing > 0.01 * wall:
+        known.append(("unaccounted", missing))
+    return known
+
+
+def history(records: RunRecords) -> list[dict[str, Any]]:
+    """One row per epoch (`HISTORY_COLUMNS`), from the first to the last on record.
+
+    Losses, gradient norm and peak memory are of the logged steps; an epoch shorter than the log interval has
+    a row with empty cells. `epoch_time_s` counts each logged step time for the steps since the one before.
+    """
+    train = [row for row in records.train if "epoch" in row]
+    if not train:
+        return []
+    ends: list[float] = [row["step"] for row in train]
+    evals: dict[int, Row] = {}
+    for row in records.evals:
+        before = train[max(0, bisect_right(ends, row["step"]) - 1)]
+        evals[before["epoch"]] = row
+    members: dict[int, list[tuple[Row, float]]] = {}
+    previous = 0
+    for row in train:
+        members.setdefault(row["epoch"], []).append((row, row["step"] - previous))
+        previous = row["step"]
+    return [
+        _epoch_row(epoch, members.get(epoch, []), evals.get(epoch))
+        for epoch in range(min(members), max(members) + 1)
+    ]
+
+
+def _epoch_row(epoch: int, members: list[tuple[Row, float]], evaluated: Row | None) -> dict[str, Any]:
+    """`members` are the rows of the epoch, each with the steps since the row before."""
+    rows = [row for row, _ in members]
+    losses = values(rows, "loss")
+    timed = [time * span for row, span in members if (time := number(row.get("step_time_s"))) is not None]
+    return {
+        "epoch": epoch,
+        "first_step": rows[0]["step"] - members[0][1] + 1 if rows else None,
+        "last_step": rows[-1]["step"] if rows else None,
+        "train_loss": _mean(losses),
+        "last_train_loss": losses[-1] if losses else None,
+        "eval_loss": number(evaluated.get("loss")) if evaluated else None,
+        "accuracy": number(evaluated.get("accuracy")) if evaluated else None,
+        "grad_norm": _mean(values(rows, "grad_norm")),
+        "lr": next(iter(reversed(values(rows, "lr"))), None),
+        "samples_per_s": percentile(values(rows, "samples_per_s"), 0.5),
+        "tokens_per_s": percentile(values(rows, "tokens_per_s"), 0.5),
+        "step_time_s": percentile(values(rows, "step_time_s"), 0.5),
+        "epoch_time_s": math.fsum(timed) if timed else None,
+        "peak_memory_bytes": max(values(rows, "peak_memory_bytes"), default=None),
+    }
+
+
+def _mean(data: Sequence[float]) -> float | None:
+    return statistics.fmean(data) if data else None
+
+
+def device_line(records: RunRecords) -> str:
+    """The devices of the run in words: `2 x cpu (Intel Xeon)`."""
+    device, workers = records.planned("device"), records.planned("workers")
+    names = listed(records.environment.get("gpus")) if device not in (None, "cpu") else []
+    model = ", ".join(sorted({str(name) for name in names}))
+    model = model or first_text(records.environment, "cpu_model")
+    count = f"{workers} x {device or '?'}" if workers else str(device or "unknown")
+    return f"{count} ({model})" if model else count
+
+
+def expert_counts(records: RunRecords) -> tuple[Any, Any]:
+    """Experts at the first and the last step; (None, None) for a dense model."""
+    counts = values(records.train, "experts")
+    planned = number(records.configured("experts.num_experts"))
+    if counts:
+        return int(counts[0]), int(counts[-1])
+    return (int(planned), int(planned)) if planned else (None, None)
+
+
+def training_spec(records: RunRecords) -> dict[str, Any]:
+    """Three panels: loss; accuracy, or gradient norm where there is none; time per epoch, or per step of one.
+
+    Each series holds the `x` and `y` that are drawn, in full precision.
+    """
+    accuracy = _lines(
+        ("train", series(records.train, "accuracy")), ("eval", series(records.evals, "accuracy"))
+    )
+    norms = _lines(("gradient norm", series(records.train, "grad_norm")))
+    second = _panel("Accuracy", "step", "accuracy", accuracy)
+    if not accuracy:
+        second = _panel("Gradient norm", "step", "global norm", norms)
+    epochs = [
+        (row["epoch"], row["epoch_time_s"]) for row in history(records) if row["epoch_time_s"] is not None
+    ]
+    if len(epochs) > 1:
+        third = _panel("Epoch time", "epoch", "seconds", _lines(("epoch", epochs)), kind="bar")
+    else:
+        third = _panel("Step time", "step", "seconds", _lines(("step", series(records.train, "step_time_s"))))
+    losses = _lines(("train", series(records.train, "loss")), ("eval", series(records.evals, "loss")))
+    return {"title": records.name, "panels": [_panel("Loss", "step", "loss", losses), second, third]}
+
+
+def _panel(title: str, x_label: str, y_label: str, lines: list[Any], *, kind: str = "line") -> dict[str, Any]:
+    return {"title": title, "x_label": x_label, "y_label": y_label, "kind": kind, "series": lines}
+
+
+def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
+    return [
+        {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]}
+        for label, points in named
+        if points
+    ]

@@ -1,0 +1,19 @@
+"""One diagnosis of a run, as the rules of `raytrain.report.findings.findings` give it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "info", "good"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "good")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One diagnosis: what is the case (`title`), the numbers that show it, what mends it ("" if nothing)."""
+
+    severity: Severity
+    title: str
+    evidence: str
+    remedy: str = ""

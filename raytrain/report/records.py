@@ -1,0 +1,290 @@
+"""The records of a run as a reader sees them: tolerant of what is missing, torn or not yet written.
+
+A report must open for a run that ended at any moment, so nothing here raises for the content of a file: what
+cannot be read is listed in `RunRecords.unreadable`, and every figure may be None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain.runs.folder import RunFolder
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One decision: planned, or still `deferred` to a measurement, or `settled` during the run."""
+
+    name: str
+    value: Any
+    reason: str
+    deferred: bool = False
+    settled: bool = False
+
+
+@dataclass(frozen=True)
+class ConfigLine:
+    """One key of the job, its value, and where it came from: default, file or command line."""
+
+    key: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """Everything a run folder holds, as plain values: empty or None where nothing is there."""
+
+    name: str
+    path: str
+    job_text: str | None = None
+    plan: list[PlanLine] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    config: list[ConfigLine] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    preflight: list[Row] = field(default_factory=list)
+    train: list[Row] = field(default_factory=list)
+    evals: list[Row] = field(default_factory=list)
+    loads: list[Row] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    sample: dict[str, Any] | None = None
+    alive: dict[str, Any] | None = None
+    unreadable: list[str] = field(default_factory=list)
+
+    def planned(self, name: str) -> Any:
+        """The value the plan gave to `name`, or None."""
+        return next((line.value for line in self.plan if line.name == name and not line.deferred), None)
+
+    def configured(self, key: str) -> Any:
+        """The value of the dotted key, or None."""
+        return next((line.value for line in self.config if line.key == key), None)
+
+    def of_kind(self, *kinds: str) -> list[Row]:
+        """The events of any of these kinds, in order."""
+        return [row for row in self.events if row.get("kind") in kinds]
+
+
+def read_records(run: RunFolder) -> RunRecords:
+    """Reads a run folder whole. Touches no file and raises nothing for what is missing or torn."""
+    unreadable: list[str] = []
+    plan = _mapping(run, run.plan, unreadable)
+    metrics = _rows(run, run.metrics, unreadable)
+    job_text = _text(run, run.job, unreadable)
+    preflight = _json(run, run.preflight, unreadable)
+    checks = preflight.get("checks") if isinstance(preflight, Mapping) else preflight
+    choices = plan.get("choices")
+    events = _events(run, unreadable)
+    lines = _plan_lines(choices if isinstance(choices, Mapping) else {})
+    return RunRecords(
+        name=run.path.rstrip("/").rsplit("/", 1)[-1],
+        path=run.path,
+        job_text=job_text,
+        plan=_settled(lines, _mapping(run, run.memory_probe, unreadable), events),
+        warnings=[str(line) for line in listed(plan.get("warnings"))],
+        config=_config_lines(plan),
+        environment=_mapping(run, run.environment, unreadable),
+        preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
+        train=_by_step(row for row in metrics if row.get("kind") == "train"),
+        evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
+        loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
+        events=events,
+        result=_mapping(run, run.result, unreadable) or None,
+        sample=_mapping(run, run.sample, unreadable) or None,
+        alive=_alive(run, unreadable),
+        unreadable=unreadable,
+    )
+
+
+def number(value: Any) -> float | None:
+    """A finite float, or None: JSON rows hold non-finite values as the strings nan, inf and -inf."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        seen = float(value)
+    except (TypeError, ValueError):
+        return None
+    return seen if math.isfinite(seen) else None
+
+
+def series(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    """(step, value) of every row whose value is finite."""
+    points = ((number(row.get("step")), number(row.get(key))) for row in rows)
+    return [(step, value) for step, value in points if step is not None and value is not None]
+
+
+def values(rows: Sequence[Row], key: str) -> list[float]:
+    """The finite values of one column."""
+    return [value for row in rows if (value := number(row.get(key))) is not None]
+
+
+def non_finite_steps(rows: Sequence[Row], key: str = "loss") -> list[int]:
+    """The steps whose value is written but not finite."""
+    return [int(row["step"]) for row in rows if row.get(key) is not None and number(row.get(key)) is None]
+
+
+def percentile(data: Sequence[float], share: float) -> float | None:
+    """Linear between the two nearest order statistics, as numpy's default; None of nothing."""
+    if not data:
+        return None
+    ordered = sorted(data)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def first_text(row: Row, *keys: str) -> str:
+    """The first of the keys that holds a text, a number or a list; empty where none does."""
+    for key in keys:
+        seen = row.get(key)
+        if isinstance(seen, Mapping):
+            seen = first_text(seen, "message", "reason", "error", "type")
+        if seen not in (None, "", []):
+            return seen if isinstance(seen, str) else json.dumps(seen, default=str)
+    return ""
+
+
+def _by_step(rows: Iterable[Row]) -> list[Row]:
+    """Rows in order of step, an int, as is the epoch where there is one; of two of a step the last."""
+    latest: dict[int, Row] = {}
+    for row in rows:
+        step, epoch = number(row.get("step")), number(row.get("epoch"))
+        if step is not None:
+            known = {"epoch": int(epoch)} if epoch is not None and 0 <= epoch <= step else {}
+            rest = {key: seen for key, seen in row.items() if key != "epoch"}
+            latest[int(step)] = {**rest, "step": int(step), **known}
+    return [latest[step] for step in sorted(latest)]
+
+
+def listed(value: Any) -> list[Any]:
+    """The value, or an empty list where a file holds something else in its place."""
+    return value if isinstance(value, list) else []
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value, or an empty mapping where a file holds something else in its place."""
+    return value if isinstance(value, dict) else {}
+
+
+def _plan_lines(choices: Row) -> list[PlanLine]:
+    lines = []
+    for name, row in choices.items():
+        if not isinstance(row, Mapping):
+            lines.append(PlanLine(str(name), row, ""))
+        elif "how" in row:
+            bounds = ", ".join(str(bound) for bound in listed(row.get("bounds")))
+            value = f"{row['how']} ({bounds})" if bounds else str(row["how"])
+            lines.append(PlanLine(str(name), value, str(row.get("reason", "")), deferred=True))
+        else:
+            lines.append(PlanLine(str(name), row.get("value"), str(row.get("reason", ""))))
+    return lines
+
+
+def _settled(lines: list[PlanLine], probe: Row, events: Sequence[Row]) -> list[PlanLine]:
+    """The plan with what was decided after the start, by measurements and by decisions in the event log."""
+    later = {name: row for name, row in probe.items() if isinstance(row, Mapping) and "value" in row}
+    later |= {str(row["what"]): row for row in events if row.get("kind") == "decision" and "what" in row}
+    raised = [row for row in events if row.get("kind") == "decision" and row.get("precision")]
+    if raised:
+        later["precision"] = {**raised[-1], "value": raised[-1]["precision"]}
+    return [
+        PlanLine(line.name, row.get("value"), first_text(row, "reason") or line.reason, settled=True)
+        if (row := later.get(line.name))
+        else line
+        for line in lines
+    ]
+
+
+def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
+    """The event log in order of time, and the faults left in files that no later attempt has logged."""
+    rows = []
+    for row in _rows(run, run.events, unreadable):
+        if (
+            row.get("kind") == "fault" and "failed_at" in row
+        ):  # logged by the attempt after the one that failed
+            row = {**row, "attempt": row.get("failed_attempt"), "time": row["failed_at"]}
+        rows.append({key: seen for key, seen in row.items() if key not in ("failed_attempt", "failed_at")})
+    known = [(row.get("attempt"), row.get("rank")) for row in rows if row.get("kind") == "fault"]
+    for entry in run.store.entries("faults"):
+        fault = _mapping(run, f"{run.path}/faults/{entry.name}", unreadable)
+        if fault and (fault.get("attempt"), fault.get("rank")) not in known:
+            rows.append({"kind": "fault", **fault})
+    return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)
+
+
+def _config_lines(plan: Row) -> list[ConfigLine]:
+    sources = mapping(plan.get("sources"))
+    leaves = _leaves(mapping(plan.get("config")), "")
+    return [ConfigLine(key, value, str(sources.get(key, "default"))) for key, value in leaves]
+
+
+def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in mapping.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def _alive(run: RunFolder, unreadable: list[str]) -> dict[str, Any] | None:
+    try:
+        return run.alive()
+    except (OSError, ValueError, KeyError) as error:
+        unreadable.append(f"attempts: {error!r}")
+        return None
+
+
+def _file(path: str) -> str:
+    return path.rsplit("/", 1)[-1]
+
+
+def _text(run: RunFolder, path: str, unreadable: list[str]) -> str | None:
+    if not run.exists(path):
+        return None
+    try:
+        return run.read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        unreadable.append(f"{_file(path)}: {error}")
+        return None
+
+
+def _json(run: RunFolder, path: str, unreadable: list[str]) -> Any:
+    text = _text(run, path, unreadable)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        unreadable.append(f"{_file(path)}: {error}")
+        return None
+
+
+def _mapping(run: RunFolder, path: str, unreadable: list[str]) -> dict[str, Any]:
+    seen = _json(run, path, unreadable)
+    return seen if isinstance(seen, dict) else {}
+
+
+def _rows(run: RunFolder, path: str, unreadable: list[str]) -> list[Row]:
+    """The whole rows of a JSONL file; a line that is none (the last one of a killed writer) is counted."""
+    rows, torn = [], 0
+    for line in (_text(run, path, unreadable) or "").splitlines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            torn += 1
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    if torn:
+        unreadable.append(f"{_file(path)}: {torn} torn line{'s' if torn > 1 else ''} left out")
+    return rows

@@ -1,0 +1,295 @@
+"""The run folder: the only module that spells a path in a run, and that says who owns it. Torch-free.
+
+Layout (DESIGN section 3): job.yaml, plan.json, ..., metrics.jsonl, events.jsonl, checkpoints/, result.json,
+report/, logs/; beside them job.json (the job as a mapping) and attempts/ (who runs it, and the heartbeat).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from raytrain.errors import InputError, RunError
+from raytrain.runs.lease import Attempts, this_process
+from raytrain.runs.records import JsonlWriter, ObjectJsonlWriter, plain, revived, rows_of, to_line
+from raytrain.runs.storage import LocalStore, ObjectStore, open_store
+
+
+def _file(name: str, doc: str) -> property:
+    return property(lambda run: f"{run.path}/{name}", doc=doc)
+
+
+class RunFolder:
+    """One run on disk or in an object store. Cheap to build; pickles by path; any process may hold one.
+
+    Properties ending in a file give full paths (or URIs); every method that takes a `name` takes such a path
+    or the part of it below the run folder. Reading verbs raise FileNotFoundError, writing verbs RunError.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.store: LocalStore | ObjectStore = open_store(path)
+        self.path: str = self.store.uri
+        self.is_local: bool = self.store.is_local
+        self._writers: dict[str, JsonlWriter | ObjectJsonlWriter] = {}
+        self._attempts = Attempts(self.store)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.path,))
+
+    def __repr__(self) -> str:
+        return f"RunFolder({self.path!r})"
+
+    # -- making and finding -----------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None, latest: bool = True
+    ) -> Self:
+        """A new `<save_dir>/<name>-<UTC stamp>`, owned by this process; `latest` then points to it.
+
+        Args:
+            save_dir: local path (relative to the working directory) or URI.
+            job: the job as a mapping, kept as job.json for `--resume auto`.
+            latest: whether `latest` shall point to it.
+
+        Errors: InputError for a `save.dir` that cannot be written. No earlier run is touched.
+        """
+        try:
+            parent = open_store(save_dir)
+            parent.make_dir("")
+            if parent.is_local and _is_plain_dir(parent.at("latest")):
+                raise FileExistsError("it holds a directory named `latest`, which is the link's place")
+            folder = _new_folder(parent, f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+            run = cls(f"{parent.uri}/{folder}")
+            run._attempts.found(this_process())
+            if latest:
+                _point_latest(parent, folder)
+        except (OSError, ValueError, RunError) as error:
+            raise InputError(
+                "save.dir", seen=f"{save_dir} ({error})", expected="a directory or URI that can be written"
+            ) from error
+        if job is not None:
+            run.write_json(run.job_mapping, _comparable(job))
+        return run
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """An existing run; `latest` is followed once. Errors: InputError if there is none."""
+        path = path.rstrip("/")
+        try:
+            store = open_store(path)
+            if store.is_local and os.path.islink(store.at("")):
+                target = os.readlink(store.at(""))
+                store = open_store(os.path.join(os.path.dirname(store.at("")), target))
+            elif path.endswith("latest") and not store.entries("") and store.exists(""):
+                folder = store.read_bytes("").decode().strip()
+                store = open_store(f"{path.rpartition('/')[0]}/{folder}")
+            if store.entries(""):
+                return cls(store.uri)
+        except (OSError, ValueError) as error:
+            seen = f"{path} ({error})"
+            raise InputError("run folder", seen=seen, expected="the folder of a run") from error
+        raise InputError("run folder", seen=f"{path} (nothing there)", expected="the folder of a run")
+
+    # -- names ------------------------------------------------------------------------------------
+
+    def _name(self, path: str) -> str:
+        return path[len(self.path) + 1 :] if path.startswith(f"{self.path}/") else path
+
+    job = _file("job.yaml", "The job's YAML as given.")
+    job_mapping = _file("job.json", "The job as a mapping, by the machine.")
+    plan = _file("plan.json", "The plan that the run follows.")
+    environment = _file("environment.json", "Versions, hardware, variables.")
+    preflight = _file("preflight.json", "The checks before the start.")
+    memory_probe = _file("memory_probe.json", "What measurements decided.")
+    metrics = _file("metrics.jsonl", "Train and eval rows.")
+    experts = _file("experts.jsonl", "Of each window between logged rows: what went to each expert, and where.")
+    events = _file("events.jsonl", "Attempts, faults, decisions.")
+    result = _file("result.json", "How it ended.")
+    sample = _file("sample.json", "Text that a language model wrote.")
+    weights = _file("weights/model.safetensors", "The exported weights, for plain PyTorch.")
+    report_dir = _file("report", "What people read.")
+    logs_dir = _file("logs", "Per rank.")
+    tensorboard_dir = _file("tensorboard", "TensorBoard's files.")
+    checkpoints_dir = _file("checkpoints", "One directory per checkpoint.")
+
+    def routing_trace(self, step: int) -> str:
+        """Where the tokens of step `step` went, of those steps that are traced."""
+        return f"{self.path}/routing/step_{step:08d}.npz"
+
+    def checkpoint_dir(self, step: int) -> str:
+        """The directory of the checkpoint after `step` steps."""
+        return f"{self.path}/checkpoints/step_{step:08d}"
+
+    # -- reading and writing ----------------------------------------------------------------------
+
+    def exists(self, name: str) -> bool:
+        return self.store.exists(self._name(name))
+
+    def read_text(self, name: str) -> str:
+        return self.store.read_bytes(self._name(name)).decode()
+
+    def read_json(self, name: str) -> Any:
+        """Non-finite numbers come back as floats. Errors: RunError where it is no JSON."""
+        try:
+            return revived(json.loads(self.read_text(name)))
+        except ValueError as error:
+            raise RunError(f"{self.path}/{self._name(name)}: no JSON ({error})") from error
+
+    def read_rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a JSONL file, [] where there is none."""
+        try:
+            data = self.store.read_bytes(self._name(name))
+        except FileNotFoundError:
+            return []
+        return rows_of(data, origin=f"{self.path}/{self._name(name)}")
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Whole and, on a local path, atomic; directories in between are made."""
+        self.store.write_bytes(self._name(name), data)
+
+    def write_text(self, name: str, text: str) -> None:
+        self.write_bytes(name, text.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Non-finite numbers are written as strings, so that any JSON reader takes the file."""
+        self.write_text(name, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+
+    def writer(self, name: str) -> JsonlWriter | ObjectJsonlWriter:
+        """The appender of a JSONL file, one per file; on an object store it uploads every 10 s."""
+        name = self._name(name)
+        if name not in self._writers:
+            if isinstance(self.store, LocalStore):
+                self._writers[name] = JsonlWriter(self.store.at(name))
+            else:
+                self._writers[name] = ObjectJsonlWriter(self.store, name)
+        return self._writers[name]
+
+    def append_event(self, row: dict[str, Any]) -> None:
+        """Adds a row to events.jsonl; several processes may do so."""
+        self.writer(self.events).write(row)
+
+    def flush(self) -> None:
+        """Uploads rows that are still here only (object stores)."""
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Uploads the rest and closes the appenders; the folder may be used again afterwards."""
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+    def truncate_metrics(self, step: int) -> int:
+        """Removes what lies after `step` from metrics.jsonl, experts.jsonl and routing/; returns how many metrics rows.
+
+        The files are replaced, never shortened: an old writer that still lives keeps appending to a dead inode.
+        """
+        for entry in self.store.entries("routing"):
+            if int(entry.name.removeprefix("step_").partition(".")[0]) > step:
+                self.store.delete(f"routing/{entry.name}")
+        self._truncate(self.experts, step)
+        return self._truncate(self.metrics, step)
+
+    def _truncate(self, path: str, step: int) -> int:
+        name = self._name(path)
+        writer = self._writers.pop(name, None)
+        if writer is not None:
+            writer.close()
+        if not self.store.exists(name):
+            return 0
+        rows = self.read_rows(name)
+        kept = [row for row in rows if row["step"] <= step]
+        self.store.write_bytes(name, b"".join(to_line(row) for row in kept))
+        return len(rows) - len(kept)
+
+    # -- attempts: who runs it (raytrain.runs.lease) --------------------------------------------------
+
+    def next_attempt(self, owner: dict[str, Any]) -> int:
+        """Takes the next attempt number (from 1); every older attempt then ends before it writes."""
+        return self._attempts.take_next(owner)
+
+    def current_attempt(self) -> int:
+        """The newest attempt number, 0 before the first; cheap."""
+        return self._attempts.current()
+
+    def owner(self) -> dict[str, Any] | None:
+        """The owner {host, pid, start} of the newest attempt; before the first, who made the folder."""
+        return self._attempts.owner()
+
+    def owner_of(self, number: int) -> dict[str, Any] | None:
+        """Who took attempt `number`: {host, pid, start}; None where nobody has."""
+        return self._attempts.owner_of(number)
+
+    def heartbeat(self) -> None:
+        """Says that the newest attempt lives, for readers on other hosts; writes at most once in 5 s."""
+        self._attempts.beat()
+
+    def alive(self) -> dict[str, Any] | None:
+        """The owner if its process still works on this run, else None."""
+        return self._attempts.alive(ended=self.store.changed("result.json"))
+
+    def finished(self) -> bool:
+        """True after a `done`; a failed or interrupted run may be resumed."""
+        return self.exists(self.result) and self.read_json(self.result).get("status") == "done"
+
+
+def find_unfinished(save_dir: str, name: str, job: dict[str, Any]) -> RunFolder | None:
+    """The newest run of this name and job that is neither done nor alive (`--resume auto`), or None."""
+    store = open_store(save_dir)
+    pattern = re.compile(re.escape(name) + r"-(\d{8}T\d{6}Z)(?:-(\d+))?")
+    found = []
+    for entry in store.entries(""):
+        match = pattern.fullmatch(entry.name)
+        if match and entry.is_dir:
+            found.append((match[1], int(match[2] or 1), entry.name))
+    for _stamp, _number, folder in sorted(found, reverse=True):
+        run = RunFolder(f"{store.uri}/{folder}")
+        same = run.exists(run.job_mapping) and _comparable(run.read_json(run.job_mapping)) == _comparable(job)
+        if same and not run.finished() and not run.alive():
+            return run
+    return None
+
+
+def _comparable(job: dict[str, Any]) -> Any:
+    # A job with Python objects in it (model.module) equals no other, not even where an address comes again.
+    return plain(job, other=lambda value: f"{value!r} {secrets.token_hex(8)}")
+
+
+def _new_folder(parent: LocalStore | ObjectStore, stem: str) -> str:
+    """Makes `stem`, or `stem-2`, ... where it exists; on a local path two processes never share one."""
+    number = 1
+    while True:
+        folder = stem if number == 1 else f"{stem}-{number}"
+        if parent.is_local:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(parent.at(folder))
+                return folder
+        elif not parent.exists(folder):
+            parent.make_dir(folder)
+            return folder
+        number += 1
+
+
+def _point_latest(parent: LocalStore | ObjectStore, folder: str) -> None:
+    """`latest` -> folder: a relative symlink replaced atomically, elsewhere a file of one line."""
+    if parent.is_local:
+        temporary = parent.at(f".latest.{secrets.token_hex(4)}.tmp")
+        try:
+            os.symlink(folder, temporary)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        else:
+            os.replace(temporary, parent.at("latest"))
+            return
+    parent.write_bytes("latest", f"{folder}\n".encode())
+
+
+def _is_plain_dir(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)

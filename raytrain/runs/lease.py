@@ -1,0 +1,114 @@
+"""Who runs a run: numbered attempts, their owners, and whether one is still alive. Torch-free.
+
+`attempts/0000.json` names who made the run folder, `attempts/0001.json` who runs the first attempt, ...
+One writer: an attempt that finds a newer number than its own ends before it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from raytrain.runs.records import plain
+from raytrain.runs.storage import LocalStore, ObjectStore
+
+HEARTBEAT_S = 30.0
+_BEAT_EVERY_S = 5.0
+_HEARTBEAT = "attempts/heartbeat.json"
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a live process of this machine in clock ticks since boot; None if it is dead or a zombie.
+
+    Together with the pid it names a process for good: pids are used again, start times are not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def this_process() -> dict[str, Any]:
+    """The owner record of the calling process: {host, pid, start}."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "start": process_start(pid)}
+
+
+class Attempts:
+    """The `attempts/` directory of one run folder."""
+
+    def __init__(self, store: LocalStore | ObjectStore) -> None:
+        self._store = store
+        self._last_beat = -_BEAT_EVERY_S
+
+    def found(self, owner: dict[str, Any]) -> None:
+        """Writes who made the run folder."""
+        self._store.create_exclusive("attempts/0000.json", _record(owner))
+
+    def take_next(self, owner: dict[str, Any]) -> int:
+        """Takes the next number (from 1) for `owner`: two processes that ask at once get different ones."""
+        number = self.current() + 1
+        while not self._store.create_exclusive(f"attempts/{number:04d}.json", _record(owner)):
+            number += 1
+        return number
+
+    def current(self) -> int:
+        """The newest number; 0 before the first attempt."""
+        names = (entry.name for entry in self._store.entries("attempts"))
+        return max((int(name[:-5]) for name in names if name[:-5].isdigit()), default=0)
+
+    def owner(self) -> dict[str, Any] | None:
+        """The record {host, pid, start} of the newest attempt, or of the folder's maker."""
+        return self._read(f"attempts/{self.current():04d}.json")
+
+    def owner_of(self, number: int) -> dict[str, Any] | None:
+        """Who took attempt `number`: {host, pid, start}; None where nobody has."""
+        record = self._read(f"attempts/{number:04d}.json")
+        return None if record is None else {name: record[name] for name in ("host", "pid", "start")}
+
+    def beat(self) -> None:
+        """Writes the heartbeat, unless it was written less than 5 s ago."""
+        now = time.monotonic()
+        if now - self._last_beat >= _BEAT_EVERY_S:
+            self._last_beat = now
+            row = {"attempt": self.current(), "time": time.time()}
+            self._store.write_bytes(_HEARTBEAT, json.dumps(row).encode())
+
+    def alive(self, *, ended: float | None) -> dict[str, Any] | None:
+        """The owner if its process still works on this run, else None.
+
+        On the owner's host the process itself is asked; elsewhere a heartbeat younger than 30 s counts.
+
+        Args:
+            ended: when the result was written (unix seconds). One written after the newest attempt began ends
+                that attempt, even if its process (a notebook) lives on.
+        """
+        owner = self.owner()
+        if owner is None:
+            return None
+        began = self._store.changed(f"attempts/{self.current():04d}.json")
+        if began is not None and ended is not None and ended > began:
+            return None
+        if owner["host"] == socket.gethostname():
+            start = process_start(owner["pid"])
+            return owner if start is not None and start == owner["start"] else None
+        beat = self._read(_HEARTBEAT)
+        return owner if beat is not None and time.time() - beat["time"] < HEARTBEAT_S else None
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._store.read_bytes(name))
+        except FileNotFoundError:
+            return None
+
+
+def _record(owner: dict[str, Any]) -> bytes:
+    # The nonce makes two records of one owner differ, which is how an object store's race is decided.
+    return json.dumps(plain({**owner, "time": time.time(), "nonce": secrets.token_hex(8)})).encode()

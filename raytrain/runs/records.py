@@ -1,0 +1,277 @@
+"""The rows of `metrics.jsonl` and `events.jsonl`, and how they reach a file. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raytrain.errors import RunError
+from raytrain.runs.storage import ObjectStore, explained_writes
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step. `loss` is the global mean of this step alone, without auxiliary losses.
+
+    Times in seconds, memory in bytes; None where a field has no meaning for the job.
+    `extra` becomes columns of its own.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    aux_loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    data_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+    loss_scale: float | None = None
+    mfu: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of `metrics.jsonl`."""
+        columns = asdict(self)
+        extra = columns.pop("extra")
+        return {"kind": "train", **columns, **extra}
+
+
+def spreads(
+    times: Sequence[float], *, step_s: Sequence[float], data_s: Sequence[float], peak: Sequence[float]
+) -> dict[str, float]:
+    """Columns of a StepRecord: how this worker's steps (`times`, sorted) and the means of the workers differ.
+
+    Times in seconds, memory in bytes.
+    """
+    return {
+        "step_ms_p50": 1e3 * times[len(times) // 2],
+        "step_ms_p95": 1e3 * times[min(len(times) - 1, int(0.95 * len(times)))],
+        "step_time_s_min": min(step_s),
+        "step_time_s_max": max(step_s),
+        "data_time_s_min": min(data_s),
+        "data_time_s_max": max(data_s),
+        "peak_memory_bytes_min": int(min(peak)),
+        "peak_memory_bytes_mean": sum(peak) / len(peak),
+    }
+
+
+@dataclass
+class EvalRecord:
+    """One evaluation after `step`; `accuracy` (0..1) only where it has a meaning."""
+
+    step: int
+    loss: float
+    accuracy: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of `metrics.jsonl`."""
+        row: dict[str, Any] = {"kind": "eval", "step": self.step, "loss": self.loss}
+        if self.accuracy is not None:
+            row["accuracy"] = self.accuracy
+        return {**row, **self.extra}
+
+
+def event(kind: str, **fields: Any) -> dict[str, Any]:
+    """A row of `events.jsonl`; `time` is in unix seconds."""
+    return {"kind": kind, "time": time.time(), **fields}
+
+
+def plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
+    """`value` in JSON's own types: non-finite floats as "nan"/"inf"/"-inf", tuples as lists, numpy scalars as
+    numbers. Anything else goes through `other`; errors: TypeError where that is None.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, dict):
+        return {str(key): plain(item, other=other) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, other=other) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item") and getattr(value, "size", 1) == 1:  # a numpy scalar
+        return plain(value.item())
+    if other is not None:
+        return other(value)
+    raise TypeError(f"a {type(value).__name__} has no place in JSON: {value!r}")
+
+
+def revived(value: Any) -> Any:
+    """The opposite of what `plain` does to non-finite floats."""
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: revived(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [revived(item) for item in value]
+    return value
+
+
+def to_line(row: dict[str, Any]) -> bytes:
+    """One JSON line; floats in the shortest form that reads back as the same double."""
+    return (json.dumps(plain(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def rows_of(data: bytes, *, origin: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL file. A torn last line (the writer was killed in it) is left out.
+
+    Errors: RunError for a line that is broken anywhere else.
+    """
+    rows = []
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(revived(json.loads(line)))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise RunError(f"{origin}, line {number}: no JSON ({error})") from error
+    return rows
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a local JSONL file, [] where there is none; see `rows_of`."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    return rows_of(data, origin=str(path))
+
+
+class JsonlWriter:
+    """Appends rows to a local file, each with one system call, so that a reader sees it at once.
+
+    Opening mends the tail that a killed writer left behind. Errors: RunError (disk full).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        with explained_writes(self.path):
+            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+            _mend_tail(self.path)
+            self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one row."""
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} was closed")
+        data = memoryview(to_line(row))
+        with explained_writes(self.path):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def flush(self) -> None:
+        """Every row has reached the file already; here for the sake of the writer on an object store."""
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _mend_tail(path: str) -> None:
+    """Cuts off a last line without its newline, or completes it where only the newline is missing."""
+    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - 2**20)
+        file.seek(start)
+        head, newline, tail = file.read().rpartition(b"\n")
+        if not tail:
+            return
+        try:
+            json.loads(tail)
+        except ValueError:
+            file.truncate(start + len(head) + len(newline))
+        else:
+            file.write(b"\n")
+
+
+class ObjectJsonlWriter:
+    """A JSONL object: rows are kept in a private local file and uploaded whole every `every_s` seconds.
+
+    Where another process has written the object meanwhile (the driver beside rank 0), only the rows not yet
+    uploaded are added to what is there. Errors of the upload thread surface at the next call, as RunError.
+    """
+
+    def __init__(self, store: ObjectStore, name: str, *, every_s: float = 10.0) -> None:
+        self.path = f"{store.uri}/{name}"
+        self._store, self._name, self._every_s = store, name, every_s
+        self._folder = tempfile.TemporaryDirectory(prefix="raytrain-")
+        self._local = Path(self._folder.name, "rows.jsonl")
+        self._local.touch()
+        self._pending = bytearray()
+        self._seen: float | None = None
+        self._error: RunError | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one row; it is uploaded at the next beat."""
+        line = to_line(row)
+        with self._lock:
+            self._pending += line
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._beat, daemon=True, name="jsonl-upload")
+                self._thread.start()
+        self._raise_stored()
+
+    def flush(self) -> None:
+        """Uploads what is pending now."""
+        self._raise_stored()
+        with self._lock:
+            self._upload()
+
+    def close(self) -> None:
+        """Uploads the rest and ends the thread; may be called twice."""
+        self._stop.set()
+        try:
+            self.flush()
+        finally:
+            self._folder.cleanup()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                with self._lock:
+                    self._upload()
+            except RunError as error:
+                self._error = error
+                return
+
+    def _raise_stored(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _upload(self) -> None:
+        if not self._pending:
+            return
+        changed = self._store.changed(self._name)
+        if changed != self._seen:  # written by somebody else since, or before us
+            theirs = self._store.read_bytes(self._name) if changed is not None else b""
+            head, newline, _torn = theirs.rpartition(b"\n")
+            self._local.write_bytes(head + newline)
+        with self._local.open("ab") as file:
+            file.write(self._pending)
+        self._store.write_bytes(self._name, self._local.read_bytes())
+        self._pending.clear()
+        self._seen = self._store.changed(self._name)

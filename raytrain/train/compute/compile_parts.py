@@ -1,0 +1,75 @@
+"""Which modules `loop.compile_parts` names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from torch import nn
+
+from raytrain.config.sections import LoopConfig
+from raytrain.errors import InputError
+from raytrain.models.blocks import Block, blocks_of, repeated
+from raytrain.trainable import Trainable
+
+KEY = "loop.compile_parts"
+NEAREST = 3
+
+
+def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
+    """The parts, outermost first; ("", module) is the whole model.
+
+    `auto` takes the blocks where the model names them, or repeats some that are more than single layers (they share
+    what is compiled, so that its seconds do not grow with their number), or where backward computes them again. A name
+    stands for every module whose dotted name ends with it: `router` for the routers of all blocks.
+
+    Raises:
+        InputError: a name that the model does not have, a model without blocks where they are asked for, or a part
+            around blocks that are computed again in backward.
+    """
+    module, asked = trainable.module, loop.compile_parts
+    if asked == "auto":
+        several = any(next(block.children(), None) is not None for _, block in repeated(module))
+        by_blocks = trainable.blocks is not None or several or loop.activation_checkpointing
+        asked = "blocks" if by_blocks else "all"
+    if asked == "all":
+        parts: list[Block] = [("", module)]
+    elif asked == "blocks":
+        parts = blocks_of(trainable, key=KEY)
+    else:
+        parts = _named(module, asked)
+    if loop.activation_checkpointing:
+        again = {id(block): name for name, block in blocks_of(trainable, key="loop.activation_checkpointing")}
+        for name, part in parts:
+            inside = [again[id(inner)] for inner in part.modules() if inner is not part and id(inner) in again]
+            if inside:
+                raise InputError(
+                    KEY, seen=f"{name or 'the whole model'}, around {inside[0]}",
+                    expected="blocks, or parts of them, with loop.activation_checkpointing",
+                    remedy="loop.compile_parts: blocks; a compiled part cannot hold what backward computes again",
+                )  # fmt: skip
+    return parts
+
+
+def _named(module: nn.Module, names: Sequence[str]) -> list[Block]:
+    every = {name: part for name, part in module.named_modules() if name}
+    chosen: list[Block] = []
+    for name in names:
+        found = [(full, part) for full, part in every.items() if full == name or full.endswith(f".{name}")]
+        if not found:
+            ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
+            near = difflib.get_close_matches(name, [*ends, *every], n=NEAREST, cutoff=0.3) or sorted(ends)[:NEAREST]
+            raise InputError(
+                KEY, seen=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
+                remedy=f"near: {', '.join(near)}",
+            )  # fmt: skip
+        chosen += [block for full, part in found for block in _called(full, part)]
+    kept = {id(inner) for _, part in chosen for inner in part.modules() if inner is not part}
+    return list({id(part): (name, part) for name, part in chosen if id(part) not in kept}.values())
+
+
+def _called(name: str, part: nn.Module) -> list[Block]:
+    """A list of modules is never called itself; those in it are."""
+    if type(part).forward is not nn.Module.forward:
+        return [(name, part)]
+    return [block for leaf, inner in part.named_children() for block in _called(f"{name}.{leaf}", inner)]

@@ -1,0 +1,200 @@
+"""Device selection and determinism on a worker, obeying the plan; and the check that names a tensor elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cluster.devices.limits import memory_bytes
+from raytrain.errors import DevicePlacementError
+
+
+def worker_device(kind: str, *, local_rank: int) -> torch.device:
+    """The one device of this worker, index always explicit, so that `cuda` never stands beside `cuda:0`.
+
+    Args:
+        kind: "cpu" or "cuda" (also ROCm), as planned.
+        local_rank: rank among the workers of this node; Ray shows a Train worker all of its node's worker GPUs.
+
+    Raises:
+        DevicePlacementError: a GPU was planned and torch sees none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise DevicePlacementError(
+            f"the plan gives this worker a GPU, but torch {torch.__version__} (built for {platform().name}) sees none "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); "
+            "install a torch build for this machine's driver or set scale.mode=cpu"
+        )
+    device = torch.device("cuda", local_rank if local_rank < count else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def seconds_of(device: torch.device) -> float:
+    """A clock for differences, read when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What this build of torch computes on, besides CPUs.
+
+    Attributes:
+        name: "cuda", "rocm" or "cpu".
+        version: of CUDA or HIP.
+        collectives, convolutions: the libraries behind torch's names `nccl` and `cudnn`.
+    """
+
+    name: str
+    version: str
+    collectives: str
+    convolutions: str
+
+    def to_json(self) -> dict[str, str]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+def platform(version: Any = torch.version) -> Platform:
+    """The one place that tells ROCm from CUDA: torch calls both `cuda`, and only its version says which it is."""
+    if getattr(version, "hip", None):
+        return Platform("rocm", str(version.hip), collectives="RCCL", convolutions="MIOpen")
+    if getattr(version, "cuda", None):
+        return Platform("cuda", str(version.cuda), collectives="NCCL", convolutions="cuDNN")
+    return Platform("cpu", "", collectives="gloo", convolutions="oneDNN")
+
+
+def device_name(device: torch.device) -> str:
+    """"cpu", or the name of the GPU."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU; on a CPU what this process may use of the machine's."""
+    if device.type == "cpu":
+        return memory_bytes()[0]
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def need_data(module: nn.Module) -> None:
+    """Before a module is moved to its device: every parameter and buffer has values.
+
+    Raises:
+        DevicePlacementError: some were left on the meta device; the first five by name.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        raise DevicePlacementError(
+            f"{', '.join(empty[:5])}{more}: on the meta device, without values; model.builder has to initialise them"
+        )
+
+
+class Placement:
+    """Where every parameter and buffer of a module should be; looked at in each step, without a device read.
+
+    The places are listed once (the module's own tables, so that a tensor put in place of another is seen too);
+    a look costs a tenth of a microsecond a tensor.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = torch.empty(0, device=device).device  # with its index
+        self._slots = [
+            (table, leaf, f"{path}.{leaf}" if path else leaf)
+            for path, part in module.named_modules()
+            for table in (part._parameters, part._buffers)
+            for leaf, tensor in table.items()
+            if tensor is not None
+        ]
+
+    def check(self) -> None:
+        """Raises DevicePlacementError naming the first tensor that is elsewhere."""
+        for table, leaf, name in self._slots:
+            tensor = table.get(leaf)
+            if tensor is not None and tensor.device != self._device:
+                raise DevicePlacementError(
+                    f"{name} is on {tensor.device}, expected every tensor on {self._device}; "
+                    "something moved it during training"
+                )
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Checks after the work inside; if that fails, a misplaced tensor is the better explanation."""
+        try:
+            yield
+        except RuntimeError as error:
+            try:
+                self.check()
+            except DevicePlacementError as cause:
+                raise cause from error
+            raise
+        self.check()
+
+
+def set_determinism(*, deterministic: bool) -> None:
+    """`loop.deterministic`: kernels that give the same bits each time, at their price; a CPU has no others."""
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic:
+        torch.backends.cudnn.benchmark = False
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def seed_everything(seed: int) -> None:
+    """Python, numpy and torch (all devices): the generators a model or a user's dataset may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Every generator's state as tensors and plain numbers (no pickle), for the checkpoint."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "python": {"version": version, "state": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `rng_state` took."""
+    torch.set_rng_state(state["torch"].to(torch.uint8))
+    kept = state["numpy"]
+    np.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": kept["key"].numpy().astype(np.uint32), "pos": kept["pos"]},
+            "has_gauss": kept["has_gauss"],
+            "gauss": kept["gauss"],
+        }
+    )
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8), device)

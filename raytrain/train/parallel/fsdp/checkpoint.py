@@ -1,0 +1,105 @@
+"""A sharded run's checkpoints: each worker writes its own rows, beside rank 0 and at the same time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain.checkpoint.files import write_parts
+from raytrain.checkpoint.safetensors import SHARD_BYTES, WrittenFile
+from raytrain.checkpoint.snapshot import Staging, take_snapshot
+from raytrain.errors import RaytrainError, RunError
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import open_store
+from raytrain.train.parallel.collectives import Workers, WorkersGroup
+
+
+class ShardSaver:
+    """One worker's part of each checkpoint; all make it at the same moment.
+
+    The workers other than rank 0 copy their rows into CPU buffers and write them in a thread of their own; in the end
+    rank 0's writer and those threads meet over a process group that nobody else uses. (Rank 0's own rows are among what
+    it writes anyway.)
+
+    Args:
+        parts: the state to be saved, as it is when asked.
+        run: the run folder.
+    """
+
+    def __init__(
+        self, parts: Callable[[], Mapping[str, Any]], run: RunFolder, *, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self._parts, self._run, self._shard_bytes = parts, run, shard_bytes
+        group = dist.new_group(backend="gloo")
+        self._meeting = Workers()
+        self._meeting.use(WorkersGroup(group, group, lambda: None))
+        self._first = self._meeting.rank == 0
+        self._pending: Future[None] | None = None
+        if not self._first:
+            self._staging = Staging()
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
+            self._copied()  # into new memory, which takes far longer than all later times
+
+    def begin_save(self, step: int) -> None:
+        """Copy this worker's rows as they are after `step`, and write them in the background.
+
+        Raises:
+            RunError: the time before they could not be written.
+        """
+        if not self._first:
+            self.wait()
+            self._pending = self._thread.submit(self._write, self._copied(), self._run.checkpoint_dir(step))
+
+    def finish_save(self, folder: str) -> dict[str, Any]:
+        """Rank 0's writer: wait for the others; their files, by name and by part.
+
+        Raises:
+            RunError: one could not write, in its words.
+        """
+        files: dict[str, WrittenFile] = {}
+        parts: dict[str, list[str]] = {}
+        for word in self._meeting.gather_bytes(b"{}"):
+            told = json.loads(word)
+            if "error" in told:
+                raise RunError(told["error"])
+            files |= {name: WrittenFile(**written) for name, written in told.get("files", {}).items()}
+            for part, names in told.get("parts", {}).items():
+                parts.setdefault(part, []).extend(names)
+        return {"files": files, "parts": parts}
+
+    def wait(self) -> None:
+        """Returns when this worker writes nothing; raises what its thread raised, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait and end the thread."""
+        if not self._first:
+            try:
+                self.wait()
+            finally:
+                self._thread.shutdown()
+
+    def _copied(self) -> dict[str, dict[str, Tensor]]:
+        snapshot = take_snapshot(self._parts(), {}, step=0)
+        rows = {part: {name: snapshot.tensors[part][name] for name in names} for part, names in snapshot.split.items()}
+        return self._staging.copy(rows)
+
+    def _write(self, rows: dict[str, dict[str, Tensor]], folder: str) -> None:
+        rank = self._meeting.rank
+        try:
+            files, parts = write_parts(
+                open_store(folder), rows, fence=lambda: None, shard_bytes=self._shard_bytes, suffix=f".rank{rank:05d}"
+            )
+            told = {"files": {name: asdict(written) for name, written in files.items()}, "parts": parts}
+        except (RaytrainError, OSError) as error:
+            self._meeting.gather_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
+            raise
+        self._meeting.gather_bytes(json.dumps(told).encode())

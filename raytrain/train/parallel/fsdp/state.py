@@ -1,0 +1,76 @@
+"""State of a sharded run: taken out of what was saved by any number of workers, and brought together to be exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from raytrain.checkpoint.sharded import Place, rows_of
+from raytrain.errors import CheckpointError
+from raytrain.train.job import differences, refuse_other_model
+from raytrain.train.parallel.fsdp.gradients import like, local
+
+
+def cut(whole: Tensor, value: Tensor) -> Tensor:
+    """`value`, all of it or this worker's rows, as a tensor that is sharded as `whole` is; a view or a copy on its
+    device."""
+    if not isinstance(whole, DTensor):
+        return value
+    own = local(whole)
+    if value.shape == whole.shape:
+        start, end = rows_of(len(value), Place(whole.device_mesh.get_local_rank(), whole.device_mesh.size()))
+        value = value[start:end]
+    assert value.shape == own.shape, f"{tuple(value.shape)} are neither {tuple(whole.shape)} nor {tuple(own.shape)}"
+    return like(whole, value.to(device=own.device, dtype=own.dtype).contiguous())
+
+
+def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load weights, whole ones or this worker's rows, without communication.
+
+    Raises:
+        CheckpointError: they are another model's.
+    """
+    own = module.state_dict()
+    refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
+    module.load_state_dict({name: cut(own[name], value) for name, value in state.items()})
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's state: what has the shape of its parameter is sharded as that is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = state["state"]
+    strange = [index for index in known if not 0 <= int(index) < len(parameters)]
+    if strange:
+        raise CheckpointError(f"the checkpoint's optimizer has {len(known)} parameters, this run's {len(parameters)}")
+    held = {index: _as(parameters[int(index)], values) for index, values in known.items()}
+    optimizer.load_state_dict({**state, "state": held})
+
+
+def _as(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    shapes = {parameter.shape, local(parameter).shape}
+    return {
+        name: cut(parameter, value) if isinstance(value, Tensor) and value.ndim and value.shape in shapes else value
+        for name, value in values.items()
+    }
+
+
+def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Names and whole values on the CPU, tied ones the same tensor, where `keep`; {} elsewhere. Collective."""
+    found: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in gathered:
+            full = _whole(value)
+            gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
+        found[name] = gathered[id(value)]
+    return found if keep else {}
+
+
+@torch.no_grad()
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+

@@ -1,0 +1,292 @@
+"""One attempt on one worker, without Ray: build everything a plan names, restore, train, export.
+
+`worker.py` calls this inside a Ray Train worker; benches and tests call it in a plain process, so that there is one
+way to set up a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain.autotune.probe.step import StepProbe
+from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.shares import shares_in_force
+from raytrain.checkpoint.writer import LoadedCheckpoint
+from raytrain.data.loading.misplaced import verify_placement
+from raytrain.data.loading.prepare import Say, prepare_source
+from raytrain.data.sources.open import Source, open_source
+from raytrain.plan.plan import Resolved
+from raytrain.train.compute.switches import Switches
+from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.train.evaluation import evaluate
+from raytrain.train.feed import Feed, most_passes
+from raytrain.train.feed_open import data_plan, open_feed
+from raytrain.train.job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
+from raytrain.train.loop import TrainingLoop
+from raytrain.train.memory.device import limit_device_memory, processes_sharing
+from raytrain.train.memory.micro_batch import MicroBatchSize
+from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.strategy import layout_of
+from raytrain.train.precision.layers import LayerPrecision, kept_in_fp32
+from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
+from raytrain.train.state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.train.step import TrainingStep
+
+
+class Session:
+    """Everything one worker holds during one attempt.
+
+    Args:
+        job: what to do.
+        workers: the group (world 1 in a plain process).
+        local_rank: rank on this node, for the device index.
+        source: opened data, where the caller already has it (tests, handed-over data).
+        initial: load `model.init_from`; False where a checkpoint will be restored.
+    """
+
+    def __init__(
+        self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None,
+        initial: bool = True,
+    ) -> None:  # fmt: skip
+        self.job = job
+        self.workers = workers
+        self.local_rank = local_rank
+        self.device = worker_device(job.planned("device"), local_rank=local_rank)
+        self.sharing = processes_sharing(self.device, workers)
+        """Workers that take their memory where this one does, itself among them."""
+        fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
+        limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
+        set_determinism(deterministic=job.loop.deterministic)
+        threads = job.planned("threads")
+        if threads:
+            torch.set_num_threads(int(threads))
+        seed_everything(job.seed)
+        self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
+        self.facts = source_facts(self.source)
+        self.trainable = build_of(job, facts=self.facts, initial=initial)
+        elsewhere = self.trainable.elsewhere
+        if elsewhere is not None and elsewhere.workers_group is not None:
+            workers.use(elsewhere.workers_group)
+        self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
+        self.layers = LayerPrecision(self.trainable.module, self.device)
+        self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
+        self.state = LoopState()
+        self.precision: str | None = None  # until `prepare` has come through
+        self._probe: StepProbe | None = None
+        self.say: Say = lambda kind, **fields: None  # takes events of what is done before there is a loop
+        self.sizing: MicroBatchSize | None = None
+        """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
+        the attempt takes it over."""
+
+    def prepare(self, precision: str) -> None:
+        """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
+        job, module = self.job, self.trainable.module
+        self.policy = policy_for(precision)
+        self.matmul = apply_matmul(self.policy)
+        need_data(module)
+        self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
+        self.layout.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
+        verify_placement(module, self.device, name="")
+        lr = float(job.planned("lr"))
+        optim = job.optim.model_copy(update={"lr": lr})
+        make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)
+        self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
+        schedule = Schedule(
+            optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
+        )
+        self.step = TrainingStep(
+            self.trainable,
+            optimizers=self.optimizers,
+            policy=self.policy,
+            scale=LossScale(self.device, enabled=self.policy.scales_loss),
+            workers=self.workers,
+            schedule=schedule,
+            max_grad_norm=job.optim.max_grad_norm,
+            device=self.device,
+            inflight=self._chosen("inflight", 1),
+            **self.layout.for_step(lambda: self.feed),
+        )
+        self.step.reduction.overlap(self._chosen("overlap", False))
+        self.feed = self._open_feed()
+        self.precision = precision
+        if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
+            seed_everything(job.seed + self.workers.rank)
+
+    def _open_feed(self) -> Feed:
+        self.close()
+        self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
+        own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
+        return open_feed(self.job, self.source, device=self.device, **own)
+
+    def close(self) -> None:
+        """End what reads ahead; may be called twice, and before there is any."""
+        if hasattr(self, "feed"):
+            self.feed.close()
+
+    def release(self) -> None:
+        """After `close`, give up what is large: weights, gradients and optimizer state. The session that follows may
+        then fill the memory, whoever still holds this one or a part of it. May be called twice."""
+        self._probe = None
+        if not hasattr(self, "step"):  # `prepare` has put nothing on the device yet
+            return
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.step.reduction.gradients.release()
+        self.layout.release()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def settle(self, **choices: Resolved) -> None:
+        """Take over what was measured of `fp32_layers`, `shares`, `inflight` or `overlap`: from now on, and in whatever
+        session follows this one after a rewind."""
+        self.job = replace(self.job, plan=replace(self.job.plan, **choices))
+        self.layers.keep(kept_in_fp32(self.job.plan.fp32_layers))
+        self.feed.batches.shares = shares_in_force(self.job.plan.shares)
+        self.step.inflight = self._chosen("inflight", 1)
+        self.step.reduction.overlap(self._chosen("overlap", False))
+
+    def _chosen(self, name: str, unsettled: Any) -> Any:
+        planned = self.job.plan.choices().get(name)
+        return planned.value if isinstance(planned, Resolved) else unsettled
+
+    def use_precision(self, precision: str) -> None:
+        """Change how the step computes; weights and optimizer state keep their dtype."""
+        self.precision = precision
+        self.policy = self.step.policy = policy_for(precision)
+        self.matmul = apply_matmul(self.policy)
+        self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
+
+    def measure(
+        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool,
+        least: int | None = None,
+    ) -> Measurement:  # fmt: skip
+        """One candidate with the real step in the real group of workers; changes nothing that it measures.
+
+        Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
+        every worker measures the same candidates in the same order, and gets the same measurement. The device should
+        be nobody else's for that time.
+
+        Args:
+            budget_bytes: a peak above it counts as out of memory (`raytrain.train.memory.device.process_budget`); None = only what
+                the allocator refuses does.
+            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            least: given, so many are enough where two took the same time.
+            with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
+                evaluation batch.
+
+        Raises:
+            ValueError: a precision of another master dtype.
+        """
+        return self.probe.measure(candidate, budget=budget_bytes, passes=passes, least=least, with_memory=with_memory)
+
+    @property
+    def probe(self) -> StepProbe:
+        """What measures the step in force; needs `prepare`."""
+        if self._probe is None or self._probe.step is not self.step:
+            split = self.source.eval
+            self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
+        return self._probe
+
+    def use_micro_batch(self, chosen: Resolved) -> None:
+        """From now on, and in whatever session follows this one after a rewind."""
+        total, world = int(self.job.planned("global_batch_size")), self.workers.world
+        passes = most_passes(total, micro_batch=chosen.value, world=world)
+        accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world} workers")
+        plan = replace(self.job.plan, micro_batch_size=chosen, accumulation=accumulation)
+        self.job = replace(self.job, plan=plan)
+        self.feed.micro_batch = chosen.value
+
+    # -- checkpoint: what a run consists of -------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        """Everything with tensors, by part of a checkpoint (see `raytrain.checkpoint.writer`)."""
+        parts: dict[str, Any] = {
+            "model": self.trainable.module.state_dict(),
+            "optimizer": {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)},
+        }
+        if self.step.scale.enabled:
+            parts["scaler"] = self.step.scale.state_dict()
+        own = self.trainable.state_parts() if self.trainable.state_parts else {}
+        return {**parts, **{f"part_{name}": part.state_dict() for name, part in own.items()}}
+
+    def generator_state(self) -> dict[str, Any]:
+        """This worker's random generators."""
+        return rng_state(self.device)
+
+    def restore(self, loaded: LoadedCheckpoint) -> None:
+        """Take weights, optimizer, scale, generators and position out of a checkpoint.
+
+        A checkpoint of another world size restores everything but the generators, which are seeded anew from
+        (seed, step, rank): each row is still seen exactly once per epoch.
+
+        Raises:
+            CheckpointError: it belongs to another model (names and shapes of the first five differences).
+        """
+        restore_elsewhere(self.trainable, loaded)
+        self.layout.load(loaded.parts["model"])
+        for index, optimizer in enumerate(self.optimizers):
+            self.layout.load_optimizer(optimizer, loaded.parts["optimizer"][str(index)])
+        self.step.scale.load_state_dict(loaded.parts.get("scaler", {}))
+        own = self.trainable.state_parts() if self.trainable.state_parts else {}
+        for name, part in own.items():
+            part.load_state_dict(loaded.parts[f"part_{name}"])
+        self.state = LoopState.from_json(loaded.state["loop"])
+        if loaded.state["world_size"] == self.workers.world:
+            set_rng_state(loaded.parts["rng"][str(self.workers.rank)], self.device)
+        else:
+            seed_everything(self.job.seed + 1_000_003 * self.state.step + self.workers.rank)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def limits(self) -> LoopLimits:
+        """The resolved numbers of the loop."""
+        return limits_of(self.job)
+
+    def loop(
+        self,
+        *,
+        reporter: Reporter,
+        should_stop: Callable[[], bool],
+        saver: Saver | None = None,
+        clock: Clock | None = None,
+    ) -> TrainingLoop:
+        """A loop over this session's step and batches; without a saver it never saves."""
+        if self.sizing is None:
+            self.sizing = MicroBatchSize(self.feed.micro_batch, grow_after=self.job.loop.grow_after)
+        return TrainingLoop(
+            self.step, feed=self.feed, evaluate=self.evaluate if self.source.eval is not None else None,
+            limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
+            peak_memory=self.peak_memory, clock=clock, sizing=self.sizing, switches=self.switches,
+        )  # fmt: skip
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Loss and metrics over the eval split, the same on every worker."""
+        split, limit = self.source.eval, self.job.loop.eval_batches
+        assert split is not None, "a loop evaluates only where there is an eval split"
+        batches, passes = self.feed.eval_batches(split, limit=limit), self.feed.eval_passes(split, limit=limit)
+        clear = self.job.loop.eval_clear_every
+        return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
+
+    def whole_module(self) -> nn.Module | None:
+        """The module with all its weights on rank 0, at the end of training; collective."""
+        self.switches.end()
+        return self.layout.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
+
+    def peak_memory(self) -> int:
+        """The most bytes of this worker since the last call: the device allocator's on a GPU, the process's resident
+        set on a CPU (since its start where the kernel resets no peak)."""
+        if self.device.type == "cuda":
+            peak = int(torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return peak
+        from cluster.telemetry.process import process_memory, reset_peak
+
+        peak = process_memory().peak
+        reset_peak()
+        return peak

@@ -1,0 +1,300 @@
+"""One optimizer step: micro-batches, one reduction, one agreement, one commit.
+
+    zero -> for each micro-batch: forward, scaled backward (no communication between the workers)
+         -> everybody has come through (else all drop the step), and sum gradients over the workers, buffer by buffer
+         -> unscale, float64 sum of squares, agree (norm and skip are one value for everybody)
+         -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
+
+The loss is normalised by the *global* weight of the step (samples or tokens), so that one worker with four
+micro-batches, two with two and four with one take the same step. Nothing here reads a device value, except for an
+optimizer that cannot skip on the device.
+
+Where a model waits for other processes in its passes, two micro-batches can be in flight: the backward of one and the
+forward of the next take turns at each such wait. Backward passes still follow each other in the order of the
+micro-batches, and so do forwards, so that gradients and what is drawn are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.train.device import Placement
+from raytrain.train.memory.oom import Shortage, StepDropped
+from raytrain.train.optim.build import Schedule, takes_skip_on_device
+from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.reduction import FlatReduction, Reduction
+from raytrain.train.precision.policy import LossScale, PrecisionPolicy
+from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens), whether
+    it is the `last` of its step as far as is known."""
+
+    batch: Batch
+    weight: int
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step leaves behind, all of it still on the device (float64 scalars).
+
+    Attributes:
+        loss: this worker's share of the global mean loss, without auxiliary losses; shares add up over workers.
+        aux_loss: the same for the auxiliary losses.
+        norm: global gradient norm before clipping.
+        skip: True where the step was dropped for a non-finite gradient.
+        lr: the learning rate used (a host number).
+        compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
+        flags: what the workers told each other with it, summed (host numbers).
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    norm: Tensor
+    skip: Tensor
+    lr: float
+    compute_s: float
+    communication_s: float
+    flags: list[int]
+
+
+@contextlib.contextmanager
+def in_eval(module: nn.Module) -> Iterator[None]:
+    """Inside, all of a module is in eval mode; then each part as it was: a user may keep frozen parts so."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _total(output: LossOutput) -> Tensor:
+    return output.loss if output.aux is None else output.loss + output.aux
+
+
+def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
+    """Without experts elsewhere: gradients were summed already, and only the counts (tokens per expert) are not."""
+    if local.counts is not None:
+        workers.sum_([local.counts])
+    return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
+
+
+class TrainingStep:
+    """Everything that is constant from step to step, and the verb `run`.
+
+    Args:
+        trainable: the model with its loss; its module is on the device in the master dtype.
+        optimizers: torch optimizers over the module's parameters.
+        policy: precision of forward and backward.
+        scale: the loss scale (enabled for fp16 only), the only one there is.
+        workers: the group to reduce over.
+        schedule: learning rate by step.
+        max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
+        inflight: micro-batches in flight, 2 only where the trainable has `turns`.
+        reduction: what becomes of the gradients; None = passes without communication, then a sum of flat buffers.
+        filler: where the workers meet inside their passes: a batch for those of the others that this worker has no
+            rows for; what it computes with it has no effect.
+    """
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        *,
+        optimizers: list[torch.optim.Optimizer],
+        policy: PrecisionPolicy,
+        scale: LossScale,
+        workers: Workers,
+        schedule: Schedule,
+        max_grad_norm: float | None,
+        device: torch.device,
+        inflight: int = 1,
+        reduction: Reduction | None = None,
+        filler: Callable[[], Batch] | None = None,
+    ) -> None:
+        self.trainable = trainable
+        self.optimizers = optimizers
+        self.policy = policy
+        self.scale = scale
+        self.workers = workers
+        self.schedule = schedule
+        self.max_grad_norm = max_grad_norm or None
+        self.device = device
+        self.inflight = inflight
+        self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
+        self.gradients = self.reduction.gradients
+        self.filler = filler
+        self.placement = Placement(trainable.module, device)
+        self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
+
+    def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
+        """Loss of one micro-batch under the run's precision."""
+        with self.policy.autocast(self.device):
+            if self.trainable.takes_global_count:
+                return self.trainable.loss(self.trainable.module, batch, num_items_in_batch=global_weight)
+            return self.trainable.loss(self.trainable.module, batch)
+
+    def backward(
+        self, micro_batches: Iterable[MicroBatch], *, global_weight: int, passes: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Accumulate gradients of this worker's micro-batches; returns its shares of the loss and auxiliary loss.
+
+        `passes` is how many the busiest worker has: a model that needs the others in its forward takes part in those.
+        """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.gradients.zero_()
+        totals = self._forwards(micro_batches, loss_sum, aux_sum, global_weight=global_weight, passes=passes)
+        if self.inflight == 2:
+            self._in_turns(totals)
+        else:
+            for total in totals:
+                total.backward()
+        self.gradients.check()
+        return loss_sum, aux_sum
+
+    def _forwards(
+        self, micro_batches: Iterable[MicroBatch], loss_sum: Tensor, aux_sum: Tensor, *, global_weight: int, passes: int
+    ) -> Iterator[Tensor]:
+        """What to take backward for each pass, whose forward runs when it is asked for; adds to the sums in place."""
+        for micro in micro_batches:
+            if micro.weight == 0:  # nothing to average over: a mean of nothing is NaN, and NaN times 0 too
+                continue
+            passes -= 1
+            output = self.forward(micro.batch, global_weight=global_weight)
+            share = 1.0 if self.trainable.takes_global_count else micro.weight / global_weight
+            total = _total(output) if share == 1.0 else _total(output) * share
+            loss_sum += output.loss.detach().double() * share
+            if output.aux is not None:
+                aux_sum += output.aux.detach().double() * share
+            if micro.last and not self.meets:
+                self.reduction.last_pass()
+            yield self.scale.scale(total)
+        for _ in range(passes if self.meets else 0):
+            # until its backward is over, which may compute blocks again: nothing is drawn, counted or learned of these
+            with in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext():
+                yield self.idle()
+
+    @property
+    def meets(self) -> bool:
+        """Whether processes meet inside a pass, so that each worker takes part in as many as the busiest has."""
+        return self.trainable.elsewhere is not None or self.filler is not None
+
+    def _in_turns(self, totals: Iterator[Tensor]) -> None:
+        """The backward of each pass beside the forward of the next."""
+        elsewhere = self.trainable.elsewhere
+        assert elsewhere is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
+        total = next(totals, None)
+        while total is not None:
+            total = elsewhere.turns.beside(partial(self._take_back, total), partial(next, totals, None))
+
+    def _take_back(self, total: Tensor) -> None:
+        if self.device.type == "cuda":  # in a thread that may never have been told
+            torch.cuda.set_device(self.device)
+        total.backward()
+
+    def idle(self) -> Tensor:
+        """This worker's part in a micro-batch of the others, in eval mode with a filler; a zero to take backward."""
+        if self.trainable.elsewhere is not None:
+            with self.policy.autocast(self.device):
+                return self.trainable.elsewhere.idle()
+        assert self.filler is not None
+        return _total(self.forward(self.filler(), global_weight=1)) * 0.0
+
+    def run(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        *,
+        global_weight: int,
+        step: int,
+        passes: int = 0,
+        flags: Callable[[], list[int]] = list,
+    ) -> StepOutput:
+        """Take optimizer step number `step` (1-based); the sums of the workers' `flags` travel with it. Collective.
+
+        Raises:
+            StepDropped: a worker had no memory for its passes. Nothing was committed, on any of them.
+            DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
+        """
+        begin, waited = time.perf_counter(), self._waited()
+        with self.placement.guarded():
+            work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
+            (loss, aux), summed = self.reduction.passed(work, flags=flags)
+        self.scale.unscale_(self.gradients.buffers)
+        squares = self.reduction.sum_of_squares()
+        counts = self.trainable.counts() if self.trainable.counts is not None else None
+        local = LocalStep(
+            step=step,
+            sum_of_squares=squares,
+            nonfinite=~torch.isfinite(squares),
+            counts=counts,
+            lr=self.schedule.at(step),
+            inverse_scale=self.scale.inverse if self.scale.enabled else None,
+        )
+        agreed = self.trainable.agree(local) if self.trainable.agree else default_agreement(self.workers, local)
+        lr = self.commit(agreed, step=step)
+        waited = self._waited() - waited
+        return StepOutput(
+            loss=loss,
+            aux_loss=aux,
+            norm=agreed.norm,
+            skip=agreed.skip,
+            lr=lr,
+            compute_s=time.perf_counter() - begin - waited,
+            communication_s=waited,
+            flags=summed,
+        )
+
+    def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
+        """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
+        return self.reduction.attempt(passes)
+
+    def dropped(self, came: object) -> StepDropped:
+        """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
+        return self.reduction.dropped(came)
+
+    def _waited(self) -> float:
+        """Host seconds spent waiting for other processes, so far."""
+        elsewhere = self.trainable.elsewhere
+        return self.workers.wait_s + (0.0 if elsewhere is None else elsewhere.waited_s())
+
+    def commit(self, agreed: GlobalStep, *, step: int) -> float:
+        """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""
+        lr = self.update(agreed, step=step)
+        self.scale.update(agreed.skip)
+        if self.trainable.commit is not None:
+            self.trainable.commit(agreed)
+        if self.trainable.between_steps is not None:
+            self.trainable.between_steps(step)
+        return lr
+
+    def update(self, agreed: GlobalStep, *, step: int) -> float:
+        """The part of a commit that computes: clip, and step the optimizers unless it is skipped. Returns the lr."""
+        if self.max_grad_norm is not None:
+            coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
+            # gradients of a skipped step stay as they are, so that those that are not finite can be named
+            self.gradients.scale_(torch.where(agreed.skip, torch.ones_like(coefficient), coefficient))
+        lr = self.schedule.apply(self.optimizers, step)
+        if self.skips_on_device:
+            found = agreed.skip.to(torch.float32)
+            for optimizer in self.optimizers:
+                optimizer.found_inf, optimizer.grad_scale = found, None  # pyright: ignore[reportAttributeAccessIssue]
+        elif bool(agreed.skip):  # a device read: this optimizer cannot skip on the device
+            return lr
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return lr

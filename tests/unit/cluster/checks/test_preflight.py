@@ -1,0 +1,119 @@
+"""Checks before a run: each outcome is a value that names its key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from cluster.checks.preflight import (
+    check_disk,
+    check_memory,
+    check_seen_by_all,
+    check_shared_memory,
+    check_storage,
+    check_visible_devices,
+    run_preflight,
+)
+from cluster.devices.inventory import Inventory, Node
+
+UUIDS = ["GPU-a", "GPU-b"]
+
+
+def machine(free: int) -> Inventory:
+    return Inventory((Node("a", 2, free),), source="test", cpu_model="c", cpu_flags={})
+
+
+def test_storage_is_written_and_left_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "runs"
+    result = check_storage(str(folder))
+    assert result.status == "ok"
+    assert list(folder.iterdir()) == []
+
+
+def test_storage_by_uri(tmp_path: Path) -> None:
+    result = check_storage(f"file://{tmp_path}/runs")
+    assert result.status == "ok"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_file_in_the_way_fails_naming_the_key(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    result = check_storage(str(tmp_path / "runs" / "inner"))
+    assert (result.status, result.key) == ("fail", "save.dir")
+    assert str(tmp_path / "runs") in result.seen
+
+
+def test_an_unknown_scheme_fails_naming_the_key() -> None:
+    result = check_storage("nowhere://bucket/runs")
+    assert (result.status, result.key) == ("fail", "save.dir")
+
+
+def test_a_disk_without_room_for_three_checkpoints_fails(tmp_path: Path) -> None:
+    asked: list[Path] = []
+
+    def usage(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(free=3 << 30)
+
+    folder = str(tmp_path / "not" / "there")
+    assert check_disk(folder, 900 << 20, usage=usage).status == "ok"
+    full = check_disk(folder, 1 << 30, usage=usage)
+    assert (full.status, full.key) == ("fail", "save.dir")
+    assert "3.0 GiB free" in full.seen
+    assert asked == [tmp_path, tmp_path]
+
+
+def test_the_disk_of_an_object_store_is_not_asked() -> None:
+    assert check_disk("s3://bucket/runs", 1).status == "na"
+
+
+def test_memory_counts_every_process_of_a_node() -> None:
+    need = 3 << 29
+    enough = check_memory(need, inventory=machine(3 << 30), local_workers=2, on_gpu=False)
+    assert enough.status == "ok" and "3.0 GiB for 2 workers of 1.5 GiB" in enough.expected, "the process is in it"
+    short = check_memory(need, inventory=machine((3 << 30) - 1), local_workers=2, on_gpu=False)
+    assert (short.status, short.key) == ("warn", "loop.micro_batch_size")
+    assert check_memory(need, inventory=machine(2 << 30), local_workers=2, on_gpu=True).status == "ok"
+    unknown = check_memory(None, inventory=machine(2 << 30), local_workers=2, on_gpu=False)
+    assert "for 2 workers of 600 MiB" in unknown.expected
+    assert check_memory(need, inventory=machine(0), local_workers=2, on_gpu=False).status == "na"
+
+
+def test_small_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    assert check_shared_memory(root=tmp_path).status == "na"
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    small = check_shared_memory(root=tmp_path, usage=lambda path: SimpleNamespace(free=64 << 20))
+    assert small.status == "warn"
+    assert "64 MiB" in small.seen
+
+
+def test_variables_that_clash_or_name_nothing_are_a_warning() -> None:
+    assert check_visible_devices(environ={}).status == "ok"
+    assert check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "1"}, uuids=UUIDS).status == "ok"
+    unknown = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0,7"}, uuids=UUIDS)
+    assert unknown.status == "warn" and "'7'" in unknown.seen
+    clash = check_visible_devices(environ={"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"})
+    assert clash.status == "warn" and "HIP_VISIBLE_DEVICES" in clash.seen
+
+
+def test_all_checks_together_are_json(tmp_path: Path) -> None:
+    results = run_preflight(
+        save_dir=str(tmp_path), inventory=machine(8 << 30), checkpoint_bytes=None, worker_bytes=None,
+        local_workers=1, on_gpu=False,
+    )  # fmt: skip
+    rows = json.loads(json.dumps([result.to_json() for result in results]))
+    assert [row["name"] for row in rows] == ["storage", "disk", "memory", "shared_memory", "visible_devices"]
+    assert {"name", "status", "seen", "expected", "remedy", "key"} == set(rows[0])
+
+
+def test_a_path_that_one_node_does_not_see_is_refused_with_its_key_and_the_node() -> None:
+    def ask(paths: list[str]) -> dict[str, list[str]]:
+        assert paths == ["/shared/a.txt", "/home/me/runs"]  # the URI is the same everywhere
+        return {"10.0.0.1": [], "10.0.0.2": ["/home/me/runs"]}
+
+    paths = {"data.path": "/shared/a.txt", "save.dir": "/home/me/runs", "data.eval_path": "s3://bucket/b.txt"}
+    seen, blind = check_seen_by_all(paths, ask=ask)
+    assert (seen.status, seen.key) == ("ok", "data.path")
+    assert (blind.status, blind.key) == ("fail", "save.dir")
+    assert "10.0.0.2" in blind.seen and "10.0.0.1" not in blind.seen

@@ -1,0 +1,56 @@
+"""Memory and CPU time of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.telemetry.process import CpuMeter, MemoryUse, process_memory, reset_peak, system_sample
+
+SLACK = 8 << 20
+"""The kernel sums its counters lazily: two of them agree within some pages a core."""
+
+
+def test_resident_and_peak_are_read_in_bytes(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name:\tx\nVmHWM:\t  300 kB\nVmRSS:\t  200 kB\n")
+    assert process_memory(root=tmp_path) == MemoryUse(rss=200 * 1024, peak=300 * 1024)
+
+
+def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
+    assert process_memory(root=tmp_path) == MemoryUse(rss=0, peak=0)
+    assert reset_peak(root=tmp_path) is False
+
+
+def test_the_peak_remembers_freed_memory_until_it_is_reset() -> None:
+    before = process_memory()
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    during = process_memory()
+    del block
+    after = process_memory()
+    assert during.rss >= before.rss + (48 << 20)
+    assert after.rss < during.rss
+    assert after.peak >= during.rss - SLACK
+    if not reset_peak():
+        pytest.skip("this kernel lets no process reset its peak")
+    assert process_memory().peak < during.rss - SLACK
+
+
+def test_the_meter_sees_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, cpu = [10.0], [1.0]
+    monkeypatch.setattr("cluster.telemetry.process.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("cluster.telemetry.process._cpu_seconds", lambda: cpu[0])
+    meter = CpuMeter()
+    assert meter.percent() == 0.0
+    clock[0], cpu[0] = 12.0, 4.0
+    assert meter.percent() == 150.0
+    clock[0], cpu[0] = 13.0, 4.25
+    assert meter.percent() == 25.0
+
+
+def test_a_sample_of_the_machine() -> None:
+    sample = system_sample()
+    assert sample["memory_bytes"] >= sample["free_bytes"] > 0
+    assert sample["load"] >= 0

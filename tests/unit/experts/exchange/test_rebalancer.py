@@ -1,0 +1,61 @@
+"""What rank 0 writes down about a change of placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from experts.exchange.rebalancer import Balancer
+from experts.member.vote import Tally
+from experts.placement.starting import PlacementRules
+from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
+
+HOSTS = [HostSpec(host, 1.0, None) for host in range(2)]
+COSTS: Costs = [[ExpertCost(16, 8, 1.0, moved_bytes=12)] * 2]
+
+
+def tally(placement: Placement, counts: list[float], *, sent: float = 0.0) -> Tally:
+    """A step in which equal hosts computed as long as their rows say, and host 0 sent so many bytes."""
+    busy = list(placement.host_loads(0, counts, COSTS[0], HOSTS))
+    return Tally(
+        torch.tensor(1.0), torch.tensor(False), torch.tensor([*counts, 0.0], dtype=torch.float64), 1.0, 1e-3, 0,
+        busy_s=busy, moving_s=[0.5 if sent else 0.0, 0.0], sent_bytes=[sent, 0.0], shortages=[0.0, 0.0],
+    )  # fmt: skip
+
+
+Row = tuple[str, dict[str, Any]]
+
+
+def told(start: Placement, counts: list[float], *, replicas: int, sent: float = 0.0) -> list[Row]:
+    """The events of one decision, taken after step 2 and in force with step 4."""
+    balancer = Balancer(PlacementRules("lpt", replicas, every=2), COSTS, HOSTS)
+    placement = start
+    for step in (1, 2):
+        assert balancer.next(step) is None
+        balancer.committed(step, tally(placement, counts), placement, refused="")
+    assert balancer._thread is not None
+    balancer._thread.join()
+    following = balancer.next(3)
+    balancer.committed(3, tally(placement, counts), placement, refused="")
+    if following is not None:
+        balancer.committed(4, tally(following, counts, sent=sent), following, refused="")
+    return balancer.notices()
+
+
+def test_another_division_of_the_rows_is_told_as_shares_with_the_old_and_the_new_ones() -> None:
+    start = Placement(1, 2, (LayerPlacement(((0, 1), (1,)), ((0.9, 0.1), (1.0,))),))
+    (kind, decision), (done, row) = told(start, [100.0, 10.0], replicas=1)
+    assert (kind, decision["value"], decision["bytes"]) == ("decision", "shares", 0)
+    assert (done, row["what"], row["changes"], row["bytes"]) == ("shares", "shares", [], 0)
+    ((layer, expert, old, new),) = row["shares"]
+    assert (layer, expert, old) == (0, 0, {"0": 0.9, "1": 0.1})
+    assert abs(new["0"] - 0.55) < 0.01 and abs(sum(new.values()) - 1) < 1e-9
+
+
+def test_a_move_is_told_with_the_bytes_that_were_sent() -> None:
+    start = Placement(1, 2, (LayerPlacement(((0,), (0,)), ((1.0,), (1.0,))),))
+    (kind, decision), (done, row) = told(start, [100.0, 90.0], replicas=0, sent=14.0)
+    assert (kind, decision["value"], decision["bytes"]) == ("decision", "move", 12), "predicted"
+    assert (done, row["what"], row["bytes"], row["seconds"], row["shares"]) == ("move", "move", 14, 0.5, []), "measured"
+    assert [change[0] for change in row["changes"]] == ["home"]

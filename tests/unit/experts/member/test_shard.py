@@ -1,0 +1,100 @@
+"""A host's experts: what moves, what stays, and what an optimizer makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from experts.member.migration import _digest, _pack, _unpack
+from experts.member.shard import Commit, ExpertShard
+from experts.placement.values import LayerPlacement, Placement
+from experts.shapes import Key, LayerShape
+from raytrain.config.sections import OptimConfig
+
+SHAPES = [LayerShape(16, (16, 16, 32), "gelu", bias=True), LayerShape(16, (16, 16), "swiglu")]
+"""Whole vectors of the CPU: torch's fused AdamW rounds a rest otherwise than what fills a vector, so that an expert of
+odd sizes may differ in its last bit with who stands beside it in the stack."""
+
+
+def placed(version: int, *layers: tuple[tuple[int, ...], ...]) -> Placement:
+    """Hosts of each expert of each layer, home first; copies take equal parts."""
+    made = [LayerPlacement(copies, tuple((1 / len(held),) * len(held) for held in copies)) for copies in layers]
+    return Placement(version, 2, tuple(made))
+
+
+BEFORE = placed(1, ((0,), (0,), (1,)), ((1,), (0, 1)))
+AFTER = placed(2, ((0,), (1,), (1,)), ((1,), (1, 0)))
+
+
+def shard_of(placement: Placement, host: int) -> ExpertShard:
+    """Drawn weights, the same for an expert wherever it is, and one step of AdamW."""
+    shard = ExpertShard(
+        SHAPES, placement, host, optim=OptimConfig(), dtype=torch.float64, device=torch.device("cpu")
+    )
+    for layer, expert in shard.held():
+        draw = torch.Generator().manual_seed(10 * layer + expert)
+        for view in shard.weights_of((layer, expert)).values():
+            view.copy_(torch.randn(view.shape, generator=draw, dtype=torch.float64))
+    step(shard)
+    return shard
+
+
+def step(shard: ExpertShard) -> None:
+    """A gradient of its own for each expert at home, and a commit."""
+    for layer, expert in shard.homes():
+        draw = torch.Generator().manual_seed(100 + 10 * layer + expert)
+        for grad in shard.layers[layer].gradients_of(expert).values():
+            grad.copy_(torch.randn(grad.shape, generator=draw, dtype=torch.float64))
+    shard.commit(Commit(skip=False, coefficient=0.5, inverse_scale=1.0, lr=0.1))
+
+
+def hashes(shard: ExpertShard) -> dict[Key, str]:
+    """Of weights and optimizer state of each expert at home."""
+    found = {}
+    for key in shard.homes():
+        digest = hashlib.sha256()
+        for name, value in sorted(shard.state_of(key).items()):
+            digest.update(name.encode() + value.contiguous().numpy().tobytes())
+        found[key] = digest.hexdigest()
+    return found
+
+
+@pytest.mark.covers("EXP-09")
+def test_a_move_carries_weights_and_optimizer_state_to_the_last_bit() -> None:
+    old, new = shard_of(BEFORE, 0), shard_of(BEFORE, 1)
+    before = hashes(old) | hashes(new)
+    assert set(before) == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}
+    assert "w1.exp_avg" in old.state_of((0, 1)) and "b1.exp_avg_sq" in old.state_of((0, 1))
+    data, arrived = _pack(old, [(0, 1), (1, 1)]), {}
+    assert _unpack(data, _digest(data), into=arrived)
+    old.switch(AFTER, {})
+    new.switch(AFTER, arrived)
+    assert set(hashes(old)) == {(0, 0)} and set(hashes(new)) == {(0, 1), (0, 2), (1, 0), (1, 1)}
+    assert hashes(old) | hashes(new) == before
+    for shard in (old, new):
+        step(shard)
+    stayed = [shard_of(BEFORE, host) for host in range(2)]
+    for shard in stayed:
+        step(shard)
+    assert hashes(old) | hashes(new) == hashes(stayed[0]) | hashes(stayed[1]), "the next step differs"
+
+
+def test_a_copy_that_becomes_the_home_keeps_its_gradient_and_what_leaves_frees_its_place() -> None:
+    shard = shard_of(BEFORE, 1)
+    for grad in shard.layers[1].gradients_of(1).values():
+        grad.fill_(3.0)
+    for grad in shard.layers[0].gradients_of(2).values():
+        grad.fill_(5.0)
+    state = {name: value.clone() for name, value in shard_of(BEFORE, 0).state_of((1, 1)).items()}
+    shard.switch(placed(2, ((0,), (0,), (1,)), ((0,), (1,))), {(1, 1): state})
+    assert shard.held() == [(0, 2), (1, 1)]
+    assert all((grad == 3.0).all() for grad in shard.layers[1].gradients_of(1).values())
+    assert all((grad == 5.0).all() for grad in shard.layers[0].gradients_of(2).values()), "another layer's were lost"
+
+
+def test_what_arrives_spoilt_is_not_taken() -> None:
+    data, into = _pack(shard_of(BEFORE, 0), [(0, 1)]), {}
+    spoilt = data[:-1] + bytes([data[-1] ^ 1])
+    assert not _unpack(spoilt, _digest(data), into=into) and not into

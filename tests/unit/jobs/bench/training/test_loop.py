@@ -1,0 +1,108 @@
+"""Bench `loop`: the line between its processes, the plain loop, the observer that takes turns, and a real small run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.bench.harness.lines import ADDRESS, Arms, dial
+from jobs.bench.harness.options import LoopOptions
+from jobs.bench.harness.pace import Pace
+from jobs.bench.harness.plain import gpt_loop
+from jobs.bench.harness.sessions import SessionArm
+from jobs.bench.training.loop_arms import job_of, make_text
+from raytrain.errors import RunError
+
+SMALL = {**LoopOptions.QUICK, "threads": 1}
+
+
+@pytest.mark.covers("PERF-02", "FUT-05")
+def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_told(
+    run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """At one worker the same is shown without Ray, bit for bit, by the test of the plain loop below."""
+    out = tmp_path / "loop.json"
+    options = ("threads=1", "blocks=2", "workers=[2]")
+    done = run_cli("bench", "loop", "--quick", *options, "--out", str(out), cwd=tmp_path, timeout=240)
+    assert done.code == 0, done.text
+    document = json.loads(out.read_text())
+    (gate,) = document["gate"]["checks"]
+    assert document["gate"]["passed"] and "DDP" in gate["name"] and "2 losses" in gate["detail"]
+    ratio = next(row for row in document["ratios"] if row["name"] == "plain DDP / ours, 2 worker(s)")
+    values = document["values"]["2 worker(s)"]
+    ours, theirs = (document["arms"][f"{name}, 2 worker(s)"]["values"] for name in ("ours", "plain DDP"))
+    assert ratio["goal"]["at_least"] == 0.98
+    assert ratio["values"] == [a / b for a, b in zip(theirs, ours, strict=True)]
+    assert values["threads"] == 1 and set(values["samples_per_s"]) == set(values["losses"])
+    assert values["samples_per_s"]["ours"] == pytest.approx(4 / (sum(ours) / 2))
+    assert len(values["losses"]["ours"]) == 4 and values["cpu_s_per_step"]["ours"] > 0
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return make_text(LoopOptions(**SMALL), tmp_path)
+
+
+def test_the_text_fills_every_step_of_an_epoch(text: Path) -> None:
+    options = LoopOptions(**SMALL)
+    rows = len(text.read_bytes()) // options.context - 1
+    assert rows % options.batch == 0 and rows >= options.batch
+    assert text.read_bytes() == make_text(options, text.parent).read_bytes()
+
+
+def test_the_plain_loop_takes_our_steps_over_the_end_of_an_epoch(tmp_path: Path) -> None:
+    options = LoopOptions(**{**SMALL, "blocks": 1, "dropped": 1})
+    path = tmp_path / "short.txt"
+    path.write_bytes(make_text(options, tmp_path).read_bytes()[: 16 * (4 * 7 + 1)])  # seven steps an epoch
+    threads = torch.get_num_threads()
+    ours = SessionArm(job_of(options, world=1, text=path, save_dir=tmp_path), precision="fp32")
+    ours.run(20)
+    settings = {**options.model_dump(), "text": str(path), "max_steps": 20}
+    exact = gpt_loop(settings, clip="float64", rank=0, world=1).run(20)
+    near = gpt_loop(settings, clip="torch", rank=0, world=1).run(20)
+    torch.set_num_threads(threads)
+    assert ours.losses == exact and len(exact) == 2
+    assert near == pytest.approx(exact, rel=1e-4)
+
+
+def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Arms() as arms:
+        monkeypatch.setenv(ADDRESS, arms.address)
+        pace, seen = Pace(), []
+
+        def train() -> None:
+            pace.event({"kind": "decision"})  # before the attempt nothing waits
+            pace.event({"kind": "attempt"})
+            for step in (10, 20, 30, 40, 50):
+                seen.append(step)
+                pace.metrics({"step": step, "loss": float(step)})
+
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        arms.await_arm("ours", processes=1, alive=thread.is_alive)
+        assert seen == []
+        first = arms.order("ours", {"steps": 20})
+        assert first["losses"] == [10.0, 20.0] and first["seconds"] > 0 and seen == [10, 20]
+        assert arms.order("ours", {"steps": 10})["losses"] == [30.0]
+        arms.dismiss("ours")
+        thread.join(10)
+        assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
+
+
+def test_an_arm_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Arms() as arms:
+        monkeypatch.setenv(ADDRESS, arms.address)
+        with pytest.raises(RunError, match="'plain' ended before"):
+            arms.await_arm("plain", processes=1, alive=lambda: False)
+        line = dial(arm="plain", rank=0)
+        arms.await_arm("plain", processes=1, alive=lambda: True)
+        line.close()
+        with pytest.raises((RunError, OSError)):
+            arms.order("plain", {"steps": 1})
+    assert not Path(arms.folder).exists()

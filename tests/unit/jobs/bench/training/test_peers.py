@@ -1,0 +1,70 @@
+"""`raytrain bench peers` without the peers, and how a foreign loop is held to its turns."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.bench.harness.command import bench_verb
+from jobs.bench.training.peers_member import Turns
+
+
+def test_without_the_peers_nothing_is_started_and_the_table_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench_verb("peers", [], out=str(tmp_path / "peers.json"), quick=False, as_json=False) == 0
+    (claim,) = json.loads((tmp_path / "peers.json").read_text())["claims"]
+    assert claim["verdict"] == "not measurable here" and "raytrain[peers]" in claim["evidence"]
+    assert "lightning or of accelerate" in claim["effect"]
+    assert "not measurable here" in capsys.readouterr().out
+
+
+class Orders:
+    """A line with orders to give, and answers to keep."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.answers = list(steps), []
+
+    def receive(self) -> dict[str, Any]:
+        return {"steps": self.steps.pop(0)}
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.answers.append(message)
+
+
+def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_it_all() -> None:
+    line = Orders(20, 10, 0)
+    turns = Turns(line)  # type: ignore[arg-type]
+    turns.begin()
+    taken = 0
+    while not turns.over:
+        taken += 1
+        turns.end(torch.tensor(float(taken)))
+    assert taken == 30 and not line.steps
+    assert [answer["losses"] for answer in line.answers] == [[10.0, 20.0], [30.0]]
+    assert all(answer["seconds"] > 0 for answer in line.answers)
+
+
+@pytest.mark.filterwarnings("ignore")  # the peers' own
+@pytest.mark.parametrize("name", ["plain", "lightning", "accelerate"])
+def test_each_loop_takes_the_steps_of_the_plain_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "plain":
+        pytest.importorskip(name)
+    from jobs.bench.harness.plain import gpt_loop
+    from jobs.bench.training import peers_member
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_bytes(bytes(range(97, 123)) * 200)
+    settings = {"layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4, "seed": 3, "max_steps": 40,
+                "text": "text.txt"}  # fmt: skip
+    reference = gpt_loop(settings, clip="torch", rank=0, world=1).run(30)
+    line = Orders(20, 10, 0)
+    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world=1), Turns(line))  # type: ignore[arg-type]
+    losses = [loss for answer in line.answers for loss in answer["losses"]]
+    assert losses == pytest.approx(reference, rel=1e-6)

@@ -1,0 +1,114 @@
+"""`result.json` and the last lines: over all attempts, from what the run folder holds."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jobs.driver.result import last_sign_of_life, process_start, say_ending, write_result
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.time_account import PURPOSES
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(str(tmp_path), "test")
+
+
+def rows(run: RunFolder, *some: dict[str, Any]) -> None:
+    for row in some:
+        run.writer(run.metrics).write(row)
+
+
+def checkpoint(run: RunFolder, step: int, *, eval_loss: float | None, complete: bool = True) -> None:
+    run.write_json(f"checkpoints/step_{step:08d}/manifest.json", {"eval_loss": eval_loss})
+    if complete:
+        run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "x")
+
+
+def test_the_result_is_read_from_the_files_of_all_attempts(run: RunFolder) -> None:
+    rows(
+        run,
+        {"kind": "train", "step": 5, "loss": 3.0},
+        {"kind": "eval", "step": 5, "loss": 2.5},
+        {"kind": "eval", "step": 8, "loss": float("nan")},
+        {"kind": "eval", "step": 10, "loss": 2.75},
+        {"kind": "train", "step": 10, "loss": 1.25},
+    )
+    now = time.time()
+    for row in (
+        {"kind": "driver_start", "time": now - 20, "process_start": now - 21, "last_sign_of_life": None},
+        {"kind": "attempt", "time": now - 15, "attempt": 1},
+        {"kind": "account", "time": now - 1, "seconds": {"compute": 12.0}},
+        {"kind": "attempt_end", "time": now - 1},
+        {"kind": "driver_end", "time": now - 0.5},
+    ):
+        run.append_event(row)
+    checkpoint(run, 5, eval_loss=2.5)
+    checkpoint(run, 10, eval_loss=2.75)
+    checkpoint(run, 12, eval_loss=0.5, complete=False)
+    record = write_result(run, {"status": "done", "reason": "10 steps", "steps": 10})
+    assert record == run.read_json(run.result)
+    assert record["status"] == "done" and record["steps"] == 10 and record["final_loss"] == 1.25
+    assert record["best_eval_loss"] == 2.5 and record["best_checkpoint"] == "step_00000005"
+    assert record["weights"] is None and list(record["time"]) == list(PURPOSES)
+    assert record["wall_s"] == pytest.approx(20.5) and sum(record["time"].values()) == pytest.approx(20.5)
+    assert record["time"]["compute"] == 12.0 and record["time"]["startup"] == pytest.approx(6.0)
+
+
+def test_a_run_that_never_stepped_has_a_result_too(run: RunFolder) -> None:
+    record = write_result(run, {"status": "interrupted"})
+    assert record["steps"] == 0 and record["reason"] == ""
+    for name in ("final_loss", "best_eval_loss", "best_checkpoint", "weights"):
+        assert record[name] is None
+
+
+def test_without_evaluations_the_newest_checkpoint_is_the_best(run: RunFolder) -> None:
+    checkpoint(run, 3, eval_loss=None)
+    checkpoint(run, 9, eval_loss=None)
+    assert write_result(run, {"status": "failed", "reason": "why"})["best_checkpoint"] == "step_00000009"
+
+
+def test_steps_are_those_of_the_last_row_where_the_workers_could_not_say(run: RunFolder) -> None:
+    rows(run, {"kind": "train", "step": 7, "loss": 1.0})
+    assert write_result(run, {"status": "failed", "reason": "killed", "steps": None})["steps"] == 7
+
+
+def test_the_last_sign_of_life_is_the_newest_of_event_row_and_heartbeat(run: RunFolder) -> None:
+    assert last_sign_of_life(run) is None
+    run.append_event({"kind": "driver_start", "time": 5.0})
+    assert last_sign_of_life(run) == 5.0
+    run.next_attempt({"host": "h", "pid": 1, "start": 1})
+    run.heartbeat()
+    beat = last_sign_of_life(run)
+    assert beat is not None and abs(time.time() - beat) < 60
+    run.append_event({"kind": "x", "time": beat + 100})
+    assert last_sign_of_life(run) == beat + 100
+
+
+def test_a_commands_time_begins_with_its_process_and_a_notebooks_with_the_call() -> None:
+    now = time.time()
+    began = process_start(now)
+    assert began == now or now - 30 < began <= now
+    assert process_start(now + 1e6) == now + 1e6  # a process that has been there for days
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
+def test_the_last_lines_say_how_it_ended_and_where_things_are(run: RunFolder, status: str) -> None:
+    out = io.StringIO()
+    record = {
+        "status": status, "steps": 12, "wall_s": 61.6, "final_loss": 1.23456, "best_eval_loss": 2.0,
+        "reason": "[red]the cause[/red]", "weights": "w.safetensors" if status == "done" else None,
+    }  # fmt: skip
+    say_ending(Console(file=out, width=40), run, record, "report.html")
+    lines = out.getvalue().splitlines()
+    text = " ".join(lines)
+    assert f"{status} after 12 steps in 62 s, loss 1.2346, best eval loss 2.0000" in text.replace("  ", " ")
+    assert f"run     {run.path}" in lines and "report  report.html" in lines  # a path is never broken
+    assert ("why: [red]the cause[/red]" in lines) == (status == "failed")
+    assert ("weights w.safetensors" in lines) == (status == "done")

@@ -1,0 +1,177 @@
+"""`--resume`: what may be gone on with, what may change beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jobs.driver.resume import Resumed, open_resumed
+from jobs.job.spec import load_spec
+from raytrain.errors import InputError
+from raytrain.plan.plan import Plan, Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
+
+JOB: dict[str, Any] = {
+    "name": "mine",
+    "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [8]},
+    "data": {"source": "csv", "path": "rows.csv"},
+    "loop": {"max_steps": 10},
+}
+NOBODY = {"host": "another-host", "pid": 1, "start": 1}
+
+
+def run_in(folder: Path, *, status: str | None = None, owner: dict[str, Any] = NOBODY) -> RunFolder:
+    """A run folder of JOB that `owner` worked on, ended with `status` (None: it was killed)."""
+    run = RunFolder.create(str(folder), "mine", job={**JOB, "save": {"dir": str(folder)}})
+    run.next_attempt(owner)
+    if status is not None:
+        run.write_json(run.result, {"status": status})
+    return run
+
+
+@pytest.mark.parametrize(
+    ("status", "finished"), [(None, False), ("failed", False), ("interrupted", False), ("done", True)]
+)
+def test_what_has_ended_goes_on_unless_it_is_done(tmp_path: Path, status: str | None, finished: bool) -> None:
+    run = run_in(tmp_path, status=status)
+    for name in (run.path, str(tmp_path / "latest"), run.path + "/"):
+        resumed = open_resumed(name, None, [])
+        assert resumed is not None and resumed.run.path == run.path
+        assert resumed.finished is finished and resumed.changed == []
+        assert resumed.loaded.spec.loop.max_steps == 10
+
+
+def test_a_finished_run_that_shall_be_longer_is_not_finished(tmp_path: Path) -> None:
+    run = run_in(tmp_path, status="done")
+    resumed = open_resumed(run.path, None, ["loop.max_steps=30"])
+    assert resumed is not None and not resumed.finished and resumed.changed == ["loop.max_steps"]
+    assert resumed.loaded.spec.loop.max_steps == 30
+    other = open_resumed(run.path, None, ["save.keep=7"])
+    assert other is not None and other.finished and other.changed == ["save.keep"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("optim.lr=0.5", "optim.lr"), ("seed=3", "seed"), ("save.dir=elsewhere", "save.dir"),
+     ("model.hidden=[9]", "model.hidden"), ("loop.global_batch_size=8", "loop.global_batch_size"),
+     ("precision.dtype=bf16", "precision.dtype")],
+)  # fmt: skip
+def test_what_decides_the_numbers_may_not_change(tmp_path: Path, override: str, key: str) -> None:
+    run = run_in(tmp_path)
+    with pytest.raises(InputError, match="beside --resume") as refused:
+        open_resumed(run.path, None, [override])
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    "override", ["loop.epochs=3", "loop.micro_batch_size=4", "scale.workers=2", "save.every=5", "telemetry.every=9",
+                 "retry.rollbacks=1", "cluster.memory_fraction=0.5", "experts.placement=lpt"],
+)  # fmt: skip
+def test_what_only_decides_how_may_change(tmp_path: Path, override: str) -> None:
+    resumed = open_resumed(run_in(tmp_path).path, None, [override])
+    assert resumed is not None and resumed.changed == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("experts", "hosts", "expected"),
+    [
+        ({"experts-00000.safetensors": [[0, 0]]}, 0, "any number of hosts above 0, or colocated"),
+        ({"experts-00000.safetensors": [[0, 0]]}, 3, None),
+        ({"experts-00000.safetensors": [[0, 0]]}, {"T4": 2}, None),
+        ({"experts-00000.safetensors": [[0, 0]]}, "colocated", None),
+        (None, "colocated", "0"),
+        (None, 2, "0"),
+        (None, 0, None),
+        (None, "none", None),
+    ],
+)
+def test_experts_stay_inside_the_model_or_apart_from_it(
+    tmp_path: Path, experts: dict[str, Any] | None, hosts: Any, expected: str | None
+) -> None:
+    """A checkpoint of any number of hosts goes on with any other; found before anything starts."""
+    run = run_in(tmp_path)
+    resumed, plan = open_resumed(run.path, None, []), cast(Plan, SimpleNamespace(hosts=Resolved(hosts, "asked")))
+    assert resumed is not None and resumed.under(plan) is resumed.run, "nothing was saved yet"
+    for step in (5, 10):
+        run.write_json(f"checkpoints/step_{step:08d}/manifest.json", {} if experts is None else {"experts": experts})
+        run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "")
+    if expected is None:
+        assert resumed.under(plan) is resumed.run
+        return
+    with pytest.raises(InputError, match="step 10") as told:
+        resumed.under(plan)
+    assert (told.value.key, told.value.expected) == ("experts.hosts", expected) and "asked" in told.value.seen
+
+
+def test_a_job_file_beside_it_is_under_the_same_rule(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    job = tmp_path / "job.yaml"
+    text = "name: mine\nmodel: {builder: 'raytrain.models.mlp:mlp', hidden: [8]}\ndata: {source: csv, path: rows.csv}\n"
+    job.write_text(f"{text}loop: {{max_steps: 20}}\nsave: {{dir: {tmp_path}}}\n")
+    resumed = open_resumed(run.path, job, [])
+    assert resumed is not None and resumed.changed == ["loop.max_steps"]
+    job.write_text(f"{text}loop: {{max_steps: 20}}\nsave: {{dir: {tmp_path}}}\noptim: {{lr: 1}}\n")
+    with pytest.raises(InputError) as refused:
+        open_resumed(run.path, job, [])
+    assert refused.value.key == "optim.lr"
+    with pytest.raises(InputError, match=r"missing\.yaml"):
+        open_resumed(run.path, tmp_path / "missing.yaml", [])
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    for name in ("other", "missing"):
+        with pytest.raises(InputError, match="the folder of a run"):
+            open_resumed(str(tmp_path / name), None, [])
+
+
+def test_a_run_that_is_still_alive_is_refused_with_host_and_pid(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        owner = {**this_process(), "pid": other.pid, "start": _start_of(other.pid)}
+        run = run_in(tmp_path, owner=owner)
+        with pytest.raises(InputError, match=rf"pid {other.pid} on {owner['host']}"):
+            open_resumed(run.path, None, [])
+    finally:
+        other.communicate(b"\n")
+    assert open_resumed(run.path, None, []) is not None  # at once, the moment it is gone
+
+
+def _start_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def test_auto_takes_the_newest_unfinished_run_of_the_same_job(tmp_path: Path) -> None:
+    mapping = {**JOB, "save": {"dir": str(tmp_path)}}
+    loaded = load_spec(None, mapping=mapping)
+    assert open_resumed("auto", None, [], loaded=loaded) is None
+    older = run_in(tmp_path, status="interrupted")
+    newer = run_in(tmp_path)
+    assert older.path != newer.path
+    found = open_resumed("auto", None, [], loaded=loaded)
+    assert found is not None and found.run.path == newer.path
+    newer.write_json(newer.result, {"status": "done"})
+    found = open_resumed("auto", None, [], loaded=loaded)
+    assert found is not None and found.run.path == older.path
+    changed = load_spec(None, ["loop.max_steps=11"], mapping=mapping)
+    assert open_resumed("auto", None, [], loaded=changed) is None
+    assert os.path.basename(older.path) in os.listdir(tmp_path)
+
+
+def test_only_a_whole_checkpoint_makes_the_first_weights_unneeded(tmp_path: Path) -> None:
+    """A run that is resumed without one begins with `model.init_from` again, which must still be there."""
+    run = run_in(tmp_path)
+    resumed = Resumed(run, load_spec(mapping=JOB), [])
+    checkpoint = Path(run.checkpoint_dir(3))
+    checkpoint.mkdir(parents=True)
+    assert not resumed.has_checkpoint()
+    (checkpoint / "COMPLETE").write_text("")
+    assert resumed.has_checkpoint()

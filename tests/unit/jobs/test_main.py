@@ -1,0 +1,151 @@
+"""The command line in this process: which exit code, which words. No Ray is started by any of these."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.__main__ import main, split_arguments
+from jobs.driver.runtime import Interrupted
+from jobs.job.job_file import RECIPES
+from raytrain.errors import InputError, RunError
+
+
+def run(*arguments: str) -> Result:
+    """What the command would print and exit with."""
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_the_version_is_the_packages() -> None:
+    done = run("--version")
+    assert done.exit_code == 0 and done.output.strip() == f"raytrain, version {version('raytrain')}"
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_help_of_a_verb_lists_its_keys_with_their_defaults(verb: str) -> None:
+    done = run(verb, "--help")
+    assert done.exit_code == 0
+    for words in ("loop.max_steps = null", 'precision.dtype = "auto"', "optim.lr = 0.001", "seed = 42"):
+        assert words in done.output, words
+
+
+def test_help_names_every_verb() -> None:
+    done = run("-h")
+    for verb in ("train", "plan", "report", "tune", "infer", "check", "submit"):
+        assert f"\n  {verb} " in done.output, verb
+
+
+def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
+    assert split_arguments(("a.b=c", "job.yaml", "d=e=f")) == (Path("job.yaml"), ["a.b=c", "d=e=f"])
+    assert split_arguments(()) == (None, [])
+    with pytest.raises(InputError, match="seen one two, expected one JOB"):
+        split_arguments(("one", "two"))
+    for key in ("optim.lr", "seed", "data.source"):
+        with pytest.raises(InputError, match=f"{key}: seen a key without a value, expected {key}=VALUE"):
+            split_arguments(("job.yaml", key))
+    assert split_arguments(("data.yaml",)) == (Path("data.yaml"), [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["train", "--fast"], "No such option"),
+        (["train", "one.yaml", "two.yaml"], "one JOB.yaml"),
+        (["train", "missing.yaml"], "missing.yaml"),
+        (["train", "loop.max_step=3"], "did you mean loop.max_steps?"),
+        (["train", "loop.max_steps=three"], "loop.max_steps"),
+        (["plan", "optim.lr=-1"], "optim.lr"),
+        (["train", "--resume", "nowhere"], "the folder of a run"),
+        (["report", "nowhere"], "the folder of a run"),
+    ],
+)
+def test_wrong_input_is_exit_2_and_one_message_on_stderr(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr and done.stdout == "" and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [], "something was started"
+
+
+@pytest.mark.parametrize("verb", ["infer", "check", "submit"])
+def test_a_verb_of_a_later_version_is_refused_by_name_after_its_job_was_read(verb: str) -> None:
+    refused = run(verb)
+    assert refused.exit_code == 2 and verb in refused.stderr
+    assert "loop.max_step" in run(verb, "loop.max_step=3").stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (RunError("the disk is full"), 1, "error: the disk is full"),
+        (InputError("data.path", seen="x", expected="y"), 2, "error: data.path: seen x, expected y"),
+        (Interrupted("SIGTERM"), 130, "interrupted"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_each_kind_of_end_has_its_exit_code(
+    raised: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("jobs.train.run_train", fails)
+    done = run("train")
+    assert done.exit_code == code and words in done.stderr
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 1), ("interrupted", 130)])
+def test_the_status_of_a_run_is_the_exit_code(status: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def trains(path: Any, overrides: Any, **options: Any) -> Any:
+        seen.update(path=path, overrides=overrides, **options)
+        return type("Result", (), {"status": status})()
+
+    monkeypatch.setattr("jobs.train.run_train", trains)
+    monkeypatch.setattr("os._exit", sys.exit)
+    assert run("train", "job.yaml", "seed=1", "--resume", "there", "-v").exit_code == code
+    assert (seen["path"], seen["overrides"]) == (Path("job.yaml"), ["seed=1"])
+    assert (seen["resume"], seen["verbose"]) == ("there", True)
+
+
+def test_a_recipe_goes_by_its_name_and_a_file_of_that_name_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("to be or not to be " * 200)
+    Path("shakespeare").mkdir()  # a folder of that name is no job
+    named = run("plan", "shakespeare", "data.path=input.txt", "--json")
+    by_path = run("plan", str(RECIPES / "shakespeare.yaml"), "data.path=input.txt", "--json")
+    assert named.exit_code == by_path.exit_code == 0, named.output
+    ours, theirs = json.loads(named.stdout), json.loads(by_path.stdout)
+    assert [ours["sources"]["optim.name"], theirs["sources"]["optim.name"]] == ["recipe", "file"]
+    assert ours["config"] == theirs["config"] and ours["choices"].keys() == theirs["choices"].keys()
+    Path("shakespeare").rmdir()
+    Path("shakespeare").write_text("model: {builder: 'raytrain.models.gpt:gpt'}\noptim: {rate: 1}\n")
+    assert "optim.rate" in run("plan", "shakespeare", "data.path=input.txt").stderr
+
+
+def test_recipes_are_listed_printed_and_named_where_none_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = run("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    assert run("recipes", "gpt_text").stdout == (RECIPES / "gpt_text.yaml").read_text()
+    unknown = run("recipes", "gpt_txt")
+    assert unknown.exit_code == 2 and "tabular" in unknown.stderr and "did you mean gpt_text?" in unknown.stderr
+    for verb in ("train", "plan", "tune"):
+        refused = run(verb, "shakespear", "data.path=input.txt")
+        assert refused.exit_code == 2 and "did you mean shakespeare?" in refused.stderr, verb
+        assert "cnn_idx, custom, default, gpt_text" in refused.stderr
+    assert "did you mean tabular?" in run("bench", "lr", "tabula").stderr

@@ -1,0 +1,364 @@
+"""The verb `plan`: from a file to a table or JSON, without torch and without Ray."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.devices.inventory import Inventory, Node
+from jobs.job.nodes_file import inventory_from_file
+from jobs.job.paths import resolve_paths
+from jobs.job.spec import load_spec
+from jobs.plan import config_rows, plan_job, plan_verb, print_plan, visible_devices
+from raytrain.config.sections import DataConfig
+from raytrain.errors import InputError
+from raytrain.plan.plan import Deferred, Plan, Resolved
+
+ROOT = Path(__file__).resolve().parents[3]
+NODES = """
+- host: a
+  cpus: 16
+  memory_gib: 64
+  gpus:
+    - {name: A100, memory_gib: 80, capability: 8.0, count: 2}
+    - {name: T4, memory_gib: 16, capability: 7.5}
+- {host: b, cpus: 8, memory_gib: 32}
+"""
+MACHINE = Inventory(
+    nodes=(Node("a", 4, 8 << 30),),
+    source="a test",
+    cpu_model="c",
+    cpu_flags={},
+    notes=("the driver shows no device",),
+)
+
+OWN_MODEL = """
+import torch
+
+def rows():
+    return {"train": {"x": torch.zeros(50, 8), "labels": torch.zeros(50)}}
+
+def build(num_features: int, meta: bool = True):
+    model = torch.nn.Linear(num_features, num_features)
+    if not meta:
+        model.weight.abs().max().item()
+    return model
+"""
+
+
+def job(tmp_path: Path, **sections: Any) -> dict[str, Any]:
+    text = tmp_path / "input.txt"
+    text.write_text("all work and no play makes a dull boy\n" * 200)
+    return {
+        "model": {"builder": "raytrain.models.gpt:gpt", "layers": 1, "heads": 2, "width": 8, "context": 16},
+        "data": {"source": "text", "path": str(text)},
+        **sections,
+    }
+
+
+def planned(mapping: dict[str, Any], *overrides: str, **arguments: Any) -> Plan:
+    return plan_job(load_spec(mapping=mapping, overrides=overrides), inventory=MACHINE, **arguments)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+# ---------------------------------------------------------------- the plan of a job
+
+
+def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> None:
+    write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
+    code = (
+        "import sys; from jobs.plan import plan_verb\n"
+        f"code = plan_verb({str(tmp_path / 'job.yaml')!r}, ['scale.accelerator=cpu'], as_json=True)\n"
+        "heavy = [name for name in ('torch', 'ray', 'matplotlib') if name in sys.modules]\n"
+        "print(code, heavy, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.strip() == "0 []"
+    record = json.loads(done.stdout)
+    plan = Plan.from_json(record)
+    assert plan.to_json() == record
+    assert plan.model_facts is not None and plan.data_facts is not None
+    # 200 lines of 38 bytes, a tenth held out, windows of 16 tokens and the one after
+    assert plan.data_facts.train_rows == pytest.approx(0.9 * 7600 / 16, abs=2)
+    assert isinstance(plan.parameters, Resolved)
+    assert plan.parameters.value == plan.model_facts.parameters > 256 * 8
+
+
+def test_a_users_model_is_sized_only_when_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "own_plan_model.py", OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mapping = {"model": {"builder": "own_plan_model:build"}, "data": {"source": "own_plan_model:rows"}}
+    before = planned(mapping)
+    assert isinstance(before.max_steps, Deferred)
+    assert isinstance(before.parameters, Deferred)
+    assert "plan --build" in before.parameters.how
+    built = planned(mapping, build=True)
+    assert isinstance(built.parameters, Resolved)
+    assert (built.parameters.value, built.parameters.reason) == (72, "built on the meta device")
+    assert built.steps_per_epoch == Resolved(2, "45 rows / 32, rounded up")
+    on_cpu = planned(mapping, "model.meta=false", build=True)
+    assert isinstance(on_cpu.parameters, Resolved)
+    assert (on_cpu.parameters.value, on_cpu.parameters.reason) == (72, "built on the CPU")
+
+
+def test_a_builder_that_fails_is_the_inputs_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "own_bad_model.py", "def build():\n    return {}['missing']\n")
+    write(tmp_path / "own_plan_data.py", "def make():\n    return {'train': [{'x': 1.0}] * 40}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mapping = {"model": {"builder": "own_bad_model:build"}, "data": {"source": "own_plan_data:make"}}
+    with pytest.raises(InputError, match="KeyError from own_bad_model:build: 'missing'"):
+        planned(mapping, build=True)
+
+
+def test_experts_are_told_apart_from_dense_models(tmp_path: Path) -> None:
+    dense, mixture = job(tmp_path), job(tmp_path)
+    mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt"}
+    assert planned(dense).choices()["hosts"] == Resolved("none", "the model has no experts")
+    hosts = planned(mixture).hosts
+    assert isinstance(hosts, Resolved) and hosts.value == 2
+    few, many = (planned(mixture, f"experts.num_experts={count}").parameters for count in (4, 8))
+    assert isinstance(few, Resolved) and isinstance(many, Resolved)
+    assert many.value - few.value == 4 * (2 * 8 * 32 + 8)
+
+
+@pytest.mark.covers("EXP-18")
+def test_bytes_scale_with_the_hidden_width_of_the_experts(tmp_path: Path) -> None:
+    """As planned with the flag, and as built with it: each unit of width is a row and a column of 8 in fp32."""
+    from experts.models import moe_gpt
+
+    mixture = job(tmp_path)
+    mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt"}
+    planned_bytes, built_bytes = [], []
+    for flag in ("experts.hidden=8", "experts.hidden=16", "experts.hidden=[8, 8, 8, 40]"):
+        facts = planned(mixture, flag).model_facts
+        assert facts is not None
+        planned_bytes.append(facts.trainable_bytes)
+        experts = load_spec(mapping=mixture, overrides=[flag]).spec.experts
+        sizes = {name: value for name, value in mixture["model"].items() if name != "builder"}
+        module = moe_gpt(**sizes, vocab_size=256, experts=experts).module
+        built_bytes.append(sum(p.numel() * p.element_size() for p in module.parameters()))
+    assert planned_bytes == built_bytes
+    assert [bytes_ - built_bytes[0] for bytes_ in built_bytes] == [0, 32 * 2 * 8 * 4, 32 * 2 * 8 * 4]
+
+
+@pytest.mark.covers("MON-18")
+def test_the_record_holds_the_whole_configuration_with_its_sources(tmp_path: Path) -> None:
+    path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path, loop={"max_steps": 5})))
+    loaded = load_spec(path, ["optim.lr=0.5"])
+    plan = plan_job(loaded, inventory=MACHINE)
+    rows = {key: (shown, source) for key, shown, source in config_rows(plan)}
+    assert rows["loop.max_steps"] == ("5", "file")
+    assert rows["optim.lr"] == ("0.5", "command line")
+    assert rows["optim.betas"] == ("[0.9, 0.99]", "default")
+    assert rows["model.width"] == ("8", "file")
+    assert rows["seed"] == ("42", "default")
+    assert set(rows) == set(loaded.sources)
+    sections = {name for name, value in plan.config.items() if isinstance(value, dict)}
+    leaves = {f"{name}.{key}" for name in sections for key in plan.config[name]}
+    assert leaves | (set(plan.config) - sections) == set(rows)
+
+
+def test_an_unreadable_file_names_its_key(tmp_path: Path) -> None:
+    mapping = job(tmp_path)
+    mapping["data"]["path"] = str(tmp_path / "gone.txt")
+    with pytest.raises(InputError) as caught:
+        planned(mapping)
+    assert caught.value.key == "data.path"
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_relative_paths_are_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = DataConfig(source="text", path=["a.txt", "s3://bucket/b.txt", "/c.txt"], vocabulary="bytes")
+    keys = resolve_paths(data).keys
+    assert keys == {
+        "path": [str(tmp_path / "a.txt"), "s3://bucket/b.txt", "/c.txt"],
+        "vocabulary": "bytes",
+    }
+    assert data.keys["path"][0] == "a.txt"
+
+
+def test_a_users_keys_are_paths_only_where_they_name_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "here.txt", "x")
+    data = DataConfig(source="a:b", train_file="here.txt", eval_file="gone.txt", split="here.txt")
+    keys = resolve_paths(data).keys
+    assert keys == {"train_file": str(tmp_path / "here.txt"), "eval_file": "gone.txt", "split": "here.txt"}
+
+
+def test_the_label_column_of_a_table_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = DataConfig(source="csv", path="a.csv", label="y", features=["x"])
+    assert resolve_paths(data).keys == {"path": str(tmp_path / "a.csv"), "label": "y", "features": ["x"]}
+
+
+# ---------------------------------------------------------------- machines from a file
+
+
+def test_machines_from_a_file(tmp_path: Path) -> None:
+    inventory = inventory_from_file(write(tmp_path / "nodes.yaml", NODES))
+    assert [node.host for node in inventory.nodes] == ["a", "b"]
+    assert inventory.cpus == 24
+    assert [(d.name, d.memory_bytes >> 30, d.capability, d.index) for d in inventory.devices()] == [
+        ("A100", 80, (8, 0), 0), ("A100", 80, (8, 0), 1), ("T4", 16, (7, 5), 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "said"),
+    [
+        ("- {host: a, cpus: 8}", "nodes[0].memory_gib", "nothing"),
+        ("- {host: a, cpus: 0, memory_gib: 1}", "nodes[0].cpus", ">= 1"),
+        ("- {host: a, cpus: 8, memory_gb: 1}", "nodes[0].memory_gb", "memory_gib"),
+        ("- {host: a, cpus: 8, memory_gib: 1, gpus: [{name: T4}]}", "nodes[0].gpus[0].memory_gib", "nothing"),
+        ("- {host: a, cpus: 8, memory_gib: 1, cpu_flags: [amx]}", "nodes[0].cpu_flags", "amx_bf16"),
+        ("- &n {host: a, cpus: 8, memory_gib: 1}\n- *n", "nodes[1].host", "twice"),
+    ],
+)
+def test_a_wrong_nodes_file_names_the_key(tmp_path: Path, text: str, key: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        inventory_from_file(write(tmp_path / "nodes.yaml", text))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("text", ["", "[]", "host: a", "- ["])
+def test_a_file_without_a_list_of_nodes_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"nodes\.yaml"):
+        inventory_from_file(write(tmp_path / "nodes.yaml", text))
+    with pytest.raises(InputError, match="--inventory"):
+        inventory_from_file(tmp_path / "gone.yaml")
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def test_the_table_shows_values_reasons_warnings_and_sources(tmp_path: Path) -> None:
+    plan = planned(job(tmp_path), "scale.mode=multi_gpu")
+    out = io.StringIO()
+    print_plan(plan, Console(width=200, file=out))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert lines[:2] == ["a test: 4 CPU cores, no GPU", "the driver shows no device"]
+    assert "what value why" in lines
+    assert any(line.startswith("mode cpu fell back: multi_gpu was asked for") for line in lines)
+    assert any(line.startswith("warning: multi_gpu was asked for") for line in lines)
+    assert 'scale.mode "multi_gpu" command line' in lines
+    assert any(line.endswith("keys at their defaults") for line in lines)
+    assert "optim.lr" not in [line.split(" ")[0] for line in lines]
+
+
+def test_the_verb_plans_for_machines_one_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
+    nodes = write(tmp_path / "nodes.yaml", NODES)
+    assert plan_verb(path, ["scale.accelerator=A100"], as_json=True, inventory_file=nodes) == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    assert (plan.mode, plan.workers) == (
+        Resolved("multi_gpu", "there are 2 GPUs"),
+        Resolved(2, "one per GPU"),
+    )
+
+
+def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(tmp_path: Path) -> None:
+    plan = planned(job(tmp_path))
+    piped, seen = io.StringIO(), io.StringIO()
+    print_plan(plan, Console(file=piped, width=80))
+    print_plan(plan, Console(file=seen, width=80, force_terminal=True, color_system=None))
+    lines = [" ".join(line.split()) for line in piped.getvalue().splitlines()]
+    assert all(any(line.endswith(" ".join(why.split())) for line in lines) for _, _, why in plan.rows())
+    assert max(map(len, seen.getvalue().splitlines())) <= 80
+
+
+@pytest.mark.covers("DEV-03")
+def test_a_device_that_is_not_there_ends_the_command_with_what_is(tmp_path: Path) -> None:
+    write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
+    write(tmp_path / "nodes.yaml", NODES.replace("- {host: b, cpus: 8, memory_gib: 32}", ""))
+    command = [sys.executable, "-m", "jobs", "plan", "job.yaml", "--inventory", "nodes.yaml"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(device: str) -> subprocess.CompletedProcess[str]:
+        picked = [*command, f"scale.accelerator={device}"]
+        return subprocess.run(picked, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+
+    absent = run("cuda:7")
+    assert absent.returncode == 2
+    for part in ("scale.accelerator", "cuda:7", "cuda:0 A100, cuda:1 A100, cuda:2 T4"):
+        assert part in absent.stderr.replace("\n", " ")
+    assert "Traceback" not in absent.stderr
+    there = run("cuda:2")
+    assert (there.returncode, "single_gpu" in there.stdout) == (0, True)
+
+
+def test_only_the_picked_gpus_are_shown_to_a_local_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = write(tmp_path / "nodes.yaml", NODES.replace("- {host: b, cpus: 8, memory_gib: 32}", ""))
+    inventory = inventory_from_file(nodes)
+
+    def shown(*overrides: str) -> str | None:
+        loaded = load_spec(mapping=job(tmp_path), overrides=overrides)
+        return visible_devices(plan_job(loaded, inventory=inventory), inventory)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert shown() is None
+    assert shown("scale.accelerator=cpu") is None
+    assert shown("scale.accelerator=T4") == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-b, 7")
+    assert shown("scale.accelerator=A100") == "5,GPU-b"
+    assert shown("scale.accelerator=cuda:2") == "7"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("scale.accelerator=cuda:7", "scale.accelerator"), ("scale.workers=[1, 2]", "scale.workers"),
+     ("loop.global_batch_size=100000", "loop.global_batch_size"), ("scale.workers=9999", "scale.workers")],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused(tmp_path: Path, override: str, key: str) -> None:
+    path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
+    nodes = write(tmp_path / "nodes.yaml", NODES)
+    with pytest.raises(InputError) as caught:
+        plan_verb(path, [override], inventory_file=nodes)
+    assert (caught.value.key, caught.value.exit_code) == (key, 2)
+
+
+def test_a_key_below_a_key_is_shown_with_its_value() -> None:
+    from jobs.plan import _lookup
+
+    config = {"name": "x", "experts": {"hosts": {"A100": 2, "T4": 8}}}
+    assert [_lookup(config, key) for key in ("name", "experts.hosts.A100", "experts.hosts.T4")] == ["x", 2, 8]
+
+
+def test_the_machines_shown_in_the_readme_and_in_the_help_can_be_read(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from jobs.__main__ import main
+
+    shown = CliRunner().invoke(main, ["plan", "--help"]).output
+    helped = textwrap.dedent(shown.partition("left out:\n")[2].partition("\n\n")[0])
+    told = (ROOT / "README.md").read_text().partition("`gpus` and `capability` may be left out:\n\n```yaml\n")[2]
+    found = [inventory_from_file(write(tmp_path / "nodes.yaml", text)) for text in (helped, told.partition("```")[0])]
+    assert found[0] == found[1] and len(found[0].devices()) == 4
+    assert [node.host for node in found[0].nodes] == ["a", "b"]

@@ -1,0 +1,121 @@
+"""The precision probe's own behaviour. (That it changes nothing: tests/numerics/test_probe_is_neutral.py.)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lab import MLP, class_rows, make_session
+from torch import Tensor, nn
+
+from raytrain.autotune.probe.precision import MAX_ROUNDS, MIN_ROUNDS, compare_precisions
+from raytrain.autotune.probe.state_guard import untouched
+from raytrain.train.session import Session
+from raytrain.trainable import Trainable
+
+
+def session_of() -> Session:
+    return make_session(MLP, {"train": class_rows(64), "eval_fraction": 0.0}, loop={"micro_batch_size": 8})
+
+
+def compared(session: Session, candidates: list[str], **more: Any) -> list[Any]:
+    return compare_precisions(
+        session.trainable,
+        session.feed.one(session.feed.window(session.state.cursor).handles[:8]),
+        candidates=candidates,
+        gradients=session.step.gradients,
+        workers=session.workers,
+        device=session.device,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_precision_that_cannot_be_run_is_a_result_and_is_not_tried_again(said: bool) -> None:
+    session = session_of()
+    inner, tried = session.trainable.loss, Counter()
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
+        tried["fp16" if half else "other"] += 1
+        if half:
+            raise RuntimeError('"op" not implemented for \'Half\'\nmore lines' if said else "")
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+    full, half = compared(session, ["fp32", "fp16"], budget_s=0.0)
+    assert half.error == ("\"op\" not implemented for 'Half'" if said else "RuntimeError")
+    assert half.seconds == float("inf")
+    assert full.error is None and 0 < full.seconds < 60 and tried["fp16"] == 1
+
+
+def test_an_error_that_is_no_operations_is_not_hidden() -> None:
+    session = session_of()
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        raise TypeError("a mistake of its author")
+
+    session.trainable.loss = loss
+    with pytest.raises(TypeError, match="a mistake"):
+        compared(session, ["fp32", "bf16"])
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(0.0, MIN_ROUNDS + 1), (1e9, MAX_ROUNDS + 1)])
+def test_rounds_alternate_until_the_time_is_up(budget: float, rounds: int) -> None:
+    session = session_of()
+    inner, order = session.trainable.loss, []
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        order.append("bf16" if torch.is_autocast_enabled("cpu") else "fp32")
+        return inner(module, batch)
+
+    session.trainable.loss = loss
+    compared(session, ["fp32", "bf16"], budget_s=budget)
+    assert order == ["fp32", "bf16"] * rounds
+
+
+def test_each_precision_sees_the_same_dropout() -> None:
+    session = make_session({**MLP, "dropout": 0.5}, {"train": class_rows(64), "eval_fraction": 0.0})
+    first, second = compared(session, ["fp32", "fp32"], budget_s=0.0)
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+
+
+def test_what_was_touched_is_put_back_even_after_an_error() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    module[0].eval()
+    module[0].weight.grad = torch.ones(3)
+    before = module[0].running_mean.clone()
+    torch.manual_seed(1)
+    wanted = torch.rand(2)
+    torch.manual_seed(1)
+    with pytest.raises(KeyError), untouched(Trainable.from_module(module), torch.device("cpu")):
+        module.train()
+        module(torch.rand(4, 3))
+        module.eval()
+        raise KeyError
+    assert torch.equal(module[0].running_mean, before) and torch.equal(torch.rand(2), wanted)
+    assert (module[0].training, module[1].training) == (False, True)
+    assert float(module[0].weight.grad.sum()) == 0.0
+
+
+class Remembers(nn.Module):
+    """Puts another tensor in a buffer's place, and makes a buffer as it first computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.register_buffer("last", x.detach())
+        return x
+
+
+def test_a_buffer_that_gives_way_to_another_stands_in_its_place_again() -> None:
+    module = Remembers()
+    first = module.calls
+    with untouched(Trainable.from_module(module), torch.device("cpu")):
+        module(torch.ones(2))
+    assert module.calls is first and float(first) == 0.0

@@ -1,0 +1,85 @@
+"""Choosing a precision from what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytrain.autotune.search.precision import PrecisionTrial, choose_inflight, choose_overlap, choose_precision
+
+NAN = float("nan")
+
+
+def trial(
+    name: str, seconds: float, *, loss: float = 2.0, norm: float = 1.0, error: str | None = None
+) -> PrecisionTrial:
+    return PrecisionTrial(name, seconds, loss, norm, error)
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen", "words"),
+    [
+        pytest.param([trial("bf16", 0.5)], "bf16", "2.00 times as fast as fp32", id="faster and equal"),
+        pytest.param([trial("bf16", 0.98)], "fp32", "1.02 times as fast", id="within the noise"),
+        pytest.param([trial("bf16", 3.0)], "fp32", "0.33 times as fast", id="slower"),
+        pytest.param([trial("bf16", 0.5, loss=2.05)], "fp32", "refused: the loss is 2.05", id="another loss"),
+        pytest.param([trial("bf16", 0.5, loss=2.03)], "bf16", "agree", id="nearly the loss"),
+        pytest.param([trial("bf16", 0.5, norm=1.3)], "fp32", "gradient norm is 1.3 times", id="another norm"),
+        pytest.param([trial("fp16", 0.5, norm=NAN)], "fp32", "not finite", id="no norm"),
+        pytest.param([trial("fp16", 0.5, loss=NAN)], "fp32", "not finite", id="no loss"),
+        pytest.param([trial("fp16", 0.1, error="no kernel")], "fp32", "refused: no kernel", id="not runnable"),
+        pytest.param([trial("bf16", 0.6), trial("fp16", 0.4)], "fp16", "2.50 times", id="the fastest of two"),
+        pytest.param([trial("fp16", 0.4), trial("bf16", 0.6)], "fp16", "1.67 times", id="in any order"),
+        pytest.param([trial("bf16", 0.6), trial("fp16", 0.4, loss=9.0)], "bf16", "refused", id="the best that passes"),
+        pytest.param([], "fp32", "nothing but fp32", id="nothing to compare"),
+    ],
+)
+def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, words: str) -> None:
+    made = choose_precision([*trials, trial("fp32", 1.0)])
+    assert made.value == chosen and words in made.reason
+
+
+def test_where_the_reference_cannot_be_run_the_fastest_that_can_is_taken() -> None:
+    base = trial("fp32", float("inf"), loss=0.0, norm=0.0, error="no room")
+    slow, fast, broken = trial("fp16", 0.9), trial("bf16", 0.5), trial("tf32", 0.1, loss=NAN)
+    made = choose_precision([base, slow, fast, broken])
+    assert (made.value, made.reason) == ("bf16", "fp32 cannot be run (no room)")
+    made = choose_precision([base, trial("bf16", float("inf"), error="no kernel")])
+    assert (made.value, made.reason) == ("fp32", "fp32 cannot be run (no room), and no other precision either")
+
+
+def test_a_gradient_of_zero_has_no_ratio() -> None:
+    assert choose_precision([trial("fp32", 1.0, norm=0.0), trial("bf16", 0.5, norm=0.0)]).value == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "words"),
+    [({1: 1.0, 2: 0.8}, 2, "1.25 times"), ({1: 1.0, 2: 0.98}, 1, "1.02 times"), ({1: 1.0, 2: 2.0}, 1, "0.50 times")],
+)
+def test_two_micro_batches_in_flight_must_be_faster_by_more_than_noise(
+    seconds: dict[int, float], chosen: int, words: str
+) -> None:
+    made = choose_inflight(seconds)
+    assert made.value == chosen and words in made.reason
+
+
+def test_one_is_in_flight_where_two_have_no_room() -> None:
+    made = choose_inflight({}, {2: "no memory"})
+    assert (made.value, made.reason) == (1, "2 in flight failed while measured: no memory")
+
+
+@pytest.mark.parametrize(
+    ("after", "during", "chosen", "words"),
+    [
+        ([1.0] * 5, [0.8] * 5, True, "1.25 times as fast as after it, faster in 5 of 5 rounds"),
+        ([1.0] * 5, [0.98] * 5, False, "1.02 times"),
+        ([1.0] * 5, [0.7, 0.7, 0.7, 0.7, 1.1], False, "4 of 5"),
+        ([1.0] * 8, [0.9] * 7 + [1.1], True, "7 of 8"),
+        ([1.0] * 4, [0.5] * 4, False, "4 of 4"),
+        ([1.0, 1.0], [1.2, 2.0], False, "0 of 2"),
+    ],
+)
+def test_overlap_must_be_faster_in_more_rounds_than_chance_gives(
+    after: list[float], during: list[float], chosen: bool, words: str
+) -> None:
+    made = choose_overlap({"after": after, "during": during})
+    assert made.value is chosen and words in made.reason

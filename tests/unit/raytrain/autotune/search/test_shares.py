@@ -1,0 +1,107 @@
+"""Unequal shares, pure: who takes how many micro-batches of how many rows."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from raytrain.autotune.search.shares import Pace, Shares, apportion, choose_shares, shown, slowest_s
+from raytrain.data.rows.batches import rank_micro_batches
+
+INFINITE = float("inf")
+
+
+def best_of_all(units: int, unit_s: tuple[float, ...]) -> float:
+    """The earliest end of any division, by trying them all."""
+    ways = (way for way in product(range(units + 1), repeat=len(unit_s)) if sum(way) == units)
+    return min(slowest_s(way, unit_s) for way in ways)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_division_is_done_earlier(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    units, unit_s = int(draw.integers(1, 20)), tuple(float(value) for value in draw.integers(1, 9, draw.integers(1, 4)))
+    assert slowest_s(apportion(units, unit_s), unit_s) == best_of_all(units, unit_s)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_taken_once_in_order_and_equal_shares_are_as_without(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    world, micro, total = int(draw.integers(1, 6)), int(draw.integers(1, 9)), int(draw.integers(1, 200))
+    handles = draw.permutation(1000)[:total]
+    rows = tuple(micro * int(n) for n in draw.integers(1, 5, world))
+    unequal = Shares(micro, rows, tuple(float(value) for value in draw.uniform(0.1, 3, world)))
+    equal = Shares(micro, (micro,) * world, (0.25,) * world)
+    for shares, now in product((unequal, equal), {micro, max(1, micro // 2), 4 * micro}):
+        parts = [
+            rank_micro_batches(handles, micro_batch=now, rank=rank, world=world, shares=shares) for rank in range(world)
+        ]
+        assert np.concatenate([own for part in parts for own in part]).tolist() == handles.tolist()
+        for most, part in zip(shares.rows, parts, strict=True):
+            assert all(0 < len(own) <= most * now // micro for own in part)
+    for rank in range(world):
+        ways = [
+            rank_micro_batches(handles, micro_batch=micro, rank=rank, world=world, shares=given)
+            for given in (equal, None)
+        ]
+        assert [own.tolist() for own in ways[0]] == [own.tolist() for own in ways[1]]
+
+
+def test_half_the_speed_gets_half_the_micro_batches() -> None:
+    assert apportion(12, (1.0, 2.0)) == (8, 4)
+    assert apportion(1, (3.0, 1.0, 2.0)) == (0, 1, 0)
+
+
+def test_a_worker_with_room_takes_several_micro_batches_in_a_pass_and_alike() -> None:
+    shares = Shares(8, (32, 8), (1.0, 1.0))
+    assert [len(own) for own in shares.passes(96, rank=0, micro_batch=8)] == [32, 32, 16]
+    assert [len(own) for own in shares.passes(120, rank=0, micro_batch=8)] == [32, 32, 32]
+    assert [len(own) for own in shares.passes(64, rank=0, micro_batch=8)] == [32, 24]
+    assert [len(own) for own in shares.passes(96, rank=1, micro_batch=8)] == [8, 8]
+    assert [len(own) for own in shares.passes(96, rank=0, micro_batch=4)] == [16] * 5, "halved in the run"
+    assert shares.passes(8, rank=1, micro_batch=8) == [] and Shares.from_json(shares.to_json()) == shares
+
+
+def paces(*seconds: float, micro: int = 4) -> list[Pace]:
+    return [Pace("cpu", {micro: value}) for value in seconds]
+
+
+def test_workers_of_one_speed_keep_equal_shares() -> None:
+    for seconds in ((1.0, 1.0), (1.0, 1.02, 0.99), (1.0,)):
+        made = choose_shares(paces(*seconds), total=64, micro_batch=4)
+        assert made.value == "equal" and "would save" in made.reason
+    few = choose_shares(paces(1.0, 1.5), total=8, micro_batch=4)
+    assert few.value == "equal", "with one micro-batch each there is nothing to move"
+
+
+def test_a_slow_worker_gets_fewer_and_the_reason_says_how_many() -> None:
+    made = choose_shares(paces(1.0, 2.0), total=48, micro_batch=4)
+    shares = Shares.from_json(made.value)
+    assert [len(rows) for rows in shares.spans(48, micro_batch=4)] == [32, 16]
+    assert "rank 0: 32 rows in 8 passes, rank 1: 16 rows in 4: 1.50 times as fast as equal shares" in made.reason
+    assert "needs 2.00 times as long for a row" in made.reason
+
+
+def test_each_kind_has_a_size_of_its_own_where_it_fits_and_pays() -> None:
+    big = {4: 1.0, 8: 1.1, 16: 2.1, 32: INFINITE}
+    small = {4: 2.0, 8: 4.0, 16: INFINITE, 32: INFINITE}
+    made = choose_shares([Pace("A", big), Pace("B", small), Pace("A", big)], total=160, micro_batch=4)
+    shares = Shares.from_json(made.value)
+    assert shares.rows == (16, 4, 16), "8 rows are within 5 % but not within 3 % of the best rate"
+    full = Pace("A", {**big, 16: INFINITE})
+    tight = choose_shares([Pace("A", big), Pace("B", small), full], total=160, micro_batch=4)
+    assert Shares.from_json(tight.value).rows == (8, 4, 8), "one of its kind had no room for 16"
+
+
+def test_equal_neighbours_are_shown_together() -> None:
+    assert shown(Shares(4, (8, 8, 4), (1.0, 1.0, 1.0)), 40) == "ranks 0-1: 16 rows in 2 passes, rank 2: 8 rows in 2"
+
+
+@pytest.mark.parametrize(
+    ("rows", "pass_s"), [((1, 0), (1.0, 1.0)), ((1,), (1.0, 1.0)), ((1, 1), (1.0, 0.0)), ((), ())]
+)
+def test_impossible_shares_are_refused(rows: tuple[int, ...], pass_s: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="shares of"):
+        Shares(4, rows, pass_s)

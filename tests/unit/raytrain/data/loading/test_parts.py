@@ -1,0 +1,109 @@
+"""Rows of which a part is on the device: every batch is that of the whole, for every kind of split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raytrain.data.loading.parts import PartTensor
+from raytrain.data.loading.resident import StreamSplit, place
+from raytrain.data.rows.contract import Split
+from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.splits import TextSplit
+from raytrain.data.sources.in_memory import object_split
+from raytrain.data.sources.map_style import DatasetSplit, PartlyKept
+
+
+def ragged() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 9, size=40)
+    return {
+        "input_ids": [torch.from_numpy(draw.integers(0, 99, size=n)) for n in lengths],
+        "labels": [torch.from_numpy(draw.integers(-1, 99, size=n)) for n in lengths],
+        "weight": torch.rand(40),
+    }
+
+
+def filled() -> RaggedSplit:
+    """Rows padded with a token of their own, as a tokenizer's are."""
+    lengths = np.random.default_rng(2).integers(1, 9, size=40)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return RaggedSplit({"input_ids": Ragged(torch.arange(int(offsets[-1])), offsets)}, fills={"input_ids": 999})
+
+
+class Items:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.asked.append(index)
+        return {"x": torch.full((index % 3 + 1,), float(index)), "name": f"row {index}", "labels": index % 4}
+
+
+SPLITS = {
+    "columns": lambda: object_split({"x": torch.rand(40, 3), "labels": torch.arange(40) % 5}, key="data.train"),
+    "images": lambda: object_split({"x": torch.rand(40, 1, 4, 4).double(), "labels": torch.rand(40)}, key="data.train"),
+    "ragged": lambda: object_split(ragged(), key="data.train"),
+    "filled": filled,
+    "text": lambda: TextSplit(np.random.default_rng(1).integers(0, 256, size=500).astype(np.uint8), context=12),
+    "items": lambda: DatasetSplit(Items()),
+}
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return left == right
+
+
+def equal_batches(one: Split, other: Split) -> None:
+    for epoch in (0, 1):
+        order = one.order(3, epoch)
+        assert np.array_equal(order, other.order(3, epoch))
+        for at in range(0, len(order), 7):
+            left, right = one.gather(order[at : at + 7]), other.gather(order[at : at + 7])
+            assert left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+            assert one.weights(order[at : at + 7]) == other.weights(order[at : at + 7])
+    assert one.eval_order().tolist() == other.eval_order().tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 13, 39, 400])
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_part_on_the_device_gives_the_batches_of_the_whole(name: str, rows: int) -> None:
+    split = SPLITS[name]()
+    equal_batches(split, place(split, "partial", "cpu", resident_rows=rows))
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_stream_gives_the_batches_of_the_whole(name: str) -> None:
+    split = SPLITS[name]()
+    streamed = place(split, "pinned", "cpu")
+    assert isinstance(streamed, StreamSplit) and not streamed.pinned, "on a CPU there is nothing to pin for"
+    equal_batches(split, streamed)
+    again = place(streamed, "stream", "cpu")
+    assert isinstance(again, StreamSplit) and again.split is split
+
+
+def test_only_rows_that_are_not_kept_are_read_again() -> None:
+    items = Items()
+    kept = place(DatasetSplit(items), "partial", "cpu", resident_rows=30)
+    assert isinstance(kept, PartlyKept) and sorted(items.asked) == list(range(30))
+    items.asked.clear()
+    for epoch in (0, 1):
+        kept.gather(kept.order(0, epoch))
+    assert sorted(items.asked) == sorted([*range(30, 40)] * 2)
+
+
+def test_rows_are_taken_from_the_part_they_are_in_alone() -> None:
+    values = torch.arange(20.0).reshape(10, 2)
+    column = PartTensor(values[:6], values[6:])
+    for index in ([0, 5], [6, 9], [9, 0, 7, 3, 3], []):
+        assert torch.equal(column.take(np.array(index, dtype=np.int64)), values[index])
+    assert torch.equal(column.take(np.array([[1, 8], [9, 0]])), values[torch.tensor([[1, 8], [9, 0]])])
+    assert column.shape == (10, 2) and column.numel() == 20 and column.device.type == "cpu"

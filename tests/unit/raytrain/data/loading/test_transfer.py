@@ -1,0 +1,106 @@
+"""The one function that moves batches: any nesting, each tensor by itself, real copies counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from raytrain.data.loading.transfer import COPIES, Copies, dense, to_device
+
+
+@dataclass(frozen=True)
+class Boxes:
+    corners: Tensor
+    note: str
+    mask: Tensor | None = None
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+def nested(device: str = "cpu") -> dict[str, Any]:
+    return {
+        "x": torch.zeros(2, 3, device=device),
+        "parts": [torch.ones(1, device=device), (torch.ones(2, device=device), "text", None)],
+        "boxes": Boxes(torch.ones(4, device=device), "a note"),
+        "pair": Pair(torch.ones(1, device=device), [None, 3]),
+    }
+
+
+def moved(value: Any, device: str) -> tuple[Any, Copies]:
+    before = replace(COPIES)
+    return to_device(value, device), COPIES.since(before)
+
+
+@pytest.mark.covers("DATA-12")
+def test_any_nesting_survives_the_way_there() -> None:
+    there, copies = moved(nested(), "meta")
+    assert there["x"].is_meta and there["parts"][0].is_meta and there["parts"][1][0].is_meta
+    assert there["parts"][1][1:] == ("text", None) and isinstance(there["parts"], list)
+    assert isinstance(there["boxes"], Boxes) and there["boxes"].corners.is_meta and there["boxes"].note == "a note"
+    assert isinstance(there["pair"], Pair) and there["pair"].left.is_meta and there["pair"].right == [None, 3]
+    assert (copies.copied, copies.in_place) == (5, 0) and copies.nbytes == 4 * (6 + 1 + 2 + 4 + 1)
+
+
+@pytest.mark.covers("DATA-11", "BP-16", "SRC-08")
+def test_what_is_there_already_is_the_same_object_and_no_copy() -> None:
+    batch = nested()
+    there, copies = moved(batch, "cpu")
+    assert there["x"] is batch["x"] and there["boxes"].corners is batch["boxes"].corners
+    assert there["parts"][1][0] is batch["parts"][1][0]
+    assert (copies.copied, copies.nbytes, copies.in_place) == (0, 0, 5)
+    mixed = [torch.zeros(2, device="meta"), torch.zeros(3), {"deep": torch.zeros(1)}]  # the first proves nothing
+    there, copies = moved(mixed, "meta")
+    assert there[0] is mixed[0] and there[1].is_meta and there[2]["deep"].is_meta
+    assert (copies.copied, copies.in_place) == (2, 1)
+
+
+def test_a_packed_sequence_is_moved_by_its_own_verb_and_only_where_it_must() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    there, copies = moved({"sequence": packed}, "cpu")
+    assert there["sequence"] is packed and (copies.copied, copies.in_place) == (0, 1)
+
+
+class Tracked(Tensor):
+    """Notes how it is copied."""
+
+    told: ClassVar[list[bool]] = []
+    pinned = False
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return self.pinned
+
+    def to(self, *arguments: Any, non_blocking: bool = False, **named: Any) -> Tensor:
+        self.told.append(non_blocking)
+        return super().to(*arguments, non_blocking=non_blocking, **named)
+
+
+@pytest.mark.covers("DATA-02", "BP-18", "BP-03")
+def test_a_copy_out_of_pinned_memory_does_not_wait_and_on_a_cpu_there_is_none() -> None:
+    Tracked.told.clear()
+    tensor = torch.ones(3).as_subclass(Tracked)
+    _, copies = moved([tensor], "meta")
+    assert Tracked.told == [False] and (copies.copied, copies.waited_for) == (1, 1)
+    tensor.pinned = True
+    _, copies = moved([tensor], "meta")
+    assert Tracked.told == [False, True] and (copies.copied, copies.waited_for) == (1, 0)
+    here, copies = moved([tensor], "cpu")
+    assert here[0] is tensor and len(Tracked.told) == 2 and copies == Copies(in_place=1)
+
+
+@pytest.mark.covers("MEM-10")
+def test_only_what_is_not_dense_is_made_contiguous_and_once() -> None:
+    plain, images = torch.zeros(4, 6), torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert dense(plain) is plain and dense(images) is images, "an order of channels that kernels know is no disorder"
+    turned = torch.arange(24.0).reshape(4, 6).t()
+    there, _ = moved({"x": turned}, "cpu")
+    assert there["x"] is not turned and there["x"].is_contiguous() and torch.equal(there["x"], turned)
+    again, _ = moved(there, "cpu")
+    assert again["x"] is there["x"]

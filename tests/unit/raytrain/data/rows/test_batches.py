@@ -1,0 +1,192 @@
+"""Steps, ranks and micro-batches; placement of batches and what is said of a misplaced tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from raytrain.data.loading.misplaced import find_misplaced, verify_placement
+from raytrain.data.loading.resident import place
+from raytrain.data.loading.transfer import to_device
+from raytrain.data.rows.batches import Cursor, StepBatches, rank_micro_batches
+from raytrain.data.rows.splits import TensorSplit, TextSplit
+from raytrain.data.sources.map_style import DatasetSplit
+from raytrain.errors import DevicePlacementError
+
+
+def rows(count: int = 103) -> TensorSplit:
+    return TensorSplit({"x": torch.arange(count)})
+
+
+def batches(split, *, rank: int = 0, world: int = 1, micro: int = 4, total: int = 16, **more) -> StepBatches:
+    return StepBatches(split, seed=11, global_batch=total, micro_batch=micro, rank=rank, world=world, **more)
+
+
+def epoch_of(steps: StepBatches, epoch: int) -> list[np.ndarray]:
+    cursor, windows = Cursor(epoch), []
+    while cursor.epoch == epoch:
+        handles, cursor = steps.window(cursor)
+        windows.append(handles)
+    return windows
+
+
+def test_windows_cover_an_epoch_once_and_the_last_is_not_dropped() -> None:
+    steps = batches(rows())
+    windows = epoch_of(steps, 2)
+    assert [len(window) for window in windows] == [16] * 6 + [7] and steps.steps_per_epoch == 7
+    assert sorted(np.concatenate(windows)) == list(range(103))
+    handles, following = steps.window(Cursor(2, 96))
+    assert np.array_equal(handles, windows[-1]) and following == Cursor(3, 0)
+    exact = batches(rows(32))
+    assert exact.window(Cursor(0, 16)).next == Cursor(1, 0) and exact.steps_per_epoch == 2
+    assert np.array_equal(exact.window(Cursor(0, 32)).handles, exact.window(Cursor(1, 0)).handles)
+
+
+@pytest.mark.parametrize("position", [0, 16, 48, 96, 5])
+def test_any_position_is_reached_without_what_came_before(position: int) -> None:
+    walked = batches(rows(), world=3, rank=1)
+    for epoch in (0, 1, 2):
+        epoch_of(walked, epoch)
+    fresh = batches(rows(), world=2, rank=0, micro=2)
+    left, right = walked.window(Cursor(1, position)), fresh.window(Cursor(1, position))
+    assert np.array_equal(left.handles, right.handles) and left.next == right.next
+
+
+@pytest.mark.parametrize(
+    ("count", "micro", "world"), [(16, 4, 3), (16, 5, 2), (7, 4, 4), (1, 8, 2), (30, 3, 7)]
+)
+def test_micro_batches_are_contiguous_and_even(count: int, micro: int, world: int) -> None:
+    handles = np.arange(100, 100 + count)
+    parts = [rank_micro_batches(handles, micro_batch=micro, rank=rank, world=world) for rank in range(world)]
+    together = [part for rank in parts for part in rank]
+    assert np.array_equal(np.concatenate(together), handles)
+    assert all(len(part) == micro for part in together[:-1]) and len(together) == -(-count // micro)
+    counts = [len(rank) for rank in parts]
+    assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
+
+
+@pytest.mark.covers("DATA-18")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_103_samples_on_every_world_size_are_seen_exactly_once(world: int) -> None:
+    ranks = [batches(rows(), rank=rank, world=world) for rank in range(world)]
+    seen = [[int(i) for part in rank.epoch_handles(0) for i in part] for rank in ranks]
+    assert sorted(i for rank in seen for i in rank) == list(range(103))
+    assert sum(len(set(rank)) for rank in seen) == 103, "pairwise disjoint"
+    again = [[int(i) for part in rank.epoch_handles(1) for i in part] for rank in ranks]
+    assert again != seen and sorted(i for rank in again for i in rank) == list(range(103))
+    gathered = [
+        int(i) for batch, n in ranks[0].micro_batches(ranks[0].window(Cursor()).handles) for i in batch["x"]
+    ]
+    assert gathered == seen[0][: len(gathered)] and gathered
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_every_window_is_the_same_for_every_world_size(world: int) -> None:
+    alone = epoch_of(batches(rows()), 3)
+    ranks = [batches(rows(), rank=rank, world=world) for rank in range(world)]
+    for number, handles in enumerate(epoch_of(ranks[0], 3)):
+        parts = [part for rank in ranks for part in rank.rank_handles(handles)]
+        assert np.array_equal(np.concatenate(parts), alone[number])
+
+
+class Numbered(Dataset):
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"id": torch.tensor(index), "x": torch.full((3,), float(index))}
+
+
+def order_hash(ids: Iterable[int]) -> str:
+    return hashlib.sha256(np.array(list(ids), dtype=np.int64).tobytes()).hexdigest()
+
+
+@pytest.mark.covers("DATA-17", "FUT-01")
+@pytest.mark.parametrize("rank", [0, 2])
+def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) -> None:
+    steps = batches(DatasetSplit(Numbered()), rank=rank, world=3, storage="stream")
+
+    def ours(epoch: int) -> Iterator[int]:
+        for handles in epoch_of(steps, epoch):
+            for batch, _ in steps.micro_batches(handles):
+                yield from batch["id"].tolist()
+
+    def theirs(epoch: int) -> Iterator[int]:
+        sampler = [part.tolist() for part in steps.epoch_handles(epoch)]
+        for batch in DataLoader(Numbered(), batch_sampler=sampler, num_workers=2 if rank == 0 else 0):
+            assert torch.equal(batch["x"][:, 0], batch["id"].float())
+            yield from batch["id"].tolist()
+
+    hashes = {epoch: order_hash(ours(epoch)) for epoch in (0, 1)}
+    assert hashes[0] != hashes[1]
+    assert {epoch: order_hash(theirs(epoch)) for epoch in (0, 1)} == hashes
+
+
+def test_global_weight_is_known_before_the_batches_are() -> None:
+    labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
+    steps = batches(TensorSplit({"x": torch.zeros(4, 2), "labels": labels}), total=4, micro=1)
+    handles = steps.window(Cursor()).handles
+    added = sum(int((batch["labels"] != -100).sum()) for batch, _ in steps.micro_batches(handles))
+    assert steps.global_weight(handles) == added == 5
+    tokens = batches(TextSplit(np.zeros(1000, np.uint8), context=10), total=6)
+    assert tokens.global_weight(tokens.window(Cursor()).handles) == 60
+    unknown = batches(DatasetSplit([{"x": 1.0, "labels": 0}] * 4), storage="stream")
+    assert unknown.global_weight(np.arange(2)) is None
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 2, "world": 2}, {"micro": 0}, {"total": 0}])
+def test_impossible_numbers_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        batches(rows(), **wrong)
+
+
+def test_a_storage_that_is_not_resolved_is_refused() -> None:
+    with pytest.raises(ValueError, match="auto"):
+        place(rows(), "auto", "cpu")
+
+
+@pytest.mark.covers("DEV-07")
+def test_every_misplaced_tensor_of_a_nested_batch_is_named() -> None:
+    def batch(**places: str) -> dict:
+        on = {"pixels": "cpu", "mask": "cpu", "deep": "cpu"} | places
+        return {
+            "x": torch.zeros(2),
+            "pixels": [
+                torch.zeros(1),
+                {"mask": torch.zeros(1, device=on["mask"])},
+                torch.zeros(1, device=on["pixels"]),
+            ],
+            "rest": {"pair": (torch.zeros(1, device=on["deep"]), "text", None)},
+        }
+
+    assert find_misplaced(batch(), "cpu") == []
+    assert find_misplaced(batch(mask="meta"), "cpu") == ["batch.pixels[1].mask"]
+    paths = ["batch.pixels[1].mask", "batch.pixels[2]", "batch.rest.pair[0]"]
+    assert find_misplaced(batch(mask="meta", pixels="meta", deep="meta"), "cpu") == paths
+    with pytest.raises(
+        DevicePlacementError, match=r"batch\.rest\.pair\[0\] is on meta, expected every tensor on cpu"
+    ):
+        verify_placement(batch(deep="meta"), "cpu")
+    verify_placement(batch(), torch.device("cpu"))
+    assert find_misplaced(to_device(batch(), "meta"), "meta") == []
+
+
+def test_misplaced_weights_go_by_their_own_names() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    module[0].bias = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    module[1].running_mean = torch.zeros(2, device="meta")
+    assert find_misplaced(module, "cpu", name="") == ["0.bias", "1.running_mean"]
+    assert find_misplaced(module.state_dict(), "cpu", name="") == ["0.bias", "1.running_mean"]
+
+
+def test_packed_sequences_keep_their_lengths_on_the_host() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device({"sequence": packed}, "cpu")["sequence"]
+    assert type(moved) is type(packed) and torch.equal(moved.data, packed.data)
+    assert find_misplaced({"sequence": packed}, "meta") == ["batch.sequence.data"]

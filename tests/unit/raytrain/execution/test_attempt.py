@@ -1,0 +1,70 @@
+"""How an attempt begins: nothing is given up for an error of reading, and restarts come to an end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab import MLP, class_rows, make_job
+
+from raytrain.checkpoint.writer import CheckpointWriter, list_checkpoints
+from raytrain.data.rows.batches import Cursor
+from raytrain.execution.attempt import attempt_number, begin
+from raytrain.runs import storage
+from raytrain.runs.faults import fault_of, read_faults, write_fault
+from raytrain.runs.folder import RunFolder
+from raytrain.train.parallel.collectives import Workers
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(str(tmp_path), "a")
+    made.next_attempt({"pid": 1})
+    with CheckpointWriter(made, keep=3, asynchronous=False) as writer:
+        writer.save({"model": {"w": torch.ones(3)}}, {"step": 5}, step=5)
+    return made
+
+
+def begun(run: RunFolder, **sections: Any) -> Any:
+    """As a worker does: a number, the checkpoint; what goes wrong is a fault of that attempt."""
+    job, _ = make_job(MLP, {"train": class_rows(64)}, run=run, **sections)
+    job.owner.update({"pid": 1})
+    faults = read_faults(run, since=1)
+    attempt = attempt_number(job, run, faults=faults)
+    try:
+        return begin(job, run, workers=Workers(), attempt=attempt, faults=faults)
+    except OSError as error:
+        write_fault(run, fault_of(error, attempt=attempt, rank=0, step=0, precision="", from_step=0))
+        return error
+
+
+def test_what_cannot_be_read_ends_attempts_and_after_so_many_the_run(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_arguments: Any) -> str:
+        raise OSError(116, os.strerror(116))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.LocalStore, "local_copy", stale)
+        came = [begun(run) for _ in range(4)]
+        assert [type(one) for one in came[:3]] == [OSError] * 3 and run.current_attempt() == 4
+        assert came[3].decision.action == "stop" and came[3].loaded is None
+        assert "3 restarts without progress" in came[3].decision.reason and "Stale" in came[3].decision.reason
+    assert [info.step for info in list_checkpoints(run)] == [5]
+
+
+def test_after_a_passing_error_it_goes_on_from_the_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.LocalStore, "read_head", lambda *_: (_ for _ in ()).throw(OSError(5, os.strerror(5))))
+        assert isinstance(begun(run), OSError)
+    came = begun(run)
+    assert (came.attempt, came.decision.action, came.step, came.loaded.step) == (2, "go_on", 5, 5)
+
+
+def test_a_roll_back_that_no_checkpoint_knows_of_is_heard(run: RunFolder) -> None:
+    assert begun(run).cursor is None
+    run.append_event({"kind": "decision", "what": "rollback", "value": 5, "epoch": 1, "position": 16})
+    assert begun(run).cursor == Cursor(1, 16)

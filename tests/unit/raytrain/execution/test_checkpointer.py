@@ -1,0 +1,176 @@
+"""When a checkpoint is due, what is in it, what is said of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab import GPT, Rows, digest, make_session, token_rows
+
+from raytrain.checkpoint.snapshot import flatten, unflatten
+from raytrain.checkpoint.writer import list_checkpoints, load
+from raytrain.execution.checkpointer import FIRST_STEP, STALL_BUDGET, WORK_AT_RISK_S, CheckpointSaver, _pack, _unpack
+from raytrain.runs.folder import RunFolder
+from raytrain.train.session import Session
+from raytrain.train.state import Clock
+
+
+def session_of(precision: str = "fp32", **loop: Any) -> Session:
+    data = {"train": token_rows(48), "eval": token_rows(12, seed=2)}
+    return make_session({**GPT, "dropout": 0.1}, data, precision=precision, loop={"max_steps": 14, **loop})
+
+
+def saver_of(session: Session, folder: Path, *, every: int | str, **more: Any) -> tuple[CheckpointSaver, Rows]:
+    reporter = Rows()
+    options = {"keep": "all", "asynchronous": True, "clock": Clock(), "fence": None, **more}
+    return CheckpointSaver(session, RunFolder(str(folder)), every=every, reporter=reporter, **options), reporter
+
+
+def run_with(session: Session, saver: CheckpointSaver, reporter: Rows, **more: Any) -> Any:
+    loop = session.loop(reporter=reporter, saver=saver, should_stop=lambda: False, clock=saver.clock)
+    outcome = loop.run(session.state)
+    saver.close()
+    return outcome
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [info.step for info in list_checkpoints(RunFolder(str(folder))) if info.complete]
+
+
+def test_a_fixed_interval_saves_at_its_multiples_and_at_the_end(tmp_path: Path) -> None:
+    session = session_of(eval_every=4)
+    saver, reporter = saver_of(session, tmp_path, every=4)
+    run_with(session, saver, reporter)
+    assert steps_in(tmp_path) == [4, 8, 12, 14]
+    said = [event for event in reporter.events if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in said] == [4, 8, 12, 14] and all(event["stall_s"] >= 0 for event in said)
+    seconds = [event["seconds"] for event in said]  # the account up to there, for the time table
+    for earlier, later in pairwise(seconds):
+        assert earlier["compute"] < later["compute"] and earlier["save"] <= later["save"]
+    losses = dict(zip(reporter.of("eval", "step"), reporter.of("eval", "loss"), strict=True))
+    for step in (4, 14):
+        assert load(RunFolder(str(tmp_path)).checkpoint_dir(step)).manifest["eval_loss"] == losses[step]
+
+
+def test_a_checkpoint_holds_the_state_and_nothing_else(tmp_path: Path) -> None:
+    session = session_of("fp16")
+    saver, reporter = saver_of(session, tmp_path, every=5)
+    run_with(session, saver, reporter)
+    loaded = load(RunFolder(str(tmp_path)).checkpoint_dir(14))
+    assert sorted(loaded.parts) == ["model", "optimizer", "rng", "scaler"] and list(loaded.parts["rng"]) == ["0"]
+    assert loaded.state == {
+        "loop": session.state.to_json(),
+        "world_size": 1,
+        "precision": "fp16",
+        "seed": session.job.seed,
+    }
+    assert digest(loaded.parts["model"]) == digest(session.trainable.module.state_dict())
+    middle = load(RunFolder(str(tmp_path)).checkpoint_dir(5))
+    assert middle.state["loop"]["cursor"] == {"epoch": 1, "position": 32}
+    assert middle.manifest["eval_loss"] is None, "an eval loss of another step is not this checkpoint's"
+
+
+class Clocked:
+    """A writer whose stalls are given; the time of a step is set through the saver's own clock."""
+
+    def __init__(self, stall: float) -> None:
+        self.stall = stall
+
+    def save(self, *_: Any, **__: Any) -> float:
+        return self.stall
+
+    def wait(self) -> None:
+        return
+
+    close = wait
+
+
+@pytest.mark.parametrize(
+    ("stall", "step_s", "interval"),
+    [
+        (0.001, 0.01, 3000),  # cheap: only the work at risk counts
+        (0.001, 0.002, 15_000),  # the same for steps so short that this is very many
+        (3.0, 0.01, 9700),  # dear: at most 3 % of the time
+        (0.0, 100.0, 1),
+    ],
+)
+def test_the_interval_is_solved_from_the_stall_that_was_measured(
+    stall: float, step_s: float, interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = session_of()
+    saver, reporter = saver_of(session, tmp_path, every="auto")
+    saver.writer.close()  # type: ignore[union-attr]
+    saver.writer = Clocked(stall)  # type: ignore[assignment]
+    assert next(step for step in range(1, 30) if saver.due(step)) == FIRST_STEP
+    session.state.step = FIRST_STEP
+    now = saver._begin + FIRST_STEP * step_s
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    saver.save(session.state, final=False)
+    (decision,) = [event for event in reporter.events if event["kind"] == "decision"]
+    assert decision["what"] == "checkpoint_every" and decision["value"] == pytest.approx(interval, rel=0.01)
+    chosen = decision["value"]
+    assert stall <= STALL_BUDGET * 1.001 * (stall + chosen * step_s)
+    assert chosen * step_s >= min(WORK_AT_RISK_S, 100.0) * 0.999
+    assert not saver.due(FIRST_STEP + chosen - 1) or chosen == 1
+    assert saver.due(FIRST_STEP + chosen)
+    saver.save(session.state, final=False)  # nearly the same again: nothing new is said
+    assert len([event for event in reporter.events if event["kind"] == "decision"]) == 1
+
+
+def test_a_fixed_interval_decides_nothing(tmp_path: Path) -> None:
+    session = session_of()
+    saver, reporter = saver_of(session, tmp_path, every=7, asynchronous=False)
+    run_with(session, saver, reporter)
+    assert {event["kind"] for event in reporter.events} == {"checkpoint"} and steps_in(tmp_path) == [7, 14]
+
+
+def test_a_newer_attempt_stops_the_write(tmp_path: Path) -> None:
+    class Superseded(Exception):
+        pass
+
+    def fence() -> None:
+        raise Superseded
+
+    session = session_of()
+    saver, reporter = saver_of(session, tmp_path, every=5, fence=fence, asynchronous=False)
+    with pytest.raises(Superseded):
+        run_with(session, saver, reporter)
+    assert steps_in(tmp_path) == []
+
+
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(tmp_path: Path) -> None:
+    """The writer is held back until training is three steps further."""
+    session, later = session_of("fp16"), threading.Event()
+
+    def state() -> str:
+        return digest(session.parts(), session.generator_state())
+
+    taken: dict[int, str] = {}
+
+    def voted() -> bool:
+        taken[session.state.step] = state()
+        if session.state.step == 8:
+            later.set()
+        return session.state.step == 9
+
+    saver, reporter = saver_of(session, tmp_path, every=5, fence=lambda: later.wait(30))
+    session.loop(reporter=reporter, saver=saver, should_stop=voted).run(session.state)
+    saver.close()
+    loaded = load(RunFolder(str(tmp_path)).checkpoint_dir(5))
+    rng = loaded.parts.pop("rng")["0"]
+    assert digest(loaded.parts, rng) == taken[5] != taken[8]
+
+
+def test_what_travels_between_workers_is_json_and_safetensors() -> None:
+    python = {"gauss": None, "x": (1, 2.5)}
+    state = {"torch": torch.arange(5, dtype=torch.uint8), "python": python, "n": torch.tensor(3.0)}
+    flat = flatten(state)
+    payload = _pack(flat.tensors, flat.skeleton)
+    back = unflatten(*_unpack(payload))
+    assert digest(back) == digest(state) and back["python"]["x"] == (1, 2.5)
+    assert b"\x80\x04" not in payload and b"pickle" not in payload

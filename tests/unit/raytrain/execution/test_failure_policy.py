@@ -1,0 +1,155 @@
+"""The failure rules: faults in, one decision out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from raytrain.config.sections import RetryConfig
+from raytrain.execution.failure_policy import Decision, Fault, decide, origins
+
+TRACE = """Traceback (most recent call last):
+  File "loop.py", line 3, in run
+    step()
+  File "model.py", line {line}, in forward
+{error}: {m}"""
+
+
+def fault(**fields: Any) -> Fault:
+    """A ValueError in step 5 under float32, unless said otherwise."""
+    base: dict[str, Any] = {
+        "attempt": 1, "rank": 0, "step": 5, "error": "ValueError", "message": "at 0x7f01", "precision": "fp32",
+        "reduced": False, "final": False, "from_step": 0, "time": 1.0,
+    }  # fmt: skip
+    base |= fields
+    trace = TRACE.format(line=fields.get("line", 9), error=base["error"], m=base["message"])
+    base.pop("line", None)
+    return Fault(**{"traceback": "" if base["error"] == "WorkerDied" else trace, **base})
+
+
+def died(**fields: Any) -> Fault:
+    return fault(error="WorkerDied", message="exit by SIGKILL", **fields)
+
+
+def decided(*faults: Fault, fallback: bool = True, starts: list[int] | None = None, **retry: int) -> Decision:
+    origins = starts if starts is not None else list(range(0, 10 * len(faults) + 1, 10))
+    return decide(list(faults), retry=RetryConfig(**retry), fallback=fallback, resumed_from=origins)
+
+
+def test_without_a_fault_it_goes_on() -> None:
+    assert decide([], retry=RetryConfig(), fallback=True, resumed_from=[0]).action == "go_on"
+
+
+@pytest.mark.parametrize(
+    ("faults", "action", "words"),
+    [
+        pytest.param([died()], "go_on", "SIGKILL", id="a lost worker"),
+        pytest.param([fault()], "go_on", "restarted from the checkpoint of step 10", id="the first error"),
+        pytest.param([fault(final=True, error="InputError")], "stop", "InputError", id="what we explain ourselves"),
+        pytest.param([fault(), fault(message="at 0x9999")], "stop", "twice at step 5", id="the same place twice"),
+        pytest.param([fault(), fault(line=77)], "go_on", "restarted", id="another line is another error"),
+        pytest.param([fault(), fault(error="KeyError")], "go_on", "restarted", id="another type is another error"),
+        pytest.param([fault(), fault(step=6)], "go_on", "restarted", id="another step once"),
+        pytest.param([fault(), fault(step=6), fault(step=7)], "stop", "three times", id="three steps, one place"),
+        pytest.param([died(), died()], "go_on", "restarted", id="deaths leave no traceback to compare"),
+        pytest.param([fault(), died(), fault()], "stop", "twice", id="a death between two equal errors"),
+        pytest.param([fault(precision="bf16"), fault()], "go_on", "restarted", id="another precision once"),
+    ],
+)
+def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
+    decision = decided(*faults)
+    assert decision.action == action and words in decision.reason
+
+
+def test_before_there_is_a_checkpoint_a_run_begins_again_and_says_no_step_that_nobody_knows() -> None:
+    told = decided(died(step=None), starts=[0, 0]).reason
+    assert told.startswith("rank 0 failed (WorkerDied") and told.endswith("there is no checkpoint yet: begun again")
+
+
+def test_an_operation_that_fails_in_reduced_precision_raises_it_once() -> None:
+    broken = fault(error="RuntimeError", message="no kernel for Half", precision="fp16", reduced=True)
+    decision = decided(broken)
+    assert decision.action == "raise_precision" and decision.precision == "fp32" and "no kernel" in decision.reason
+    assert decided(broken, fallback=False).action == "go_on"
+    assert decided(fault(error="TypeError", precision="fp16", reduced=True)).action == "go_on"
+    # in float32 it is an error as any other
+    after = fault(error="RuntimeError", message="no kernel for Half", precision="fp32")
+    assert decided(broken, after).action == "go_on"
+    assert decided(broken, after, after).action == "stop"
+
+
+@pytest.mark.parametrize(
+    ("starts", "action"),
+    [
+        ([0, 0, 0, 0], "stop"),
+        ([0, 0, 0, 4], "go_on"),
+        ([0, 3, 3, 3], "go_on"),
+        ([0, 3, 3, 3, 3], "stop"),
+        ([5, 2, 2, 9], "go_on"),
+    ],
+)
+def test_three_restarts_without_progress_are_enough(starts: list[int], action: str) -> None:
+    deaths = [died(attempt=number) for number in range(1, len(starts))]
+    decision = decided(*deaths, starts=starts)
+    assert decision.action == action
+    assert action == "go_on" or "3 restarts without progress" in decision.reason
+    assert decided(*deaths[:1], starts=[0, 0], restarts_without_progress=1).action == "stop"
+
+
+def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None:
+    """A worker that just dies knows no step, and the checkpoint of step 1000 is there every time."""
+    rows = [{"kind": "attempt", "attempt": 1, "from_step": 0}, {"kind": "fault", "attempt": 2}]
+    deaths = [died(attempt=number) for number in range(1, 51)]
+    assert origins(deaths[:3], rows, step=1000) == [0, 1000, 1000, 1000] and origins([], rows, step=7) == [7]
+
+    def actions(*counts: int, rows: list[dict[str, Any]]) -> list[str]:
+        return [decided(*deaths[:n], starts=origins(deaths[:n], rows, step=1000)).action for n in counts]
+
+    assert actions(1, 3, 4, 50, rows=rows) == ["go_on", "go_on", "stop", "stop"]
+    assert actions(1, 2, 3, 50, rows=[]) == ["go_on", "go_on", "stop", "stop"], "nor does a resumed run's first one"
+    begun = [{"kind": "attempt", "attempt": n, "from_step": 100 * n} for n in range(1, 10)]
+    assert actions(3, 9, 11, 12, rows=begun) == ["go_on", "go_on", "go_on", "stop"], "each got on, until three did not"
+
+
+@pytest.mark.parametrize("error", ["OSError", "TimeoutError"])
+def test_an_error_of_reading_may_pass_and_is_counted_as_a_restart_without_progress(error: str) -> None:
+    short = [fault(error=error, message="[Errno 116] Stale file handle", step=0, attempt=n) for n in (1, 2, 3)]
+    assert [decided(*short[:n], starts=[0] * (n + 1)).action for n in (1, 2, 3)] == ["go_on", "go_on", "stop"]
+    assert "3 restarts without progress" in decided(*short, starts=[0] * 4).reason
+    missing = [fault(error="FileNotFoundError", step=0, attempt=n) for n in (1, 2)]
+    assert "no accident" in decided(*missing, starts=[0] * 3).reason
+
+
+def test_a_fault_survives_json() -> None:
+    one = fault(rank=2, step=None)
+    assert Fault(**json.loads(json.dumps(one.to_json()))) == one
+
+
+def short(micro_batch: int | None, **fields: Any) -> Fault:
+    return fault(error="OutOfMemoryError", out_of_memory=True, micro_batch=micro_batch, **fields)
+
+
+def test_out_of_memory_outside_the_passes_halves_the_micro_batch_and_costs_no_restart() -> None:
+    faults = [short(size, attempt=number) for number, size in enumerate((16, 8, 4, 2), 1)]
+    for count in range(1, 5):
+        decision = decided(*faults[:count], starts=[0] * (count + 1))
+        assert decision.action == "go_on" and decision.micro_batch == 16 // 2**count
+        assert f"with micro-batches of {decision.micro_batch}" in decision.reason
+    last = decided(*faults, short(1), starts=[0] * 6)
+    assert last.action == "stop" and "loop.micro_batch_size 1" in last.reason and "optim.name" in last.reason
+
+
+def test_other_faults_count_as_before_beside_it_and_keep_the_smaller_size() -> None:
+    deaths = [short(16), died(), short(8), died()]
+    assert decided(*deaths, starts=[0] * 5).micro_batch == 4
+    assert decided(*deaths, starts=[0] * 5).action == "go_on"
+    third = decided(*deaths, died(), starts=[0] * 6)
+    assert third.action == "stop" and "3 restarts without progress" in third.reason
+    assert decided(died()).micro_batch is None
+
+
+def test_out_of_memory_before_there_are_micro_batches_is_an_error_as_any_other() -> None:
+    assert decided(short(None)).action == "go_on"
+    assert "twice" in decided(short(None), short(None)).reason

@@ -1,0 +1,103 @@
+"""Rows of rank 0: to the files, to observers, to the driver; and the fence against a newer attempt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.errors import RunError
+from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
+
+
+class Watcher:
+    """An observer that keeps rows, or fails."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails, self.rows, self.events, self.closed = fails, [], [], False
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        if self.fails:
+            raise ValueError("a guest's mistake")
+        self.rows.append(row)
+        row["loss"] = -1.0  # it may do with its copy what it likes
+
+    def event(self, row: dict[str, Any]) -> None:
+        self.events.append(row["kind"])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def opened(folder: Path, **more: Any) -> tuple[RunFolder, RankZeroReporter]:
+    run = RunFolder.create(str(folder), "test")
+    attempt = run.next_attempt(this_process())
+    return run, RankZeroReporter(run, attempt=attempt, **{"observers": [], "push": None, **more})
+
+
+def test_rows_reach_the_files_and_each_observer_gets_a_copy(tmp_path: Path) -> None:
+    first, second = Watcher(), Watcher()
+    run, reporter = opened(tmp_path, observers=[first, second])
+    reporter.metrics({"kind": "train", "step": 1, "loss": 2.5})
+    reporter.event("checkpoint", step=1)
+    assert run.read_rows(run.metrics) == [{"kind": "train", "step": 1, "loss": 2.5}]
+    (event,) = run.read_rows(run.events)
+    assert (event["kind"], event["step"], event["attempt"]) == ("checkpoint", 1, 1) and event["time"] > 1e9
+    assert second.rows[0] is not first.rows[0] and second.events == ["checkpoint"]
+    reporter.close()
+    assert first.closed and second.closed
+
+
+def test_windows_and_traces_have_files_of_their_own(tmp_path: Path) -> None:
+    run, reporter = opened(tmp_path)
+    reporter.window({"kind": "load", "step": 10, "layers": [[1, 2]]}, {7: b"trace"})
+    assert run.read_rows(run.experts) == [{"kind": "load", "step": 10, "layers": [[1, 2]]}]
+    assert run.store.read_bytes("routing/step_00000007.npz") == b"trace"
+    run.next_attempt(this_process())
+    with pytest.raises(Superseded):
+        reporter.window({"kind": "load", "step": 20}, {})
+    SilentReporter().window({}, {})
+
+
+def test_a_failing_observer_is_switched_off_with_an_event_and_the_others_go_on(tmp_path: Path) -> None:
+    bad, good = Watcher(fails=True), Watcher()
+    run, reporter = opened(tmp_path, observers=[bad, good])
+    for step in (1, 2):
+        reporter.metrics({"kind": "train", "step": step, "loss": 1.0})
+    (event,) = run.read_rows(run.events)
+    assert event["kind"] == "observer_failed" and event["observer"] == "Watcher"
+    assert "a guest's mistake" in event["traceback"]
+    assert [row["step"] for row in good.rows] == [1, 2] and len(run.read_rows(run.metrics)) == 2
+    reporter.close()
+    assert not bad.closed
+
+
+def test_a_worker_that_finds_a_newer_attempt_ends_before_it_writes(tmp_path: Path) -> None:
+    watcher = Watcher()
+    run, reporter = opened(tmp_path, observers=[watcher])
+    reporter.metrics({"kind": "train", "step": 1, "loss": 1.0})
+    run.next_attempt(this_process())
+    for write in (lambda: reporter.metrics({"kind": "train", "step": 2, "loss": 1.0}), lambda: reporter.event("x")):
+        with pytest.raises(Superseded, match=r"attempt 2 has taken over .*; attempt 1 ends"):
+            write()
+    assert len(run.read_rows(run.metrics)) == 1 and run.read_rows(run.events) == [] and len(watcher.rows) == 1
+    assert issubclass(Superseded, RunError)
+
+
+def test_the_driver_hears_of_progress_at_most_twice_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("raytrain.execution.reporter.time.monotonic", lambda: now[0])
+    pushed: list[dict[str, Any]] = []
+    _, reporter = opened(tmp_path, push=pushed.append)
+    for step in range(30):
+        now[0] += 0.1
+        reporter.metrics({"kind": "train", "step": step, "loss": 1.0})
+    assert [status["row"]["step"] for status in pushed] == [0, 6, 12, 18, 24]
+
+
+def test_the_other_ranks_write_nothing() -> None:
+    silent = SilentReporter()
+    assert silent.metrics({"kind": "train"}) is None and silent.event("x", step=1) is None and silent.close() is None

@@ -1,0 +1,80 @@
+"""What a plan makes of compile, cuDNN's search and fused optimizers, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain.config.sections import LoopConfig, OptimConfig
+from raytrain.errors import InputError
+from raytrain.plan.choice import Resolved
+from raytrain.plan.rules.devices import Machines
+from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, choose_update
+
+PARALLEL = Resolved("data_parallel", "one GPU each")
+
+
+def compiled(missing: str | None = None, strategy: str = "data_parallel", **loop: Any) -> tuple[Any, list[str]]:
+    warnings: list[str] = []
+    made = choose_compile(LoopConfig(**loop), Resolved(strategy, ""), missing=missing, warnings=warnings)
+    return made, warnings
+
+
+def machines(device: str) -> Any:
+    class Fake:
+        on_gpu = device == "cuda"
+
+    Fake.device = Resolved(device, "a test")  # type: ignore[attr-defined]
+    return Fake
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_each_mode_is_planned_with_its_parts(mode: str) -> None:
+    made, warnings = compiled(compile=mode, compile_parts=["router", "experts"])
+    assert made.value == mode and "router, experts" in made.reason
+    assert bool(warnings) == (mode == "max-autotune"), "it chooses by time: rounding only"
+    assert compiled()[0] is None
+
+
+def test_without_a_compiler_the_plan_says_off_and_why() -> None:
+    made, warnings = compiled(compile="default", missing="no C++ compiler: g++ is not on the PATH")
+    assert made.value == "off" and "g++" in made.reason
+    assert len(warnings) == 1 and "runs eager" in warnings[0] and "g++" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "loop", "strategy"),
+    [
+        ("loop.compile", {"compile": "max-autotune", "deterministic": True}, "data_parallel"),
+        ("loop.compile_parts", {"compile": "default", "compile_parts": "all", "activation_checkpointing": True}, "x"),
+        ("loop.compile_parts", {"compile": "default", "compile_parts": "all"}, "fsdp"),
+    ],
+)
+def test_what_cannot_be_had_together_is_refused_by_name(key: str, loop: dict[str, Any], strategy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        compiled(strategy=strategy, **loop)
+    assert caught.value.key == key
+
+
+def test_cudnn_searches_where_there_is_a_gpu_and_nothing_forbids_it() -> None:
+    gpu, cpu = machines("cuda"), machines("cpu")
+
+    def value(on: type[Machines], **loop: Any) -> Any:
+        made = choose_cudnn_benchmark(LoopConfig(**loop), on)  # type: ignore[arg-type]
+        return None if made is None else made.value
+
+    assert value(gpu) is True and value(cpu) is None and value(gpu, deterministic=True) is False
+    assert value(gpu, cudnn_benchmark=False) is False and value(cpu, cudnn_benchmark=True) is True
+    with pytest.raises(InputError) as caught:
+        value(gpu, cudnn_benchmark=True, deterministic=True)
+    assert caught.value.key == "loop.cudnn_benchmark"
+
+
+def test_fused_is_the_rule_and_plain_a_choice() -> None:
+    def value(strategy: Resolved = PARALLEL, **optim: Any) -> Any:
+        return choose_update(OptimConfig(**optim), machines("cpu"), strategy).value
+
+    assert value() == "fused" and value(fused=False) == "plain"
+    shards = Resolved("fsdp", "scale.strategy")
+    assert [value(shards, name=name) for name in ("adamw", "sgd", "muon")] == ["fused", "plain", "fused"]

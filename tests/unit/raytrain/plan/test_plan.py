@@ -1,0 +1,928 @@
+"""The plan as a pure function of sections, machines and facts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.devices.inventory import Device, Inventory, Node
+from experts.config import ExpertsConfig
+from experts.plan.bytes import shared_out
+from raytrain.config.sections import (
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    SaveConfig,
+    ScaleConfig,
+)
+from raytrain.errors import InputError
+from raytrain.models.sizes import model_facts as facts_of
+from raytrain.plan.choice import ExpertFacts, size_text
+from raytrain.plan.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan.rules.hosts import separate
+from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, PROCESS_BYTES
+from raytrain.plan.rules.shortage import LEAST_PROCESS_BYTES
+
+GIB = 1 << 30
+NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
+
+
+def gpu(
+    index: int, name: str = "NVIDIA A100-SXM4-80GB", capability: tuple[int, int] | None = (8, 0)
+) -> Device:
+    return Device("cuda", name, 80 * GIB, capability, f"GPU-{index}", index)
+
+
+def node(host: str = "a", *, cpus: int = 8, gpus: list[Device] | None = None, memory: int = 64 * GIB) -> Node:
+    return Node(host, cpus, memory, tuple(gpus or ()))
+
+
+def machines(*nodes: Node, flags: dict[str, bool] | None = None) -> Inventory:
+    return Inventory(nodes, source="a test", cpu_model="Test CPU", cpu_flags=flags or NO_FLAGS)
+
+
+CPU = machines(node())
+ONE_GPU = machines(node(gpus=[gpu(0)]))
+FOUR_GPUS = machines(node(gpus=[gpu(0), gpu(1)]), node("b", gpus=[gpu(0), gpu(1)]))
+DATA = DataFacts(
+    train_rows=1000, eval_rows=100, row_bytes=64, tokens_per_row=None, total_bytes=70_400, vocab_size=None,
+    reason="a test",
+)  # fmt: skip
+MODEL = ModelFacts(
+    parameters=1000,
+    trainable_bytes=4000,
+    activation_bytes_per_sample=10,
+    flops_per_sample=1e3,
+    reason="a test",
+)
+
+
+def plan(
+    inventory: Inventory = CPU,
+    *,
+    scale: dict[str, Any] | None = None,
+    loop: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    precision: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    data_facts: DataFacts | None = DATA,
+    model_facts: ModelFacts | None = MODEL,
+    experts_hosts: Any = None,
+    experts_inflight: Any = "auto",
+    save: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+) -> Plan:
+    return make_plan(
+        model=ModelConfig(builder="a:b"),
+        data=DataConfig(source="c:d", **(data or {})),
+        optim=OptimConfig(**(optim or {})),
+        precision=PrecisionConfig(**(precision or {})),
+        loop=LoopConfig(**(loop or {})),
+        save=SaveConfig(**(save or {})),
+        scale=ScaleConfig(**(scale or {})),
+        experts_hosts=experts_hosts,
+        experts_inflight=experts_inflight,
+        cluster=ClusterConfig(**(cluster or {})),
+        seed=42,
+        inventory=inventory,
+        model_facts=model_facts,
+        data_facts=data_facts,
+        share_out=shared_out(model_facts.experts, ExpertsConfig()) if model_facts and model_facts.experts else None,
+    )
+
+
+def value(made: Plan, name: str) -> Any:
+    choice = made.choices()[name]
+    assert isinstance(choice, Resolved), f"{name} is {choice}"
+    return choice.value
+
+
+def reason(made: Plan, name: str) -> str:
+    return made.choices()[name].reason
+
+
+def refused(key: str, **arguments: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        plan(**arguments)
+    assert caught.value.key == key
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- mode, device, accelerator
+
+
+@pytest.mark.parametrize(
+    ("inventory", "mode", "found"),
+    [
+        (CPU, "auto", "cpu"), (ONE_GPU, "auto", "single_gpu"), (FOUR_GPUS, "auto", "multi_gpu"),
+        (FOUR_GPUS, "cpu", "cpu"), (FOUR_GPUS, "single_gpu", "single_gpu"),
+        (FOUR_GPUS, "multi_gpu", "multi_gpu"),
+    ],
+)  # fmt: skip
+def test_modes_that_can_be_had(inventory: Inventory, mode: str, found: str) -> None:
+    made = plan(inventory, scale={"mode": mode})
+    assert value(made, "mode") == found
+    assert value(made, "device") == ("cpu" if found == "cpu" else "cuda")
+    assert value(made, "backend") == ("gloo" if found == "cpu" else "nccl")
+    assert made.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("inventory", "mode", "found"),
+    [(CPU, "multi_gpu", "cpu"), (ONE_GPU, "multi_gpu", "single_gpu"), (CPU, "single_gpu", "cpu")],
+)
+def test_a_mode_that_cannot_be_had_falls_back_in_writing(inventory: Inventory, mode: str, found: str) -> None:
+    made = plan(inventory, scale={"mode": mode})
+    assert value(made, "mode") == found
+    assert reason(made, "mode").startswith(f"fell back: {mode} was asked for, but there is")
+    assert any(mode in warning and f"fell back to {found}" in warning for warning in made.warnings)
+
+
+def test_the_reason_for_no_gpu_is_the_inventorys() -> None:
+    note = "no NVIDIA GPU: driver not loaded"
+    inventory = Inventory((node(),), source="x", cpu_model="c", cpu_flags={}, notes=("8 cores", note))
+    assert note in reason(plan(inventory), "mode")
+
+
+@pytest.mark.covers("DEV-03")
+@pytest.mark.parametrize(
+    ("text", "inventory", "device", "workers"),
+    [
+        (None, ONE_GPU, "cuda", 1), ("auto", ONE_GPU, "cuda", 1), ("auto", CPU, "cpu", 1),
+        ("cpu", FOUR_GPUS, "cpu", 2), ("cuda", FOUR_GPUS, "cuda", 4),
+        ("cuda:1", machines(node(gpus=[gpu(0), gpu(1)])), "cuda", 1),
+        ("A100", FOUR_GPUS, "cuda", 4), ("nvidia a100-sxm4-80gb", FOUR_GPUS, "cuda", 4),
+    ],
+)  # fmt: skip
+def test_device_strings(text: str | None, inventory: Inventory, device: str, workers: int) -> None:
+    made = plan(inventory, scale={"accelerator": text})
+    assert (value(made, "device"), value(made, "workers")) == (device, workers)
+
+
+@pytest.mark.parametrize(
+    ("text", "inventory", "said"),
+    [
+        ("cuda:7", ONE_GPU, "cuda:0 NVIDIA A100-SXM4-80GB"), ("cuda", CPU, "8 CPU cores, no GPU"),
+        ("H100", FOUR_GPUS, "A100"), ("A10", ONE_GPU, "A100"), ("gpu", CPU, "no GPU"),
+        ("cuda:0", FOUR_GPUS, "an index names one device of one machine"),
+    ],
+)  # fmt: skip
+def test_a_device_that_does_not_exist_is_refused_with_what_does(
+    text: str, inventory: Inventory, said: str
+) -> None:
+    assert said in refused("scale.accelerator", inventory=inventory, scale={"accelerator": text})
+
+
+@pytest.mark.parametrize(("text", "mode"), [("cpu", "single_gpu"), ("cuda", "cpu"), ("cuda:0", "multi_gpu")])
+def test_device_string_and_mode_must_agree(text: str, mode: str) -> None:
+    assert mode in refused("scale.accelerator", inventory=ONE_GPU, scale={"accelerator": text, "mode": mode})
+
+
+def test_a_type_takes_its_gpus_alone() -> None:
+    mixed = machines(node(gpus=[gpu(0, "NVIDIA T4", (7, 5)), gpu(1)]))
+    made = plan(mixed, scale={"accelerator": "T4"})
+    assert value(made, "workers") == 1
+    assert made.warnings == []
+
+
+def test_unequal_gpus_are_a_warning() -> None:
+    mixed = machines(node(gpus=[gpu(0, "NVIDIA T4", (7, 5)), gpu(1)]))
+    (warning,) = plan(mixed).warnings
+    assert "NVIDIA T4" in warning and "A100" in warning and "scale.accelerator" in warning
+    assert plan(FOUR_GPUS).warnings == []
+
+
+# ---------------------------------------------------------------- workers, placement, threads
+
+
+@pytest.mark.parametrize(
+    ("inventory", "workers", "threads", "placement"),
+    [
+        (CPU, 1, 8, "1 on a"),
+        (machines(node(), node("b", cpus=4)), 2, 4, "1 on a, 1 on b"),
+        (FOUR_GPUS, 4, 4, "2 on a, 2 on b"),
+        (machines(node(cpus=64, gpus=[gpu(0), gpu(1)])), 2, 8, "2 on a"),
+    ],
+)
+def test_auto_workers_and_threads(inventory: Inventory, workers: int, threads: int, placement: str) -> None:
+    made = plan(inventory)
+    assert (value(made, "workers"), value(made, "threads")) == (workers, threads)
+    assert reason(made, "placement") == placement
+
+
+def test_nodes_without_cores_take_no_cpu_worker() -> None:
+    made = plan(machines(node("head", cpus=0), node("b"), node("c")))
+    assert value(made, "workers") == 2
+    assert reason(made, "placement") == "1 on b, 1 on c"
+
+
+@pytest.mark.parametrize(("workers", "threads", "warned"), [(2, 4, False), (3, 2, False), (9, 1, True)])
+def test_explicit_workers_share_the_cores(workers: int, threads: int, warned: bool) -> None:
+    made = plan(scale={"workers": workers})
+    assert (value(made, "workers"), value(made, "threads")) == (workers, threads)
+    assert any("share 8 CPU cores" in warning for warning in made.warnings) is warned
+
+
+@pytest.mark.parametrize(
+    ("inventory", "scale", "said"),
+    [
+        (ONE_GPU, {"workers": 2}, "at most 1, one per GPU"),
+        (FOUR_GPUS, {"workers": 5}, "at most 4, one per GPU"),
+        (FOUR_GPUS, {"workers": 2, "mode": "single_gpu"}, "1 with scale.mode single_gpu"),
+        (CPU, {"workers": 2, "mode": "single_gpu"}, "1 with scale.mode single_gpu"),
+        (FOUR_GPUS, {"workers": 1, "mode": "multi_gpu"}, "2 or more"),
+        (CPU, {"workers": 33}, "at most 32, 4 per CPU core"),
+    ],
+)
+def test_impossible_worker_counts_are_refused(inventory: Inventory, scale: dict[str, Any], said: str) -> None:
+    assert said in refused("scale.workers", inventory=inventory, scale=scale)
+
+
+def test_each_worker_needs_a_row_of_the_global_batch() -> None:
+    text = refused("scale.workers", scale={"workers": 5}, loop={"global_batch_size": 4})
+    assert "loop.global_batch_size, 4 rows" in text
+    made = plan(FOUR_GPUS, loop={"global_batch_size": 3})
+    assert value(made, "workers") == 3
+    assert any("loop.global_batch_size" in warning for warning in made.warnings)
+
+
+def test_explicit_threads_stand_and_too_many_are_a_warning() -> None:
+    made = plan(scale={"workers": 2, "threads": 4})
+    assert value(made, "threads") == 4 and made.warnings == []
+    assert any("scale.threads 5" in warning for warning in plan(scale={"workers": 2, "threads": 5}).warnings)
+
+
+# ---------------------------------------------------------------- precision
+
+
+def with_capability(capability: tuple[int, int] | None) -> Inventory:
+    return machines(node(gpus=[gpu(0, capability=capability)]))
+
+
+@pytest.mark.covers("PREC-05", "BP-09")
+@pytest.mark.parametrize(
+    ("inventory", "expected"),
+    [
+        (with_capability((9, 0)), ("bf16", "fp32")),
+        (with_capability((8, 0)), ("bf16", "fp32")),
+        (with_capability((7, 5)), ("fp16", "fp32")),
+        (with_capability((7, 0)), ("fp16", "fp32")),
+        (with_capability((6, 1)), "fp32"),
+        (with_capability(None), ("bf16", "fp32")),
+        (machines(node(gpus=[gpu(0), gpu(1, capability=(7, 5))])), ("fp16", "fp32")),
+        (machines(node(), flags={"amx_bf16": True}), ("bf16", "fp32")),
+        (machines(node(), flags={"avx512_bf16": True}), ("bf16", "fp32")),
+        (CPU, "fp32"),
+    ],
+)
+def test_auto_precision_by_capability_and_measurement(inventory: Inventory, expected: Any) -> None:
+    choice = plan(inventory).precision
+    if isinstance(expected, tuple):
+        assert isinstance(choice, Deferred)
+        assert choice.bounds == expected
+        assert "measured on the real model" in choice.how
+    else:
+        assert isinstance(choice, Resolved) and choice.value == expected
+    assert choice.reason
+
+
+@pytest.mark.covers("PREC-08")
+@pytest.mark.parametrize(
+    ("inventory", "asked", "instead"),
+    [
+        (with_capability((7, 5)), "bf16", "fp16"),
+        (with_capability((6, 1)), "bf16", "fp32"),
+        (with_capability((6, 1)), "fp16", "fp32"),
+        (with_capability((7, 5)), "tf32", "fp32"),
+        (CPU, "tf32", "fp32"),
+    ],
+)
+def test_a_format_the_device_lacks_is_recorded_or_refused(
+    inventory: Inventory, asked: str, instead: str
+) -> None:
+    made = plan(inventory, precision={"dtype": asked})
+    assert value(made, "precision") == instead
+    assert reason(made, "precision").startswith(f"fell back: {asked} was asked for")
+    assert any(asked in warning and instead in warning for warning in made.warnings)
+    strict = {"dtype": asked, "fallback": False}
+    assert instead in refused("precision.dtype", inventory=inventory, precision=strict)
+
+
+@pytest.mark.parametrize(
+    ("inventory", "asked"),
+    [(CPU, "fp64"), (CPU, "fp32"), (CPU, "fp16"), (ONE_GPU, "bf16"), (ONE_GPU, "tf32"),
+     (with_capability((7, 0)), "fp16"), (with_capability(None), "bf16")],
+)  # fmt: skip
+def test_a_format_the_device_has_is_kept(inventory: Inventory, asked: str) -> None:
+    made = plan(inventory, precision={"dtype": asked})
+    assert value(made, "precision") == asked
+    assert made.warnings == []
+
+
+def test_bf16_on_a_plain_cpu_is_kept_with_a_warning() -> None:
+    made = plan(precision={"dtype": "bf16"})
+    assert value(made, "precision") == "bf16"
+    assert any("emulated" in warning for warning in made.warnings)
+
+
+# ---------------------------------------------------------------- batches and length
+
+
+@pytest.mark.covers("PERF-09")
+@pytest.mark.parametrize(
+    ("total", "workers", "micro", "expected"),
+    [
+        (32, 1, "auto", (32, 1)), (32, 2, "auto", (16, 1)), (32, 3, "auto", (11, 1)),
+        (32, 1, 8, (8, 4)), (32, 2, 8, (8, 2)), (32, 4, 8, (8, 1)), (24, 2, 8, (8, 2)),
+    ],
+)  # fmt: skip
+def test_micro_times_accumulation_times_world_is_the_global_batch(
+    total: int, workers: int, micro: Any, expected: tuple[int, int]
+) -> None:
+    made = plan(scale={"workers": workers}, loop={"global_batch_size": total, "micro_batch_size": micro})
+    size, times = value(made, "micro_batch_size"), value(made, "accumulation")
+    assert (size, times) == expected
+    assert value(made, "effective_batch") == total
+    if total % (size * workers) == 0:
+        assert size * times * workers == total
+        assert reason(made, "effective_batch") == f"micro {size} x accumulation {times} x {workers} workers"
+    else:
+        filled = f"{size * times * workers}, of which {total} are filled"
+        assert filled in reason(made, "effective_batch")
+
+
+def test_a_worker_without_rows_is_a_warning() -> None:
+    made = plan(scale={"workers": 4}, loop={"global_batch_size": 32, "micro_batch_size": 16})
+    assert any("2 of 4 workers have none" in warning for warning in made.warnings)
+
+
+def test_batches_larger_than_what_they_are_cut_from_are_refused() -> None:
+    said = refused("loop.global_batch_size", loop={"global_batch_size": 1001})
+    assert "1000 training rows" in said and "set loop.global_batch_size=1000 or less" in said
+    refused("loop.micro_batch_size", loop={"global_batch_size": 4, "micro_batch_size": 8})
+    refused("loop.global_batch_size", loop={"global_batch_size": "auto"})
+
+
+def test_no_rows_are_refused() -> None:
+    empty = DataFacts(0, 0, 1, None, 0, None, "an empty file")
+    assert "an empty file" in refused("data", data_facts=empty)
+
+
+@pytest.mark.parametrize(
+    ("loop", "steps"),
+    [
+        ({}, 32), ({"epochs": 3}, 96), ({"max_steps": 7}, 7), ({"max_steps": 500}, 500),
+        ({"max_steps": 50, "epochs": 3}, 50), ({"max_steps": 500, "epochs": 3}, 96),
+    ],
+)  # fmt: skip
+def test_length_of_the_run(loop: dict[str, int], steps: int) -> None:
+    made = plan(loop=loop)
+    assert value(made, "steps_per_epoch") == 32
+    assert value(made, "max_steps") == steps
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (200, 10), (5000, 100)])
+def test_warm_up_is_five_percent_and_at_most_a_hundred(steps: int, warmup: int) -> None:
+    assert value(plan(loop={"max_steps": steps}), "warmup_steps") == warmup
+
+
+def test_a_given_warm_up_stands_and_one_as_long_as_the_run_is_a_warning() -> None:
+    made = plan(loop={"max_steps": 10}, optim={"warmup_steps": 10})
+    assert value(made, "warmup_steps") == 10
+    assert any("optim.warmup_steps" in warning for warning in made.warnings)
+
+
+@pytest.mark.covers("TUNE-12")
+@pytest.mark.parametrize(("rule", "lr"), [("none", 0.5), ("linear", 2.0), ("sqrt", 1.0)])
+def test_learning_rate_with_the_global_batch(rule: str, lr: float) -> None:
+    made = plan(optim={"lr": 0.5, "scale_lr": rule}, loop={"global_batch_size": 128})
+    assert value(made, "lr") == lr
+    recorded = made.to_json()["choices"]["lr"]
+    assert recorded["value"] == lr and (rule == "none" or f"{rule} in 128 / 32 rows" in recorded["reason"])
+
+
+@pytest.mark.parametrize(
+    ("loop", "every"),
+    [
+        ({"epochs": 2}, 32),  # each epoch
+        ({"epochs": 1}, 32),  # shorter than 50 steps: at the end
+        ({"eval_every": 5}, 5),
+        ({"max_steps": 1000, "global_batch_size": 1, "eval_batches": 10}, 100),  # a tenth of the run
+        ({"max_steps": 300, "global_batch_size": 1, "eval_batches": 1}, 50),  # never nearer than 50 steps
+        ({"max_steps": 1000, "global_batch_size": 1}, 334),  # 100 rows three times: a tenth of the time
+    ],
+)
+def test_rhythm_of_evaluation(loop: dict[str, int], every: int) -> None:
+    assert value(plan(loop=loop), "eval_every") == every
+
+
+def test_a_long_evaluation_within_an_epoch_comes_less_often() -> None:
+    facts = DataFacts(100_000, 10_000, 4, None, 400_000, None, "a test")
+    made = plan(loop={"max_steps": 50_000, "global_batch_size": 1}, data_facts=facts)
+    assert value(made, "eval_every") == 50_000
+    fewer = plan(loop={"max_steps": 50_000, "global_batch_size": 1, "eval_batches": 1000}, data_facts=facts)
+    assert value(fewer, "eval_every") == 5000
+
+
+def test_without_evaluation_rows_there_is_none() -> None:
+    facts = DataFacts(1000, 0, 4, None, 4000, None, "a test")
+    assert value(plan(data_facts=facts, loop={"eval_every": 5}), "eval_every") == 0
+
+
+def test_checkpoint_interval() -> None:
+    assert value(plan(save={"every": 7}), "checkpoint_every") == 7
+    choice = plan().checkpoint_every
+    assert isinstance(choice, Deferred) and choice.bounds == (1, 32)
+    assert "stall" in choice.how and "3 %" in choice.reason
+
+
+# ---------------------------------------------------------------- storage and memory
+
+
+def test_storage_by_bytes_of_device_and_data() -> None:
+    def facts(size: int) -> DataFacts:
+        return DataFacts(1000, 0, size // 1000, None, size, None, "a test")
+
+    small = machines(node(memory=10 * GIB))
+    assert value(plan(small, data_facts=facts(6 * GIB)), "storage") == "resident"
+    assert value(plan(small, data_facts=facts(8 * GIB)), "storage") == "stream"
+    assert value(plan(small, data_facts=facts(6 * GIB), scale={"workers": 2}), "storage") == "stream"
+    assert value(plan(ONE_GPU, data_facts=facts(55 * GIB)), "storage") == "resident"
+    made = plan(small, data_facts=facts(8 * GIB))
+    taken = value(plan(small, data={"storage": "stream"}), "memory")
+    room = f"{size_text(0.9 * (9 * GIB - taken))}, nine tenths of what 9 GiB leave beside the {size_text(taken)}"
+    assert f"8.8 GiB of data against {room}" in reason(made, "storage")
+    unknown = plan(small, data_facts=facts(5 * GIB), model_facts=None)
+    assert value(unknown, "storage") == "stream"
+    assert "4.5 GiB, half of what a worker may take: the model is not known yet" in reason(unknown, "storage")
+    large = replace(MODEL, parameters=15 * GIB // 4, trainable_bytes=15 * GIB)  # 60 GiB of the 72 with its state
+    assert value(plan(ONE_GPU, data_facts=facts(11 * GIB), model_facts=large), "storage") == "partial"
+
+
+@pytest.mark.covers("DATA-07")
+def test_what_does_not_fit_a_gpu_is_kept_in_part_and_the_rest_streamed() -> None:
+    facts = DataFacts(1000, 0, GIB // 10, None, 100 * GIB, None, "a test")
+    made = plan(ONE_GPU, data_facts=facts)
+    assert value(made, "storage") == "partial" and 0.55 < value(made, "resident_rows") / 1000 < 0.65
+    assert "of 1,000 rows fit; the others are streamed" in reason(made, "resident_rows")
+    taken = value(made, "memory") - value(plan(ONE_GPU, data={"storage": "stream"}), "memory")
+    assert taken == value(made, "resident_rows") * facts.row_bytes
+    few = replace(facts, total_bytes=10_000 * GIB, row_bytes=10 * GIB)
+    assert value(plan(ONE_GPU, data_facts=few), "storage") == "pinned", "a part below 5 % is not worth it"
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
+    facts = DataFacts(1000, 0, 1, None, 9 * GIB, None, "a test")
+    with pytest.raises(InputError, match=r"data\.storage: seen resident for 9\.9 GiB of data, expected at most 8\.5"):
+        plan(machines(node(memory=10 * GIB)), data={"storage": "resident"}, data_facts=facts)
+    larger = plan(machines(node(memory=16 * GIB)), data={"storage": "resident"}, data_facts=facts)
+    assert value(larger, "storage") == "resident"
+    assert value(plan(data={"storage": "stream"}), "storage") == "stream"
+    assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
+
+
+@pytest.mark.covers("DATA-01")
+def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
+    made = plan(data={"storage": "pinned"})
+    assert value(made, "storage") == "resident"
+    assert "data.storage pinned is for copies to a GPU, and there is none" in reason(made, "storage")
+    assert any("pinned" in warning and "resident instead" in warning for warning in made.warnings)
+    assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
+
+
+@pytest.mark.covers("CFG-17", "DATA-03")
+def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
+    items = replace(DATA, kind="items", total_bytes=1000 * GIB)
+    for cores, workers, expected in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (3, 1, 2), (16, 1, 4), (16, 8, 1), (8, 2, 3)):
+        made = plan(machines(node(cpus=cores)), data_facts=items, scale={"workers": workers})
+        assert value(made, "loader_workers") == expected, (cores, workers)
+        assert value(made, "loader_workers") * workers <= max(0, cores - 1)
+        assert value(made, "storage") == ("stream" if expected else "partial")
+    assert value(plan(data_facts=DATA), "loader_workers") == 0
+    asked = plan(machines(node(cpus=2)), data_facts=items, data={"loader_workers": 3})
+    assert value(asked, "loader_workers") == 3 and any("3 loader processes on the 2 cores" in w for w in asked.warnings)
+    for cores, warned in ((6, False), (5, False), (4, True)):
+        made = plan(machines(node(cpus=cores)), data_facts=items, data={"loader_workers": 4})
+        assert value(made, "loader_workers") == 4
+        assert any(f"4 loader processes on the {cores} cores" in one for one in made.warnings) is warned
+    fits = plan(data_facts=replace(DATA, kind="items"))
+    assert (value(fits, "storage"), value(fits, "loader_workers")) == ("resident", 0)
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype", "memory", "checkpoint"),
+    [
+        ({}, "fp32", 4000 * 4 + 320, 12_000),
+        ({}, "bf16", 4000 * 4 + 320 + 2000, 12_000),
+        ({}, "fp64", 8000 * 4 + 320, 24_000),
+        ({"name": "sgd"}, "fp32", 4000 * 3 + 320, 8000),
+        ({"name": "sgd", "momentum": 0.0}, "fp32", 4000 * 2 + 320, 4000),
+    ],
+)
+def test_memory_and_checkpoint_by_formula(
+    optim: dict[str, Any], dtype: str, memory: int, checkpoint: int
+) -> None:
+    inventory = machines(node(), flags={"amx_bf16": True})
+    made = plan(inventory, optim=optim, precision={"dtype": dtype}, data={"storage": "stream"})
+    assert value(made, "memory") == memory + PROCESS_BYTES
+    assert value(made, "checkpoint_bytes") == checkpoint
+    assert value(made, "parameters") == 1000
+
+
+def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
+    frozen = ModelFacts(1000, 400, 0, None, "a test")
+    made = plan(model_facts=frozen, data={"storage": "stream"}, precision={"dtype": "fp32"})
+    assert value(made, "memory") == 4000 + 3 * 400 + PROCESS_BYTES
+    assert "activations unknown" in reason(made, "memory")
+
+
+def test_more_than_the_memory_is_a_warning() -> None:
+    large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
+    hopeless = plan(machines(node(memory=10 * GIB)), model_facts=large)
+    assert any("with one row at a time, but it may take 9 GiB: it will hardly fit" in one for one in hopeless.warnings)
+    large = ModelFacts(1000, 4000, 2 * GIB, None, "a test")
+    made = plan(machines(node(memory=10 * GIB)), model_facts=large, loop={"micro_batch_size": 8})
+    assert any("lower loop.micro_batch_size" in warning for warning in made.warnings)
+    left_open = plan(machines(node(memory=10 * GIB)), model_facts=large)
+    assert any("what fits is measured at start" in warning for warning in left_open.warnings)
+
+
+KNOWN = ModelFacts(1_000_000, 4_000_000, 1 << 20, 1e9, "a test")
+
+
+def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
+    """The process, 16 MB of weights, gradients and moments, and half of the row's 1 MiB: 417 + 15.3 + 0.5 MiB."""
+    needed = LEAST_PROCESS_BYTES + 16_000_000 + (1 << 19)
+    told = (
+        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB, which no worker does without"
+        r": the process 418 MiB \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512 KiB;"
+        r" 480 MiB are estimated for one row; null leaves"
+    )
+    with pytest.raises(InputError, match=told):
+        plan(model_facts=KNOWN, cluster={"memory_limit": 300 << 20})
+    with pytest.raises(InputError, match=r"cluster\.memory_limit"):
+        plan(model_facts=KNOWN, cluster={"memory_limit": needed - 1})
+    assert plan(model_facts=KNOWN, cluster={"memory_limit": needed}).memory.value
+    # between what is certain and what is estimated the start decides, and the plan says so
+    between = plan(model_facts=KNOWN, cluster={"memory_limit": 470 << 20})
+    assert any("480 MiB are estimated for a worker with one row" in one for one in between.warnings)
+    above = plan(model_facts=KNOWN, cluster={"memory_limit": 481 << 20})
+    assert not any("are estimated for a worker with one row" in one for one in above.warnings)
+    recomputed = plan(
+        model_facts=KNOWN, cluster={"memory_limit": needed - (1 << 19)}, loop={"activation_checkpointing": True}
+    )
+    assert recomputed.memory.value
+    with pytest.raises(InputError, match="the process 418 MiB; null"):  # of a model that nobody knows before a start
+        plan(model_facts=None, cluster={"memory_limit": 300 << 20})
+    held = replace(KNOWN, parameters=1000, trainable_bytes=4000)
+    on_gpu = plan(machines(node(gpus=[gpu(0)])), model_facts=held, cluster={"memory_limit": 2 << 20})
+    assert on_gpu.memory.value, "what CUDA itself takes is not counted"
+
+
+@pytest.mark.covers("PERF-01")
+def test_the_memory_of_a_full_model_on_one_a100_is_estimated_part_by_part() -> None:
+    """A GPT of 355 million parameters; its rows: tests/numerics holds this formula against measured steps."""
+    keys = {"layers": 24, "heads": 16, "width": 1024, "context": 1024}
+    full = facts_of("raytrain.models.gpt:gpt", keys, {"vocab_size": 50257})
+    assert full is not None and full.parameters == pytest.approx(355e6, rel=0.01)
+    one = machines(node(gpus=[gpu(0, "NVIDIA A100-SXM4-40GB")]))
+    made = plan(
+        one, model_facts=full, loop={"global_batch_size": 64, "micro_batch_size": 10}, precision={"dtype": "fp32"}
+    )
+    state, rows = 16 * full.parameters, 10 * (full.activation_bytes_per_sample or 0)
+    assert 20 * GIB < value(made, "memory") < 30 * GIB
+    assert value(made, "memory") == pytest.approx(state + rows, rel=0.01)
+    told = "weights 1.32 GiB + gradients 1.32 GiB + optimizer 2.64 GiB + activations 20.8 GiB"
+    assert reason(made, "memory").startswith(told) and reason(made, "memory").endswith("; without CUDA's own")
+
+
+def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_half() -> None:
+    """32 rows of 1 MiB, 16 MB of state, the process: about 511 MiB."""
+    made = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20})
+    assert made.micro_batch_size == Deferred(
+        "the largest that fits, by real steps at start", (1, 32), made.micro_batch_size.reason
+    )
+    assert "a worker may take 900 MiB" in made.micro_batch_size.reason
+    assert made.accumulation == Deferred("with the micro-batch", (1, 32))
+    assert value(made, "effective_batch") == 32
+    enough = plan(model_facts=KNOWN, cluster={"memory_limit": 1200 << 20})
+    assert (value(enough, "micro_batch_size"), value(enough, "accumulation")) == (32, 1)
+    given = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20}, loop={"micro_batch_size": 16})
+    assert value(given, "micro_batch_size") == 16
+
+
+@pytest.mark.covers("BP-06")
+def test_recomputing_is_advised_above_seven_tenths_of_the_memory_where_it_helps_and_is_off() -> None:
+    """32 rows of 8 MiB, 16 MB of state and the process are about 735 MiB."""
+    facts = replace(KNOWN, activation_bytes_per_sample=8 << 20, blocks=(400_000, 400_000))
+    full = {"model_facts": facts, "loop": {"micro_batch_size": 32}}
+
+    def advice(limit_mib: int, **arguments: Any) -> list[str]:
+        made = plan(**{**full, "cluster": {"memory_limit": limit_mib << 20}, **arguments})
+        return [warning for warning in made.warnings if "loop.activation_checkpointing true" in warning]
+
+    (told,) = advice(1000)
+    assert "256 MiB of it activations" in told and "each of the 2 blocks" in told and "1000 MiB" in told
+    assert advice(1100) == [], "67 %"
+    assert advice(1000, loop={"micro_batch_size": 32, "activation_checkpointing": True}) == []
+    assert advice(1000, model_facts=replace(facts, blocks=None)) == [], "no blocks to compute again"
+    assert advice(600, model_facts=replace(facts, activation_bytes_per_sample=1 << 20)) == [], "not what fills it"
+
+
+def test_on_gpus_it_always_is_and_of_unknown_activations_where_the_model_is_not_tiny() -> None:
+    on_gpu = plan(machines(node(gpus=[gpu(0)])), model_facts=KNOWN)
+    assert isinstance(on_gpu.micro_batch_size, Deferred) and "allocator" in on_gpu.micro_batch_size.reason
+    alone = plan(machines(node(gpus=[gpu(0)])), model_facts=KNOWN, loop={"global_batch_size": 1})
+    assert value(alone, "micro_batch_size") == 1
+    unknown = replace(KNOWN, activation_bytes_per_sample=None)
+    assert isinstance(plan(model_facts=unknown).micro_batch_size, Deferred)
+    assert value(plan(model_facts=replace(unknown, parameters=999_999)), "micro_batch_size") == 32
+
+
+# ---------------------------------------------------------------- experts: where, how much, how fast
+
+EXPERTS = ExpertFacts(
+    parameters=((1000, 1000, 1000, 1000),) * 2, gate_bytes=64, rows_per_sample=4, row_bytes=40, kept_bytes_per_row=100
+)
+MIXTURE = ModelFacts(
+    parameters=10_000, trainable_bytes=40_000, activation_bytes_per_sample=1000, flops_per_sample=1e9, reason="a test",
+    experts=EXPERTS,
+)  # fmt: skip
+
+
+def mixture(hosts: Any, inventory: Inventory = CPU, **arguments: Any) -> Plan:
+    loop = {"global_batch_size": 8, **arguments.pop("loop", {})}
+    fixed = {"precision": {"dtype": "fp32"}, "data": {"storage": "stream"}, "model_facts": MIXTURE}
+    return plan(inventory, experts_hosts=hosts, loop=loop, **{**fixed, **arguments})
+
+
+def test_a_worker_does_not_hold_what_hosts_do() -> None:
+    everywhere, hosts = mixture(0), mixture(2)
+    assert value(everywhere, "memory") == 16 * 10_000 + 8 * 1000 + PROCESS_BYTES
+    assert value(everywhere, "host_memory") is None and value(everywhere, "experts") == "8 in every worker"
+    kept = 4 * 2 * 100 * 8  # rows of a sample x layers x bytes of a row x samples
+    assert value(hosts, "memory") == 16 * 2000 + 8 * 1000 - kept + PROCESS_BYTES
+    assert value(hosts, "host_memory") == 16 * 4000 + kept // 2 + HOST_PROCESS_BYTES
+    assert value(hosts, "experts") == "8 on 2 hosts"
+    assert "host 0: 4, 62.5 KiB; host 1: 4, 62.5 KiB; each 15.6 KiB (weights 3.91 KiB" in reason(hosts, "experts")
+    shared = mixture("colocated", scale={"workers": 2})
+    assert value(shared, "memory") == 16 * 2000 + 16 * 4000 + 4 * 1000 + PROCESS_BYTES
+    assert value(shared, "experts") == "8 on 2 workers" and value(shared, "host_memory") is None
+    assert value(hosts, "checkpoint_bytes") == value(everywhere, "checkpoint_bytes") == 12 * 10_000
+    assert "64 hosts" in value(mixture(64, machines(node(cpus=64))), "experts")
+    assert "0 to 1 on each" in reason(mixture(64, machines(node(cpus=64))), "experts")
+
+
+def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() -> None:
+    made = mixture(2)
+    told = reason(made, "step_time")
+    assert value(made, "step_time").endswith(" at assumed rates") and "an estimate, not measured" in told
+    assert "without elementwise work" in told
+    assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s a core in fp32" in told
+    on_gpu = mixture("colocated", FOUR_GPUS)
+    assert "colocated" in reason(on_gpu, "step_time") and "A100" in reason(on_gpu, "step_time")
+    unheard = machines(node(gpus=[gpu(0, "Imaginary 1")]))
+    choice = mixture(0, unheard).step_time
+    assert isinstance(choice, Deferred) and "Imaginary 1" in choice.reason
+    assert isinstance(plan(model_facts=None).step_time, Deferred)
+
+
+def seconds(made: Plan) -> dict[str, float]:
+    """Of each strategy, in ms, as the reason tells them."""
+    told = reason(made, "step_time").removeprefix("an estimate, not measured: ").partition(";")[0]
+    pieces = [part.rsplit(" ", 2) for part in told.split(", ")]
+    return {name: float(number) * {"s": 1e3, "ms": 1.0}[unit] for name, number, unit in pieces}
+
+
+def test_many_experts_lead_to_expert_parallel_and_few_to_data_parallel() -> None:
+    def facts(number: int, size: int) -> ModelFacts:
+        one = replace(EXPERTS, parameters=((size,) * number,) * 2, rows_per_sample=256, row_bytes=2048)
+        trunk, flops = 1_000_000, 6.0 * 256 * (1_000_000 + 2 * size)
+        return ModelFacts(trunk + one.total, 4 * (trunk + one.total), 1000, flops, "a test", one)
+
+    two = machines(node(cpus=2))
+    few = seconds(mixture("colocated", two, scale={"workers": 2}, model_facts=facts(2, 10_000)))
+    many = seconds(mixture("colocated", two, scale={"workers": 2}, model_facts=facts(64, 2_000_000)))
+    assert few["data_parallel"] < few["colocated"], "an exchange costs more than it saves"
+    assert many["colocated"] < many["data_parallel"], "every worker would update and add up every expert"
+
+
+@pytest.mark.covers("PAR-15")
+def test_mixed_gpus_are_warned_of_and_one_kind_is_not() -> None:
+    mixed = machines(node(gpus=[gpu(0), gpu(1, "Tesla T4", (7, 5))]))
+    (warning,) = [text for text in plan(mixed).warnings if "kinds" in text]
+    assert "2 kinds (NVIDIA A100-SXM4-80GB, Tesla T4)" in warning and "scale.accelerator picks one kind" in warning
+    assert plan(FOUR_GPUS).warnings == [] and plan(mixed, scale={"accelerator": "T4"}).warnings == []
+
+
+# ---------------------------------------------------------------- what is not known yet, and the record
+
+
+def test_what_only_the_opened_data_and_model_know_waits() -> None:
+    made = plan(data_facts=None, model_facts=None)
+    waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
+    assert waiting == {
+        "steps_per_epoch", "max_steps", "warmup_steps", "eval_every", "checkpoint_every", "storage", "loader_workers",
+        "parameters", "memory", "step_time", "checkpoint_bytes", "micro_batch_size", "accumulation",
+    }  # fmt: skip
+    assert "plan --build" in {name: why for name, _, why in made.rows()}["parameters"]
+    assert value(plan(data_facts=None, loop={"max_steps": 9}), "max_steps") == 9
+
+
+def test_experts_live_on_two_hosts_on_cpus_and_are_shared_out_over_gpus() -> None:
+    assert value(plan(), "hosts") == "none" and value(plan(), "strategy") == "data_parallel"
+    on_cpu = plan(experts_hosts="auto", scale={"workers": 2})
+    assert (value(on_cpu, "hosts"), value(on_cpu, "strategy")) == (2, "expert_parallel")
+    assert "4 processes" in reason(on_cpu, "threads"), "hosts have threads too"
+    assert value(plan(FOUR_GPUS, experts_hosts="auto"), "hosts") == "colocated"
+    assert value(plan(experts_hosts=0), "strategy") == "data_parallel"
+    kept = plan(experts_hosts="auto", scale={"strategy": "data_parallel"})
+    assert value(kept, "hosts") == 0 and "scale.strategy" in reason(kept, "hosts")
+
+
+def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:
+    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 beside 4 workers") as caught:
+        plan(FOUR_GPUS, experts_hosts=2, scale={"workers": 4})
+    assert "scale.workers" in str(caught.value) and "colocated" in str(caught.value)
+    with pytest.raises(InputError, match=r"scale\.strategy"):
+        plan(experts_hosts=2, scale={"strategy": "data_parallel"})
+    with pytest.raises(InputError, match=r"scale\.strategy: seen expert_parallel with a model without experts"):
+        plan(scale={"strategy": "expert_parallel"})
+
+
+TWO_KINDS = machines(
+    node(gpus=[gpu(index, "A100") for index in range(4)]), node("b", gpus=[gpu(index, "T4") for index in range(8)])
+)
+
+
+def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
+    made = plan(TWO_KINDS, experts_hosts={"T4": 8})
+    assert value(made, "hosts") == {"T4": 8} and value(made, "strategy") == "expert_parallel"
+    assert value(made, "workers") == 4 and "8 go to the expert hosts" in reason(made, "workers")
+    assert separate(made.hosts) == 8
+    assert value(plan(TWO_KINDS, experts_hosts={"A100": 1, "T4": 2}), "workers") == 9
+    named = plan(TWO_KINDS, experts_hosts={"T4": 8}, scale={"accelerator": "A100"})
+    assert value(named, "workers") == 4, "the hosts may be of another kind than the workers"
+    assert value(plan(FOUR_GPUS, experts_hosts=1), "workers") == 3
+
+
+@pytest.mark.parametrize(
+    ("inventory", "asked", "scale", "says"),
+    [
+        (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type that is there", "T4")),
+        (TWO_KINDS, {"T4": 9}, {}, ("seen 9 T4", "at most 8")),
+        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("12 GPUs, each host takes one, and a worker needs one",)),
+        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 beside 7 workers", "the workers take 7", "scale.workers")),
+        (machines(node(gpus=[gpu(0, "A100"), gpu(1, "T4")])), {"T4": 1}, {}, ("GPUs of several kinds", "a number")),
+        (CPU, {"A100": 2}, {}, ("seen 2 A100", "on CPUs")),
+    ],
+)
+def test_hosts_by_accelerator_that_cannot_be_had_are_refused(
+    inventory: Any, asked: Any, scale: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(inventory, experts_hosts=asked, scale=scale)
+    assert caught.value.key == "experts.hosts"
+    assert [words for words in says if words not in str(caught.value)] == []
+
+
+FOUR_AND_FOUR = machines(
+    node(gpus=[gpu(index, "A100") for index in range(4)]), node("b", gpus=[gpu(index, "T4") for index in range(4)])
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "placed", "lives"),
+    [
+        ({"A100": 2}, "4 on b, 2 on a", "2 on a"),
+        ({"T4": 4}, "4 on a", "4 on b"),
+        ({"A100": 1, "T4": 2}, "3 on a, 2 on b", "1 on a, 2 on b"),
+        (3, "3 on b, 2 on a", "2 on a, 1 on b"),
+    ],
+)
+def test_workers_are_placed_on_what_the_hosts_leave(asked: Any, placed: str, lives: str) -> None:
+    made = plan(FOUR_AND_FOUR, experts_hosts=asked)
+    assert reason(made, "placement") == placed and reason(made, "hosts") == f"experts.hosts: {lives}"
+
+
+def test_hosts_by_accelerator_are_shown_in_words_and_kept_as_a_mapping() -> None:
+    made = plan(FOUR_AND_FOUR, experts_hosts={"A100": 2, "T4": 1})
+    assert {name: shown for name, shown, _ in made.rows()}["hosts"] == "2 A100, 1 T4"
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))).hosts == made.hosts
+
+
+def test_threads_count_the_workers_and_hosts_that_are_on_a_node() -> None:
+    uneven = machines(node(cpus=4, gpus=[gpu(index, "A100") for index in range(4)]),
+                      node("b", cpus=16, gpus=[gpu(index, "T4") for index in range(4)]))  # fmt: skip
+    made = plan(uneven, experts_hosts={"A100": 2}, scale={"workers": 3})
+    assert reason(made, "placement") == "3 on b" and value(made, "threads") == 2
+    assert reason(made, "threads") == "4 usable cores / 2 processes on a (workers 0, expert hosts 2)"
+    on_cpu = plan(machines(node(cpus=16), node("b", cpus=8)), experts_hosts=1)
+    assert reason(on_cpu, "threads") == "8 usable cores / 2 processes on b (workers 1, expert hosts 1)"
+    assert value(on_cpu, "threads") == 4
+
+
+def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> None:
+    slow, fast = ([replace(gpu(index, name), memory_bytes=room * GIB) for index in range(4)]
+                         for name, room in (("T4", 1), ("A100", 80)))  # fmt: skip
+    both = machines(node(gpus=fast), node("b", gpus=slow))
+    large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
+    assert len(plan(both, model_facts=large).warnings) == 2, "16 GiB, and two kinds of GPU"
+    assert plan(both, model_facts=large, experts_hosts={"T4": 4}).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "scale", "says"),
+    [
+        (100, {}, "seen 100, expected at most 7: there are 8 GPUs, each host takes one, and a worker needs one"),
+        (8, {"workers": 4}, "seen 8 beside 4 workers, expected at most 4: there are 8 GPUs, each host"),
+        (1, {"workers": 8}, "seen 1 beside 8 workers, expected 0 or colocated: there are 8 GPUs, each host"),
+        ({"A100": 10**9}, {}, "seen 1000000000 A100, expected at most 4"),
+    ],
+)
+def test_too_many_hosts_are_told_what_there_is_and_who_takes_it(asked: Any, scale: dict[str, Any], says: str) -> None:
+    assert says in refused("experts.hosts", inventory=FOUR_AND_FOUR, experts_hosts=asked, scale=scale)
+
+
+@pytest.mark.parametrize("inventory", [CPU, FOUR_GPUS, with_capability(None)])
+def test_the_record_is_json_and_comes_back_equal(inventory: Inventory) -> None:
+    made = plan(inventory, scale={"mode": "multi_gpu"})
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    unknown = plan(inventory, data_facts=None, model_facts=None)
+    assert Plan.from_json(json.loads(json.dumps(unknown.to_json()))) == unknown
+
+
+def test_every_row_has_a_value_and_a_reason() -> None:
+    made = plan()
+    shared = {"experts", "host_memory"}
+    assert [name for name, _, _ in made.rows()] == [name for name in made.choices() if name not in shared]
+    assert all(shown and why for _, shown, why in made.rows())
+    shown = {name: text for name, text, _ in made.rows()}
+    assert shown["checkpoint_every"] == "1 to 32"
+    assert shown["deterministic"] == "no"
+    assert shown["lr"] == "0.001"
+    assert shown["memory"].endswith("MiB")
+
+
+def test_the_same_arguments_give_the_same_plan() -> None:
+    assert plan(FOUR_GPUS, scale={"workers": 3}) == plan(FOUR_GPUS, scale={"workers": 3})
+
+
+SPLIT = {"micro_batch_size": 4}
+RECOMPUTED = {"activation_checkpointing": True}
+
+
+def test_micro_batches_in_flight_are_planned_where_experts_live_elsewhere() -> None:
+    for dense in (plan(experts_inflight=2), plan(experts_hosts=0)):
+        assert "inflight" not in dense.choices() and dense.warnings == []
+    asked = plan(experts_hosts=1, experts_inflight=2, loop=SPLIT)
+    assert value(asked, "inflight") == 2 and "two micro-batches are kept" in reason(asked, "inflight")
+    single = plan(experts_hosts=1, experts_inflight=1, loop=SPLIT)
+    assert value(asked, "memory") == value(single, "memory") + 4 * 10
+    assert [name for name, _, _ in asked.rows()].index("inflight") == list(asked.choices()).index("hosts") + 1
+    assert Plan.from_json(asked.to_json()) == asked
+    for idle in (plan(experts_hosts=0, experts_inflight=2), plan(experts_hosts=1, experts_inflight=2)):
+        (warning,) = [text for text in idle.warnings if "inflight" in text]
+        assert "experts.inflight 2 changes nothing" in warning
+    whole = plan(experts_hosts=1, experts_inflight=2)
+    assert "a step is one micro-batch" in reason(whole, "inflight") and "kept" not in reason(whole, "inflight")
+
+
+def test_auto_measures_micro_batches_in_flight_or_says_why_not() -> None:
+    for measured in (plan(experts_hosts=1, loop=SPLIT), plan(FOUR_GPUS, experts_hosts="colocated", loop=SPLIT)):
+        choice = measured.choices()["inflight"]
+        assert isinstance(choice, Deferred) and choice.bounds == (1, 2)
+    for made, why in (
+        (plan(FOUR_GPUS, experts_hosts="colocated"), "one micro-batch a step"),
+        (plan(FOUR_GPUS, experts_hosts="colocated", loop={**SPLIT, **RECOMPUTED}), "again in backward"),
+    ):
+        assert value(made, "inflight") == 1 and why in reason(made, "inflight")
+
+
+def test_two_in_flight_are_refused_with_activation_checkpointing_naming_both_keys() -> None:
+    arguments = {"experts_hosts": 1, "experts_inflight": 2, "loop": RECOMPUTED}
+    assert "loop.activation_checkpointing" in refused("experts.inflight", **arguments)
+    assert value(plan(**arguments | {"experts_inflight": 1}), "inflight") == 1
+
+
+def test_overlap_is_measured_for_several_workers_that_sum_after_their_passes() -> None:
+    two = {"workers": 2}
+    choice = plan(scale=two).choices()["overlap"]
+    assert isinstance(choice, Deferred) and choice.bounds == (False, True)
+    assert value(plan(scale={**two, "overlap": True}), "overlap") is True
+    assert value(plan(scale={**two, "overlap": False}, experts_hosts=0), "overlap") is False
+    for scale in ({"workers": 1}, {**two, "strategy": "fsdp"}):
+        assert "overlap" not in plan(scale=scale).choices()
+        made = plan(scale={**scale, "overlap": True})
+        assert "overlap" not in made.choices()
+        assert any("scale.overlap true changes nothing" in text for text in made.warnings)
+    assert "overlap" not in plan(scale=two, experts_hosts=1).choices()
+    assert "experts.hosts 1" in refused("scale.overlap", scale={**two, "overlap": True}, experts_hosts=1)

@@ -1,0 +1,197 @@
+"""The rules of the findings: each fires on its sign, and is silent without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain.report.findings.findings import diagnose
+from raytrain.report.records import ConfigLine, PlanLine, RunRecords
+
+
+def rows(losses: list[Any], **columns: Any) -> list[dict[str, Any]]:
+    """Train rows of the given losses; a column is a constant or one value a step."""
+    return [
+        {"step": n + 1, "epoch": 0, "loss": loss}
+        | {key: seen[n] if isinstance(seen, list) else seen for key, seen in columns.items()}
+        for n, loss in enumerate(losses)
+    ]
+
+
+def evals(*losses: float) -> list[dict[str, Any]]:
+    return [{"step": 10 * (n + 1), "loss": loss} for n, loss in enumerate(losses)]
+
+
+def records(**fields: Any) -> RunRecords:
+    fields.setdefault("result", {"status": "done", "steps": 40, "wall_s": 100.0})
+    return RunRecords(name="run", path="run", **fields)
+
+
+def titles(run: RunRecords) -> dict[str, str]:
+    return {finding.title: finding.severity for finding in diagnose(run)}
+
+
+FALLING = [3.0 - 0.05 * n for n in range(40)]
+
+
+def account(**parts: float) -> dict[str, Any]:
+    return {"status": "done", "wall_s": sum(parts.values()), "time": parts}
+
+
+def test_a_healthy_run_has_only_good_findings():
+    seen = titles(
+        records(train=rows(FALLING, grad_norm=0.5, step_time_s=0.1), evals=evals(2.5, 2.2, 2.0, 1.9))
+    )
+    assert seen == {"The training loss fell": "good"}
+
+
+def test_loss_that_rises_and_loss_that_stays():
+    assert (
+        titles(records(train=rows([2.0 + 0.1 * n for n in range(40)])))["The training loss diverged"]
+        == "error"
+    )
+    assert titles(records(train=rows([2.0] * 40)))["The training loss is not falling"] == "warning"
+    assert titles(records(train=rows([2.0]))) == {}
+
+
+def test_overfitting_needs_a_falling_training_loss():
+    name = "Overfitting: eval loss rises while training loss falls"
+    rising = evals(2.0, 2.2, 2.4, 2.6)
+    assert titles(records(train=rows(FALLING), evals=rising))[name] == "warning"
+    assert name not in titles(records(train=rows([2.0] * 40), evals=rising))
+    assert name not in titles(records(train=rows(FALLING), evals=evals(2.6, 2.4, 2.2, 2.205)))
+
+
+def test_skipped_steps_are_counted_from_losses_and_counters():
+    counted = [0] * 20 + [4] * 20
+    run = records(
+        train=rows(["nan" if n == 7 else loss for n, loss in enumerate(FALLING)], skipped_steps=counted)
+    )
+    found = next(f for f in diagnose(run) if f.title == "Non-finite steps were skipped")
+    assert found.severity == "warning"
+    assert found.evidence == "4 of 40 steps; in the log rows of step 8, 21"
+    fp16 = records(train=run.train, plan=[PlanLine("precision", "fp16", "asked for")])
+    assert titles(fp16)["Non-finite steps were skipped"] == "info"
+
+
+def test_restarts_name_the_death_and_not_the_errors_it_caused():
+    run = records(
+        events=[
+            {"kind": "attempt", "attempt": 1, "from_step": 0},
+            {"kind": "fault", "attempt": 1, "error": "RuntimeError", "message": "peer gone"},
+            {"kind": "fault", "attempt": 1, "error": "WorkerDied", "message": "signal 9"},
+            {"kind": "attempt", "attempt": 2, "from_step": 30},
+        ]
+    )
+    found = next(f for f in diagnose(run) if f.title == "2 attempts")
+    assert found.evidence == "went on from step 30: WorkerDied: signal 9"
+
+
+def test_fall_backs_of_the_run_and_warnings_of_the_plan():
+    decision = {"kind": "decision", "what": "recovery", "value": "raise_precision", "reason": "bf16 failed"}
+    seen = diagnose(records(events=[decision, {**decision, "value": "go_on"}], warnings=["one worker only"]))
+    assert [(f.severity, f.evidence) for f in seen] == [
+        ("warning", "bf16 failed"),
+        ("info", "one worker only"),
+    ]
+
+
+def test_memory_that_ran_out_is_told_with_the_size_that_fitted():
+    def shortage(step: int, size: int, **more: Any) -> dict[str, Any]:
+        told = {"kind": "out_of_memory", "step": step, "who": ["rank 1"], "micro_batch_size": size, "seconds": 0.5}
+        return {**told, "equal": "within rounding", **more}
+
+    name = "Memory ran out, and was made do with"
+    found = {one.title: one for one in diagnose(records(events=[shortage(7, 16), shortage(7, 8), shortage(90, 16)]))}
+    assert found[name].severity == "warning" and "loop.micro_batch_size: 8" in found[name].remedy
+    assert "3 times, on rank 1, in step 7, 90; micro-batches down to 8, 1.5 s" in found[name].evidence
+    drawn = shortage(7, 4, who=["expert host 0"], equal="in distribution only")
+    (one,) = [one for one in diagnose(records(events=[drawn])) if one.title == name]
+    assert "on expert host 0" in one.evidence and "in distribution only" in one.evidence
+    assert name not in titles(records(events=[{"kind": "attempt", "attempt": 1}]))
+
+
+@pytest.mark.covers("BP-12")
+@pytest.mark.parametrize(
+    ("part", "title"),
+    [
+        ("data", "Waiting for data"),
+        ("communication", "Waiting for communication"),
+        ("eval", "Evaluation takes much of the time"),
+        ("save", "Checkpoints cost more than their budget of 3 %"),
+        ("startup", "Start-up takes much of the time"),
+        ("compile", "Compilation takes much of the time"),
+        ("restart", "Restarts take much of the time"),
+        ("lost", "Work was lost between a checkpoint and a fault"),
+    ],
+)
+def test_the_part_of_time_that_limits(part: str, title: str):
+    train = rows(FALLING)
+    assert titles(records(train=train, result=account(compute=600.0, **{part: 400.0})))[title] == "warning"
+    busy = {one.title: one for one in diagnose(records(train=train, result=account(compute=990.0, **{part: 10.0})))}
+    assert title not in busy and busy["Limited by compute"].severity == "good"
+    assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
+
+
+def test_graph_breaks_are_told_with_their_number_and_reason():
+    event = {"kind": "compile", "achieved": "2 of 2 parts", "graph_breaks": 4, "breaks_at": ["Data dependent operator"]}
+    found = {one.title: one for one in diagnose(records(events=[{**event, "graph_breaks": 1}, event]))}
+    told = found["Compiled code is cut by Python"]
+    assert told.severity == "info" and told.evidence == "4 times in 2 of 2 parts: Data dependent operator"
+    assert "Compiled code is cut by Python" not in titles(records(events=[{**event, "graph_breaks": 0}]))
+
+
+def test_clipping_counts_only_with_the_configured_limit():
+    name = "Gradients are clipped nearly always"
+    high = rows(FALLING, grad_norm=3.0)
+    clip = [ConfigLine("optim.max_grad_norm", 1.0, "default")]
+    assert titles(records(train=high, config=clip))[name] == "info"
+    assert titles(records(train=rows([2.0] * 40, grad_norm=3.0), config=clip))[name] == "warning"
+    off = [ConfigLine("optim.max_grad_norm", None, "file")]
+    assert name not in titles(records(train=high, config=off))
+    assert name not in titles(records(train=rows(FALLING, grad_norm=0.9), config=clip))
+
+
+def test_step_times_that_scatter():
+    uneven = rows(FALLING, step_time_s=[0.1 if n % 5 else 0.4 for n in range(40)])
+    assert titles(records(train=uneven))["Step times scatter"] == "warning"
+
+
+def test_uneven_experts_and_dropped_tokens():
+    seen = titles(records(train=rows(FALLING, load_imbalance=3.0, dropped_fraction=0.1)))
+    assert seen["Experts are loaded unevenly"] == seen["Tokens are dropped"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("OutOfMemory: 2 GiB asked for", "loop.micro_batch_size"),
+        ("RunError: save.dir: No space left on device", "save.keep"),
+        ("the data holds NaNs in column age", "the data"),
+        ("DevicePlacementError: `mask` is on cpu", "device of the batch"),
+    ],
+)
+def test_a_known_failure_has_its_remedy(reason: str, remedy: str):
+    found = diagnose(records(result={"status": "failed", "reason": reason}))[0]
+    assert (found.severity, found.title, found.evidence) == ("error", "The run failed", reason)
+    assert remedy in found.remedy
+
+
+def test_a_failure_without_a_reason_in_the_result_takes_it_from_the_fault():
+    fault = {"kind": "fault", "error": "ValueError", "message": "bad batch", "remedy": "mend data.source"}
+    found = diagnose(records(result={"status": "failed"}, events=[fault]))[0]
+    assert (found.evidence, found.remedy) == ("ValueError: bad batch", "mend data.source")
+
+
+def test_a_run_without_a_result_is_a_warning():
+    assert titles(RunRecords(name="run", path="run"))["The run has no result"] == "warning"
+
+
+def test_the_worst_comes_first():
+    run = records(
+        train=rows(FALLING, load_imbalance=3.0),
+        warnings=["noted"],
+        result={"status": "failed", "reason": "broken"},
+    )
+    assert [f.severity for f in diagnose(run)] == ["error", "warning", "info", "good"]

@@ -1,0 +1,296 @@
+"""The report of a run: complete, escaped, self-contained, and there in whatever state the run is."""
+
+from __future__ import annotations
+
+import csv
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.report import report
+from raytrain.errors import InputError
+from raytrain.report.build import build_report
+from raytrain.report.figures import outcome
+from raytrain.report.page.page import report_page
+from raytrain.report.records import read_records
+from raytrain.report.summary import summary_from_text
+from raytrain.runs.folder import RunFolder
+
+VOID = {"meta", "br"}
+TIME = {"startup": 2.0, "data": 1.0, "compute": 5.0, "communication": 0.5, "save": 0.25, "other": 0.25}
+
+
+def choice(value: Any, reason: str = "because") -> dict[str, Any]:
+    return {"value": value, "reason": reason}
+
+
+def files() -> dict[str, Any]:
+    """A finished run of 20 steps in two epochs, logged at every second step, restarted once."""
+    train = [
+        {"kind": "train", "step": n, "epoch": (n - 1) // 10, "loss": 4.0 - 0.1 * n, "grad_norm": 1.0,
+         "lr": 1e-3, "samples_per_s": 100.0, "tokens_per_s": 6400.0, "step_time_s": 0.25,
+         "step_ms_p50": 240.0, "step_ms_p95": 300.0, "peak_memory_bytes": 2**20, "skipped_steps": 0}
+        for n in range(2, 21, 2)
+    ]  # fmt: skip
+    evals = [{"kind": "eval", "step": n, "loss": 4.5 - 0.1 * n, "accuracy": n / 40} for n in (10, 20)]
+    names = ("mode", "device", "strategy", "workers", "micro_batch_size", "accumulation", "effective_batch")
+    values = ("cpu", "cpu", "data_parallel", 2, 4, 1, 8)
+    choices = {name: choice(value) for name, value in zip(names, values, strict=True)}
+    choices["precision"] = {"how": "measured", "bounds": ["bf16", "fp32"], "reason": "the faster one"}
+    return {
+        "job.yaml": "name: shown\n",
+        "plan.json": {
+            "choices": choices,
+            "warnings": ["threads: one each"],
+            "config": {"loop": {"compile": "off"}, "experts": {"num_experts": 4}, "optim": {"lr": 0.001}},
+            "sources": {"optim.lr": "command line", "experts.num_experts": "file"},
+        },
+        "environment.json": {"host": "box", "cpu_model": "A CPU", "cores": 2, "gpus": [], "memory_bytes": 9},
+        "preflight.json": [{"name": "disk", "status": "warn", "seen": "little space", "remedy": "free some"}],
+        "memory_probe.json": {"precision": {"value": "bf16", "reason": "half the time"}},
+        "metrics.jsonl": train + evals,
+        "events.jsonl": [
+            {"kind": "attempt", "time": 100.0, "attempt": 1, "from_step": 0},
+            {"kind": "checkpoint", "time": 104.0, "step": 10, "stall_s": 0.004, "seconds": {"compute": 3.0}},
+            {"kind": "attempt", "time": 107.0, "attempt": 2, "from_step": 10},
+        ],
+        "faults/0001-rank00001.json": {
+            "attempt": 1, "time": 105.0, "error": "WorkerDied", "message": "signal 9",
+            "traceback": "Traceback: here",
+        },
+        "sample.json": {"prompt": "To be", "text": "To be or not", "step": 20, "temperature": 0.8},
+        "result.json": {"status": "done", "steps": 20, "final_loss": 2.0, "best_eval_loss": 2.5,
+                        "best_step": 20, "wall_s": sum(TIME.values()), "time": TIME},
+    }  # fmt: skip
+
+
+def write(folder: Path, contents: dict[str, Any]) -> RunFolder:
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".jsonl") and isinstance(content, list):
+            path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        else:
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return RunFolder.open(str(folder))
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every tag closed in order; keeps tags, attributes and text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == [], f"left open: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(key, value or "") for key, value in attrs]
+        if tag not in VOID and not self.get_starttag_text().endswith("/>"):
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(key, value or "") for key, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open and self._open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if not self._open or self._open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(run: RunFolder) -> Page:
+    return Page(report_page(read_records(run)))
+
+
+def assert_self_contained(page: Page, html: str) -> None:
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    for key, value in page.attributes:
+        assert not key.startswith("on")
+        assert key not in ("src", "srcset", "action") or value.startswith("data:")
+        assert key != "href" or value.startswith("#")
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "url(" not in style and "@import" not in style
+    assert "default-src 'none'" in html
+
+
+def test_the_page_tells_the_run_and_is_one_file(tmp_path: Path):
+    html = Path(build_report(write(tmp_path, files()))).read_text()
+    page = Page(html)
+    assert_self_contained(page, html)
+    assert "svg" in page.tags
+    for told in (
+        "Done: 20 steps in 9.0 s.", "2 attempts", "Best eval loss 2.5 step 20", "half the time",
+        "settled in the run", "optim.lr 0.001 command line", "experts.num_experts 4 file",
+        "WorkerDied: signal 9", "Traceback: here", "To be or not", "step 20, temperature 0.8",
+        "A CPU, 2 cores", "little space; free some", "threads: one each",
+        "startup 2.0 s 22.2%", "total 9.0 s", "name: shown", "stall 4 ms",
+    ):  # fmt: skip
+        assert told in page.text, told
+
+
+@pytest.mark.covers("VIS-06")
+def test_summary_text_and_json_have_the_same_fields_and_values(tmp_path: Path):
+    build_report(write(tmp_path, files()))
+    twin = json.loads((tmp_path / "report/performance_summary.json").read_text())
+    text = summary_from_text((tmp_path / "report/performance_summary.txt").read_text())
+    assert list(text) == list(twin)
+    for name, value in twin.items():
+        shown = text[name]
+        assert (
+            shown == value
+            if isinstance(value, str)
+            else (None if shown == "-" else json.loads(shown)) == value
+        )
+    expected = {
+        "status": "done", "mode": "cpu", "devices": "2 x cpu (A CPU)", "strategy": "data_parallel",
+        "precision": "bf16", "micro_batch": 4, "accumulation": 1, "effective_batch": 8, "experts_first": 4,
+        "experts_last": 4, "compile": "off", "steps": 20, "epochs": 2, "attempts": 2, "wall_s": 9,
+        "compute_s": 5, "startup_s": 2, "tokens_per_s": 6400, "samples_per_s": 100, "step_ms_p50": 240,
+        "step_ms_p95": 300, "final_loss": 2, "best_eval_loss": 2.5, "best_eval_step": 20, "accuracy": 0.5,
+        "peak_memory_bytes": 2**20,
+    }  # fmt: skip
+    assert {name: twin[name] for name in expected} == expected
+
+
+@pytest.mark.covers("COMP-05")
+def test_the_summary_says_what_became_of_compiling(tmp_path: Path):
+    contents = files()
+    parts = [{"name": "blocks.0", "achieved": "compiled", "seconds": 8.0, "graph_breaks": 2, "recompiles": 1},
+             {"name": "head", "achieved": "eager", "seconds": 0.5, "reason": "MemoryError"}]  # fmt: skip
+    early = {"kind": "compile", "step": 1, "requested": "default", "achieved": "0 of 2 parts", "parts": []}
+    last = {"kind": "compile", "step": 7, "requested": "default", "achieved": "1 of 2 parts", "seconds": 8.5,
+            "graphs": 3, "graph_breaks": 2, "recompiles": 1, "reasons": ["MemoryError"], "parts": parts}  # fmt: skip
+    contents["events.jsonl"] += [early, last]
+    contents["plan.json"]["config"]["loop"]["compile"] = "default"
+    build_report(write(tmp_path, contents))
+    text = summary_from_text((tmp_path / "report" / "performance_summary.txt").read_text())
+    assert text["compile"] == "default" and text["compile_achieved"] == "1 of 2 parts"
+    assert (text["compile_seconds"], text["compile_graph_breaks"], text["compile_recompiles"]) == ("8.5", "2", "1")
+    assert json.loads(text["compile_parts"]) == {"blocks.0": "compiled", "head": "eager"}
+    assert text["compile_reasons"] == "MemoryError"
+
+
+@pytest.mark.covers("VIS-12")
+def test_history_has_one_row_for_each_epoch(tmp_path: Path):
+    build_report(write(tmp_path, files()))
+    with (tmp_path / "report/history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["0", "1"]
+    assert [(row["first_step"], row["last_step"]) for row in rows] == [("1", "10"), ("11", "20")]
+    assert [float(row["eval_loss"]) for row in rows] == [3.5, 2.5]
+    assert [float(row["epoch_time_s"]) for row in rows] == [2.5, 2.5]
+    assert float(rows[1]["train_loss"]) == pytest.approx(2.4)
+
+
+def hostile(value: Any) -> Any:
+    """Every text of a record replaced by one that tries to leave its place."""
+    if isinstance(value, dict):
+        return {key: seen if key in ("kind", "status") else hostile(seen) for key, seen in value.items()}
+    if isinstance(value, list):
+        return [hostile(item) for item in value]
+    return "'\"></pre></span><script>alert(1)</script>&\x00\ud800" if isinstance(value, str) else value
+
+
+def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
+    contents = {name: hostile(content) for name, content in files().items() if name != "job.yaml"}
+    contents["job.yaml"] = "x: </pre><script>alert(2)</script>\n"
+    contents["events.jsonl"].append({"kind": "<b onclick=x>odd</b>", "<img src=x>": "field", "time": "<i>"})
+    contents["events.jsonl"].append({"kind": "odd", "message": "told", "<img src=y>": "<img src=z>"})
+    contents["plan.json"]["config"]["<script>"] = {"<b>": "<i>"}
+    run = write(tmp_path / "<b>run&'\"", contents)
+    html = Path(build_report(run)).read_text()
+    page = Page(html)
+    assert_self_contained(page, html)
+    assert "<script>alert(1)</script>" in page.text and "<b>run&'\"" in page.text
+    assert "script" not in page.tags and "img" not in page.tags
+
+
+def test_a_run_that_failed_before_anything_was_planned(tmp_path: Path):
+    run = write(
+        tmp_path, {"job.yaml": "name: x\n", "result.json": {"status": "failed", "reason": "OutOfMemory: no"}}
+    )
+    page = Page(Path(build_report(run)).read_text())
+    assert "Failed after step 0: OutOfMemory: no" in page.text
+    assert "Lower loop.micro_batch_size" in page.text
+    assert "Curves" not in page.text and "The plan and its reasons" not in page.text
+    assert json.loads((tmp_path / "report/performance_summary.json").read_text())["status"] == "failed"
+    assert (tmp_path / "report/history.csv").read_text().count("\n") == 1
+
+
+def test_an_empty_folder_of_a_run_that_was_lost_at_once(tmp_path: Path):
+    assert "Still running or lost" in page_of(write(tmp_path, {"job.yaml": ""})).text
+
+
+def test_torn_and_broken_files_are_named_and_the_rest_is_shown(tmp_path: Path):
+    contents = files()
+    lines = [json.dumps(row) for row in contents["metrics.jsonl"]]
+    contents["metrics.jsonl"] = "\n".join([*lines[:3], '{"kind": "train", "st', *lines[3:], '{"kind": "tr'])
+    contents |= {"result.json": '{"status": ', "plan.json": "[]", "environment.json": "null"}
+    page = page_of(write(tmp_path, contents))
+    assert "metrics.jsonl: 2 torn lines left out" in page.text
+    assert "result.json: " in page.text and "Still running or lost" in page.text
+    assert len(read_records(RunFolder.open(str(tmp_path))).train) == 10
+
+
+def test_a_running_run_is_running_even_beside_an_older_result(tmp_path: Path):
+    run = RunFolder.create(str(tmp_path), "live")
+    assert outcome(read_records(run)).status == "running"
+    assert "Still running" in page_of(run).text
+
+
+def test_events_of_one_kind_in_a_row_are_drawn_together(tmp_path: Path):
+    contents = files()
+    contents["events.jsonl"] += [
+        {"kind": "checkpoint", "time": 120.0 + n, "step": 10 + n} for n in range(1, 7)
+    ]
+    assert "checkpoint 6 times, steps 11 to 16" in page_of(write(tmp_path, contents)).text
+
+
+def test_report_of_several_runs_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    other = files()
+    other["result.json"] |= {"best_eval_loss": 1.25, "best_step": 10}
+    paths = [write(tmp_path / "a", files()).path, write(tmp_path / "b", other).path]
+    assert report(paths) == 0
+    html = (tmp_path / "a/report/compare.html").read_text()
+    page = Page(html)
+    assert_self_contained(page, html)
+    assert "best eval loss 2.5 1.25" in page.text
+    assert "wall 9.0 s 9.0 s" in page.text and "tokens per second 6,400 6,400" in page.text
+    assert capsys.readouterr().out.split() == [
+        f"{paths[0]}/report/report.html", f"{paths[1]}/report/report.html", f"{paths[0]}/report/compare.html"
+    ]  # fmt: skip
+
+
+def test_report_without_a_path_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder.create("runs", "one")
+    run.write_text(run.job, "name: one\n")
+    assert report([]) == 0 and report(["latest"]) == 0
+    assert (Path(run.path) / "report/report.html").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path):
+    write(tmp_path / "run", files())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    for path in ("other", "nowhere"):
+        with pytest.raises(InputError) as caught:
+            report([str(tmp_path / "run"), str(tmp_path / path)])
+        assert caught.value.exit_code == 2 and path in str(caught.value)
+    assert [entry.name for entry in (tmp_path / "other").iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "run/report").exists()

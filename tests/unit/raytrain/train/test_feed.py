@@ -1,0 +1,147 @@
+"""Micro-batches with their weights: whose rows, how much each counts, where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lab import token_rows
+from torch import Tensor
+
+from raytrain.data.rows.batches import Cursor, StepBatches
+from raytrain.data.rows.splits import TextSplit
+from raytrain.data.sources.in_memory import object_split
+from raytrain.errors import DevicePlacementError
+from raytrain.train.feed import EVAL_MICRO_BATCHES, Feed, cast_floating
+
+CPU = torch.device("cpu")
+ROWS = {"x": torch.arange(50.0).reshape(50, 1), "labels": torch.arange(50) % 3}
+
+
+class Dataset:
+    """A map-style dataset, whose labels nobody has counted beforehand."""
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def feed_of(data: Any, *, rank: int = 0, world: int = 1, storage: str = "resident", **more: Any) -> Feed:
+    batches = StepBatches(
+        object_split(data, key="data.train"),
+        seed=3,
+        global_batch=16,
+        micro_batch=4,
+        rank=rank,
+        world=world,
+        device=CPU,
+        storage=storage,
+    )
+    return Feed(batches, device=CPU, **{"weight": None, "dtype": torch.float32, **more})
+
+
+def test_the_ranks_share_a_window_and_its_weight() -> None:
+    rows = token_rows(50, ragged=True, empty=range(5))
+    feeds = [feed_of(rows, rank=rank, world=3) for rank in range(3)]
+    handles = feeds[0].window(Cursor(0, 48)).handles
+    assert len(handles) == 2
+    handles = feeds[0].window(Cursor(0, 16)).handles
+    shares = [list(feed.micro_batches(handles)) for feed in feeds]
+    assert [len(share) for share in shares] == [2, 1, 1]
+    ids = torch.cat([micro.batch["input_ids"] for share in shares for micro in share])
+    assert torch.equal(ids, rows["input_ids"][torch.from_numpy(handles)])
+    weights = [micro.weight for share in shares for micro in share]
+    labels = torch.cat([micro.batch["labels"] for share in shares for micro in share])
+    assert sum(weights) == int((labels != -100).sum()) == feeds[1].global_weight(handles)
+
+
+@pytest.mark.parametrize(
+    ("data", "storage"),
+    [
+        (token_rows(50, ragged=True), "resident"),
+        (token_rows(50, ragged=True), "stream"),
+        (Dataset(token_rows(50, ragged=True)), "stream"),
+    ],
+)
+def test_a_weight_is_the_labels_that_count_whoever_counts_them(data: Any, storage: str) -> None:
+    feed = feed_of(data, storage=storage)
+    micros = list(feed.micro_batches(np.arange(16)))
+    assert [micro.weight for micro in micros] == [int((m.batch["labels"] != -100).sum()) for m in micros]
+    known = feed.global_weight(np.arange(16))
+    assert known is None if isinstance(data, Dataset) else known == sum(micro.weight for micro in micros)
+
+
+def test_a_trainables_own_weight_goes_before_every_other_and_is_added_up() -> None:
+    feed = feed_of(ROWS, weight=lambda batch: int(batch["x"].sum()))
+    assert feed.global_weight(np.arange(4)) is None
+    assert [micro.weight for micro in feed.micro_batches(np.arange(8))] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_a_float64_run_casts_its_inputs(dtype: torch.dtype) -> None:
+    feed = feed_of({**ROWS, "half": torch.ones(50, dtype=torch.float16)}, dtype=dtype)
+    batch = feed.one(np.arange(3)).batch
+    wide = dtype is torch.float64
+    assert batch["x"].dtype is dtype and batch["labels"].dtype is torch.int64
+    assert batch["half"].dtype is (torch.float64 if wide else torch.float16)
+
+
+def test_casting_reaches_into_nested_batches() -> None:
+    nested = {"a": [torch.zeros(2), {"b": (torch.zeros(1), torch.zeros(1, dtype=torch.int32))}], "c": "text"}
+    cast = cast_floating(nested, torch.float64)
+    assert cast["a"][0].dtype is torch.float64 and cast["a"][1]["b"][0].dtype is torch.float64
+    assert cast["a"][1]["b"][1].dtype is torch.int32 and cast["c"] == "text"
+
+
+def test_the_first_batch_is_looked_at_and_a_tensor_elsewhere_is_named() -> None:
+    feed = feed_of(ROWS)
+    gather = feed.batches.split.gather
+    feed.batches.split.gather = lambda rows: {**gather(rows), "mask": [torch.zeros(1, device="meta")]}
+    with pytest.raises(DevicePlacementError, match=r"batch\.mask\[0\] is on meta"):
+        next(feed.micro_batches(np.arange(4)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("limit", "rows"), [(None, 50), (1, 16), (2, 32), (9, 50)])
+def test_evaluation_takes_each_row_once_over_the_ranks_in_larger_batches(
+    world: int, limit: int | None, rows: int
+) -> None:
+    split = object_split(ROWS, key="data.eval")
+    seen: list[float] = []
+    for rank in range(world):
+        for micro in feed_of(ROWS, rank=rank, world=world).eval_batches(split, limit=limit):
+            assert micro.weight == len(micro.batch["x"]) <= 4 * EVAL_MICRO_BATCHES
+            seen += micro.batch["x"].flatten().tolist()
+    assert seen == list(range(rows))
+
+
+@pytest.mark.parametrize("budget", [None, 24])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("tokens", [13, 24, 25, 60, 107, 108, 109, 117, 120, 121, 264, 265])
+def test_all_workers_take_as_many_passes_in_an_evaluation_as_the_busiest(
+    tokens: int, micro: int, budget: int | None
+) -> None:
+    """Of a text, whose windows of an evaluation are not as many as an epoch's."""
+    split = TextSplit(np.arange(tokens) % 7, context=12)
+    for world in (1, 2, 3, 5):
+        for limit in (None, 1, 2):
+            feeds = [feed_of(ROWS, rank=rank, world=world) for rank in range(world)]
+            for feed in feeds:
+                feed.micro_batch, feed.batches.tokens_per_batch = micro, budget
+            taken = [len(list(feed.eval_batches(split, limit=limit))) for feed in feeds]
+            assert [feed.eval_passes(split, limit=limit) for feed in feeds] == [max(taken)] * world, (world, limit)
+
+
+def test_a_limited_evaluation_scores_the_same_rows_in_micro_batches_of_any_size() -> None:
+    split, feed = object_split(ROWS, key="data.eval"), feed_of(ROWS)
+    planned = [micro.weight for micro in feed.eval_batches(split, limit=2)]
+    feed.micro_batch = 1
+    smaller = [micro.weight for micro in feed.eval_batches(split, limit=2)]
+    assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * feed.batches.global_batch

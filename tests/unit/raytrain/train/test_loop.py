@@ -1,0 +1,265 @@
+"""The loop: how long it runs, what it logs and when, why it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lab import GPT, MLP, DeviceReads, Rows, class_rows, digest, make_session, token_rows, train
+
+from raytrain.errors import RunError
+from raytrain.train.session import Session
+from raytrain.train.state import LoopState
+
+DATA = {"train": class_rows(64), "eval_fraction": 0.0}
+
+
+def mlp(loop: dict[str, Any], **sections: Any) -> Session:
+    return make_session(MLP, DATA, loop={"global_batch_size": 16, **loop}, **sections)
+
+
+@pytest.mark.covers("LOOP-08", "CLI-05")
+@pytest.mark.parametrize("micro", [16, 4])
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [({"max_steps": 7}, 7), ({"epochs": 2, "max_steps": None}, 8), ({"epochs": 2, "max_steps": 5}, 5),
+     ({"epochs": 1, "max_steps": 50}, 4)],
+)  # fmt: skip
+def test_exactly_so_many_optimizer_steps_happen(limits: dict[str, Any], steps: int, micro: int) -> None:
+    session = mlp({**limits, "micro_batch_size": micro})
+    counted: list[int] = []
+    session.optimizers[0].register_step_post_hook(lambda *_: counted.append(1))
+    forwards: list[int] = []
+    session.trainable.module.register_forward_hook(lambda *_: forwards.append(1))
+    rows, outcome = train(session)
+    assert len(counted) == steps == session.state.step and len(forwards) == steps * 16 // micro
+    assert outcome.kind == "done" and rows.of("train", "step") == list(range(1, steps + 1))
+    assert rows.of("train", "epoch") == [step // 4 for step in range(steps)]
+    taken = {int(state["step"]) for state in session.optimizers[0].state.values()}
+    assert taken == {steps}
+
+
+@pytest.mark.covers("LOOP-12")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_runs_give_the_same_losses_bit_for_bit(deterministic: bool) -> None:
+    def run(seed: int) -> tuple[list[float], str]:
+        session = make_session(
+            {**GPT, "dropout": 0.2},
+            {"train": token_rows(60), "eval": token_rows(16, seed=3)},
+            loop={"max_steps": 10, "eval_every": 4, "micro_batch_size": 8, "deterministic": deterministic},
+            seed=seed,
+        )
+        rows, _ = train(session)
+        return rows.losses + rows.of("eval", "loss"), digest(session.trainable.module.state_dict())
+
+    try:
+        first = run(5)
+        np.random.random(3), torch.rand(2)  # whatever was drawn before is of no matter
+        assert run(5) == first and len(first[0]) == 13
+        assert run(6) != first
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.covers("MON-01", "CLI-04", "BP-07")
+@pytest.mark.parametrize(("log_every", "logged"), [(100, [100, 200, 250]), (0, [250]), (125, [125, 250])])
+def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every: int, logged: list[int]) -> None:
+    session = mlp({"max_steps": 250, "log_every": log_every})
+    with DeviceReads() as reads:
+        rows, _ = train(session)
+    assert rows.of("train", "step") == logged
+    assert len(rows.of("train", "peak_memory_bytes")) == len(logged) and min(rows.of("train", "peak_memory_bytes")) > 0
+    assert sum("_log" in spot for spot in reads.spots) == len(logged)
+    asked = sum("_row_due" in spot for spot in reads.spots)
+    assert asked == {100: 22, 0: 24, 125: 24}[log_every], "every tenth step since the last row: how many have failed"
+    assert len(reads.spots) == len(logged) + asked + 1, reads.spots  # and the skipped steps, once, for the last save
+
+
+@pytest.mark.covers("MON-16")
+def test_a_row_says_how_fast_it_went(monkeypatch: pytest.MonkeyPatch, tiny_text: Path) -> None:
+    """The clock is ours here: each look at it is a hundredth of a second, so that every figure is known."""
+
+    class Ticks:
+        count = 0
+
+        def __call__(self) -> float:
+            self.count += 1
+            return self.count / 100
+
+    monkeypatch.setattr("raytrain.train.loop.time.perf_counter", clock := Ticks())
+    model = {name: value for name, value in GPT.items() if name != "vocab_size"}
+    data = {"source": "text", "path": str(tiny_text), "eval_fraction": 0.0}
+    session = make_session(model, data, loop={"max_steps": 12, "log_every": 6})
+    loop = session.loop(reporter=(rows := Rows()), should_stop=lambda: False)
+    marks: list[float] = []
+    spans: list[float] = []
+    inner, log = loop._one_step, loop._log
+
+    def timed(state: LoopState) -> Any:
+        out = inner(state)
+        marks.append(loop._times[-1])
+        return out
+
+    def logged(state: LoopState, output: Any) -> int:
+        spans.append((clock.count + 1) / 100 - loop._since)  # its first look at the clock ends the interval
+        return log(state, output)
+
+    loop._one_step, loop._log = timed, logged  # type: ignore[method-assign]
+    loop.run(session.state)
+    for index, row in enumerate(rows.rows):
+        times = sorted(marks[6 * index : 6 * index + 6])
+        assert row["step_time_s"] == pytest.approx(sum(times) / 6)
+        assert row["step_ms_p50"] == pytest.approx(1e3 * times[3])
+        assert row["step_ms_p95"] == pytest.approx(1e3 * times[5])
+        assert row["samples_per_s"] == pytest.approx(96 / spans[index]) and spans[index] >= sum(times)
+        assert row["tokens_per_s"] == pytest.approx(12 * row["samples_per_s"])
+        assert 0 < row["data_time_s"] < row["step_time_s"]
+
+
+def on_a_curve(losses: list[float], *, patience: int | None, min_delta: float = 0.0, steps: int = 100) -> Any:
+    """(reporter, outcome, session) of a run whose evaluations, one each 5 steps, give these losses."""
+    session = make_session(
+        MLP,
+        {"train": class_rows(64), "eval": class_rows(8, seed=1)},
+        loop={"max_steps": steps, "eval_every": 5, "log_every": 0, "patience": patience, "min_delta": min_delta},
+    )
+    curve = iter(losses)
+    loop = session.loop(reporter=(rows := Rows()), should_stop=lambda: False)
+    loop.evaluate = lambda step: {"loss": next(curve)}
+    return rows, loop.run(session.state), session
+
+
+@pytest.mark.covers("LOOP-16")
+@pytest.mark.parametrize(
+    ("losses", "patience", "min_delta", "stops_at"),
+    [
+        ([3.0, 2.0, 1.0, 1.1, 1.2, 1.3, 0.1], 3, 0.0, 30),
+        ([3.0, 2.0, 2.5, 1.0, 1.0, 1.0, 0.1], 2, 0.0, 30),
+        ([3.0, 2.95, 2.90, 1.0], 2, 0.2, 15),
+        ([float("nan"), float("nan"), 1.0], 2, 0.0, 10),
+        ([3.0, 2.9, 2.8, 2.7, 2.6, 2.6, 2.6, 1.0], 2, 0.15, 35),
+    ],
+)
+def test_it_stops_early_where_the_eval_loss_no_longer_falls(
+    losses: list[float], patience: int, min_delta: float, stops_at: int
+) -> None:
+    rows, outcome, session = on_a_curve(losses, patience=patience, min_delta=min_delta)
+    assert (outcome.kind, session.state.step) == ("plateau", stops_at)
+    assert str(patience) in outcome.reason and len(rows.of("eval", "loss")) == stops_at // 5
+
+
+def test_without_patience_it_goes_on_to_the_end() -> None:
+    _, outcome, session = on_a_curve([1.0] * 20, patience=None)
+    assert (outcome.kind, session.state.step) == ("done", 100)
+    assert session.state.best_eval_loss == 1.0 and session.state.best_step == 5
+
+
+class Keeps:
+    """A saver that notes what it is asked."""
+
+    def __init__(self, *, every: int) -> None:
+        self.every, self.saved = every, []
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def save(self, state: LoopState, *, final: bool) -> None:
+        self.saved.append((state.step, final, state.to_json()))
+
+
+def test_a_stop_saves_at_the_end_of_the_step_and_can_be_gone_on_from() -> None:
+    whole, _ = train(mlp({"max_steps": 9}))
+    session, saver = mlp({"max_steps": 9}), Keeps(every=3)
+    rows, outcome = train(session, saver=saver, should_stop=lambda: session.state.step == 5)
+    assert outcome.kind == "interrupted"
+    assert [(step, final) for step, final, _ in saver.saved] == [(3, False), (5, True)]
+    state = LoopState.from_json(saver.saved[-1][2])
+    assert state == session.state
+    more, outcome = train(session, saver=saver)
+    assert outcome.kind == "done" and rows.losses + more.losses == whole.losses
+    assert [step for step, _, _ in saver.saved] == [3, 5, 6, 9] and saver.saved[-1][1]
+
+
+def test_a_stop_at_the_last_step_is_an_end() -> None:
+    session = mlp({"max_steps": 4})
+    assert train(session, should_stop=lambda: session.state.step == 4)[1].kind == "done"
+
+
+@pytest.mark.parametrize("log_every", [0, 50])
+def test_failed_steps_are_noticed_without_rows(log_every: int) -> None:
+    session = mlp({"max_steps": 60, "log_every": log_every})
+    inner = session.trainable.loss
+
+    def loss(module: Any, batch: Any) -> Any:
+        out = inner(module, batch)
+        return type(out)(loss=out.loss * math.nan) if session.state.step + 1 >= 14 else out
+
+    session.trainable.loss = loss
+    rows, outcome = train(session)
+    assert (outcome.kind, outcome.bad_steps, session.state.step) == ("rollback", 7, 20)
+    assert "7 steps in a row were not finite (the loss was nan)" in outcome.reason
+    assert rows.of("train", "step") == [20], "the row that shows it"
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_three_bad_steps_in_a_row_ask_for_a_roll_back_and_two_do_not(log_every: int) -> None:
+    def run(bad: set[int]) -> Any:
+        session = mlp({"max_steps": 12, "log_every": log_every})
+        inner = session.trainable.loss
+
+        def loss(module: Any, batch: Any) -> Any:
+            out = inner(module, batch)
+            return type(out)(loss=out.loss * math.nan) if session.state.step + 1 in bad else out
+
+        session.trainable.loss = loss
+        return *train(session), session
+
+    rows, outcome, session = run({2, 3, 6, 7, 11})
+    assert outcome.kind == "done" and rows.of("train", "skipped_steps")[-1] == 5 == session.state.skipped_steps
+    rows, outcome, session = run({6, 7, 8})
+    assert (outcome.kind, session.state.step, outcome.bad_steps) == ("rollback", 8, 3)
+    assert "3 steps in a row" in outcome.reason and "the loss was nan" in outcome.reason
+    assert rows.events[-1] == {"kind": "nonfinite", "step": 8, "what": "the loss was nan"}
+
+
+def test_skipped_steps_are_counted_over_all_attempts() -> None:
+    session = mlp({"max_steps": 6})
+    session.state.skipped_steps = 4  # as a checkpoint says
+    inner = session.trainable.loss
+    session.trainable.loss = lambda module, batch: type(out := inner(module, batch))(
+        loss=out.loss * (math.inf if session.state.step == 2 else 1.0)
+    )
+    saver = Keeps(every=2)
+    rows, _ = train(session, saver=saver)
+    assert rows.of("train", "skipped_steps") == [4, 4, 5, 5, 5, 5]
+    assert [state["skipped_steps"] for _, _, state in saver.saved] == [4, 5, 5]
+
+
+def test_a_window_without_a_single_label_is_an_error_that_names_the_step_and_the_key() -> None:
+    rows = token_rows(48, empty=range(48))
+    session = make_session(GPT, {"train": rows, "eval_fraction": 0.0}, loop={"max_steps": 2})
+    with pytest.raises(RunError, match=r"step 1: the 16 rows .* -100.*data\.source"):
+        train(session)
+
+
+def test_an_evaluation_stands_once_also_where_the_last_step_is_due_for_one() -> None:
+    session = make_session(
+        MLP, {"train": class_rows(64), "eval": class_rows(8, seed=1)}, loop={"max_steps": 10, "eval_every": 5}
+    )
+    rows, _ = train(session)
+    assert rows.of("eval", "step") == [5, 10]
+    assert session.state.last_eval == {"step": 10, "loss": rows.of("eval", "loss")[-1]}
+    again = session.loop(reporter=(more := Rows()), should_stop=lambda: False)
+    assert again.run(session.state).kind == "done" and more.rows == []
+
+
+def test_the_state_survives_json() -> None:
+    session = mlp({"max_steps": 3})
+    train(session)
+    assert LoopState.from_json(json.loads(json.dumps(session.state.to_json()))) == session.state

@@ -1,0 +1,146 @@
+"""One attempt in a plain process: what it is built from, what it gives to a checkpoint and takes out of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lab import GPT, MLP, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
+from torch import nn
+
+from raytrain.checkpoint.writer import CheckpointWriter, load
+from raytrain.errors import CheckpointError
+from raytrain.runs.folder import RunFolder
+from raytrain.train.session import Session
+from raytrain.trainable import LossOutput, Trainable
+
+DATA = {"train": class_rows(64), "eval_fraction": 0.0}
+
+
+def test_the_sessions_numbers_are_the_plans() -> None:
+    session = make_session(
+        MLP,
+        {"train": class_rows(64), "eval": class_rows(8)},
+        loop={"max_steps": 11, "eval_every": 3, "log_every": 4, "eval_batches": 2, "patience": 5, "min_delta": 0.1},
+        optim={"lr": 0.25, "warmup_steps": 3, "max_grad_norm": 0.7},
+        retry={"nonfinite_steps": 2},
+    )
+    limits = session.limits()
+    assert (limits.max_steps, limits.log_every, limits.eval_every, limits.eval_batches) == (11, 4, 3, 2)
+    assert (limits.patience, limits.min_delta, limits.nonfinite_steps) == (5, 0.1, 2)
+    schedule = session.step.schedule
+    assert (schedule.peak, schedule.warmup_steps, schedule.max_steps) == (0.25, 3, 11)
+    assert session.step.max_grad_norm == 0.7 and session.optimizers[0].param_groups[0]["lr"] == 0.25
+    assert session.peak_memory() > 2**20
+
+
+def test_the_eval_loop_is_off_where_there_is_no_eval_split() -> None:
+    session = make_session(MLP, DATA, loop={"max_steps": 2})
+    rows, outcome = train(session)
+    assert session.source.eval is None and rows.of("eval", "loss") == [] and outcome.kind == "done"
+
+
+def test_the_seed_fixes_the_weights_and_another_gives_others() -> None:
+    first = digest(make_session(GPT, {"train": token_rows(32)}, seed=3).trainable.module.state_dict())
+    assert digest(make_session(GPT, {"train": token_rows(32)}, seed=3).trainable.module.state_dict()) == first
+    assert digest(make_session(GPT, {"train": token_rows(32)}, seed=4).trainable.module.state_dict()) != first
+
+
+class Counter:
+    """A further part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "unit": "steps"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["unit"] == "steps"
+        self.count.copy_(state["count"])
+
+
+def own(counter: Counter) -> Trainable:
+    """A model of somebody's with two optimizers and a part of its own."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def make(module: nn.Sequential, optim: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(module[0].parameters(), lr=optim.lr, momentum=0.9),
+                torch.optim.AdamW(module[2].parameters(), lr=optim.lr)]  # fmt: skip
+
+    def count(step: int) -> None:
+        counter.count += step
+
+    return Trainable(
+        module,
+        lambda m, batch: LossOutput(nn.functional.cross_entropy(m(batch["x"]), batch["labels"])),
+        optimizers=make,
+        state_parts=lambda: {"counter": counter},
+        between_steps=count,
+    )
+
+
+def saved(session: Session, folder: Path) -> Any:
+    """The session's checkpoint, written and read again."""
+    run = RunFolder(str(folder))
+    with CheckpointWriter(run, keep="all", asynchronous=False) as writer:
+        state = {"loop": session.state.to_json(), "world_size": 1, "precision": session.precision, "seed": 0}
+        parts = {**session.parts(), "rng": {"0": session.generator_state()}}
+        writer.save(parts, state, step=session.state.step)
+    return load(run.checkpoint_dir(session.state.step))
+
+
+def test_a_users_optimizers_and_parts_come_back(tmp_path: Path) -> None:
+    counters = Counter(), Counter()
+    first = make_session({"module": own(counters[0])}, DATA, loop={"max_steps": 8})
+    first.loop(reporter=Rows(), should_stop=lambda: first.state.step == 4).run(first.state)
+    loaded = saved(first, tmp_path)
+    assert {"model", "optimizer", "part_counter", "rng"} == set(loaded.parts)
+    second = make_session({"module": own(counters[1])}, DATA, loop={"max_steps": 8})
+    second.restore(loaded)
+    assert float(counters[1].count) == 1 + 2 + 3 + 4 and second.state == first.state
+    assert digest(optimizer_state(second)) == digest(optimizer_state(first))
+    rest = [train(session)[0].losses for session in (first, second)]
+    assert rest[0] == rest[1] and len(rest[0]) == 4 and float(counters[1].count) == 36
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
+    loaded = saved(make_session(MLP, DATA), tmp_path)
+    wider = make_session({**MLP, "hidden": [48, 32]}, DATA)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight has shape \(32, 12\), the model \(48, 12\)"):
+        wider.restore(loaded)
+    deeper = make_session({**MLP, "hidden": [32, 32, 32]}, DATA)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.weight is missing"):
+        deeper.restore(loaded)
+    flatter = make_session({**MLP, "hidden": [32]}, DATA)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.weight is not in the model"):
+        flatter.restore(loaded)
+
+
+def test_tied_weights_are_one_again_after_a_restore(tmp_path: Path) -> None:
+    rows = {"train": token_rows(32), "eval_fraction": 0.0}
+    first = make_session(GPT, rows, loop={"max_steps": 4})
+    train(first)
+    second = make_session(GPT, rows, loop={"max_steps": 6}, seed=9)
+    second.restore(saved(first, tmp_path))
+    module = second.trainable.module
+    assert module.head.weight is module.tokens.weight
+    assert digest(module.state_dict()) == digest(first.trainable.module.state_dict())
+    train(second)
+    assert torch.equal(module.head.weight, module.tokens.weight) and second.state.step == 6
+
+
+def test_a_scale_of_a_run_that_fell_back_is_not_needed(tmp_path: Path) -> None:
+    """fp16's checkpoint into a float32 session, and the other way round."""
+    half = make_session(MLP, DATA, precision="fp16")
+    train(half)
+    full = make_session(MLP, DATA, precision="fp32", loop={"max_steps": 22})
+    full.restore(saved(half, tmp_path / "half"))
+    train(full)
+    again = make_session(MLP, DATA, precision="fp16", loop={"max_steps": 24})
+    again.restore(saved(full, tmp_path / "full"))
+    assert float(again.step.scale.value) == 2.0**16
+    assert train(again)[1].kind == "done"
