@@ -64,8 +64,8 @@ class ExpertsConfig(Section):
 
     @property
     def connection(self) -> Any:
-        """How a worker's builder reaches the experts' hosts (`experts.exchange.membership.Connection`); None builds them in
-        the process."""
+        """How a worker's builder reaches the experts' hosts (`experts.exchange.membership.Connection`); None builds
+        them in the process."""
         return self._connection
 
     def connected(self, connection: Any) -> ExpertsConfig:

@@ -48,7 +48,9 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     layers = [part for part in trainable.module.modules() if isinstance(part, MoELayer)]
     if not layers:
         raise InputError(
-            "experts.hosts", seen="a model without a MoELayer", expected="auto or 0",
+            "experts.hosts",
+            seen="a model without a MoELayer",
+            expected="auto or 0",
             remedy="nothing of it can live elsewhere",
         )
     shapes = [_shape(layer.experts) for layer in layers]

@@ -105,7 +105,8 @@ def load_layers(
     their `top_k` and `renormalize` are as they were built.
 
     Args:
-        state: of the whole model; `raytrain.models.weights.stored.StoredTensors` reads it from a folder a tensor at a time.
+        state: of the whole model; `raytrain.models.weights.stored.StoredTensors` reads it from a folder a tensor at a
+            time.
     Returns:
         The numbers of the decoder layers that were read.
     Raises:

@@ -63,9 +63,7 @@ class MoEGPT(GPT):
 class MoEMLP(nn.Module):
     """Rows of features through residual layers of experts: x (B, ...) -> (outputs (B, classes), aux)."""
 
-    def __init__(
-        self, layers: list[MoELayer], *, features: int, width: int, classes: int, dropout: float
-    ) -> None:
+    def __init__(self, layers: list[MoELayer], *, features: int, width: int, classes: int, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
         self.embed = nn.Linear(features, width)
@@ -172,9 +170,7 @@ def moe_mlp(
         dropout=dropout,
         experts=experts,
     )
-    stack = [
-        moe_layer(width, experts, residual_scale=1 / math.sqrt(layers), scope="batch") for _ in range(layers)
-    ]
+    stack = [moe_layer(width, experts, residual_scale=1 / math.sqrt(layers), scope="batch") for _ in range(layers)]
     module = MoEMLP(stack, features=features, width=width, classes=classes, dropout=dropout)
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     return _trainable(module, _row_loss, flops, experts=experts)

@@ -99,16 +99,24 @@ def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tupl
     """
     if path is not None or overrides:
         given = str(path) if path is not None else overrides[0]
-        raise InputError("--resume", seen=f"{given} beside it", expected="the folder of a sweep alone",
-                         remedy="a sweep goes on with the job it began with")
+        raise InputError(
+            "--resume",
+            seen=f"{given} beside it",
+            expected="the folder of a sweep alone",
+            remedy="a sweep goes on with the job it began with",
+        )
     try:
         run = RunFolder.open(resume)
     except InputError as error:
         raise InputError("--resume", seen=error.seen, expected="the folder of a sweep") from error
     sweep = SweepFolder(run.path)
     if not sweep.exists(sweep.job_mapping) or sweep.exists(sweep.metrics):
-        raise InputError("--resume", seen=f"{resume}, no sweep", expected="the folder of a sweep",
-                         remedy="a run goes on with: raytrain train --resume")
+        raise InputError(
+            "--resume",
+            seen=f"{resume}, no sweep",
+            expected="the folder of a sweep",
+            remedy="a run goes on with: raytrain train --resume",
+        )
     alive = sweep.alive()
     if alive:
         seen = f"{sweep.path}, still being tuned by pid {alive['pid']} on {alive['host']}"

@@ -117,9 +117,7 @@ def check_disk(
     return CheckResult("disk", "ok", f"{_mib(free)} free in {folder}", expected)
 
 
-def check_memory(
-    need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool
-) -> CheckResult:
+def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool) -> CheckResult:
     """Host memory for the processes of the tightest node.
 
     Args:
@@ -140,9 +138,7 @@ def check_memory(
     return CheckResult("memory", "ok", f"{_mib(free)} free", expected)
 
 
-def check_shared_memory(
-    *, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage
-) -> CheckResult:
+def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage) -> CheckResult:
     """/dev/shm, where Ray keeps its objects; too small, and they go to disk."""
     folder = root / "dev/shm"
     if not folder.is_dir():
@@ -155,9 +151,7 @@ def check_shared_memory(
     return CheckResult("shared_memory", "ok", f"{_mib(free)} free in /dev/shm", expected)
 
 
-def check_visible_devices(
-    *, environ: Mapping[str, str] | None = None, uuids: list[str] | None = None
-) -> CheckResult:
+def check_visible_devices(*, environ: Mapping[str, str] | None = None, uuids: list[str] | None = None) -> CheckResult:
     """Whether the variables that hide devices agree with each other and with the devices there are.
 
     Args:

@@ -80,9 +80,7 @@ def _listed(capability: tuple[int, int] | None) -> list[int] | None:
     return list(capability) if capability is not None else None
 
 
-def local_inventory(
-    *, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None
-) -> Inventory:
+def local_inventory(*, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None) -> Inventory:
     """This machine, as this process may use it.
 
     `CUDA_VISIBLE_DEVICES` (under ROCm `HIP_VISIBLE_DEVICES` too) is followed as CUDA does, so that index n here is
@@ -100,9 +98,7 @@ def local_inventory(
     cores, why = usable_cores(root=root)
     total, free = memory_bytes(root=root)
     model, flags = cpu_description(root=root)
-    node = Node(
-        host=socket.gethostname(), cpus=cores, memory_bytes=total, devices=tuple(devices), free_bytes=free
-    )
+    node = Node(host=socket.gethostname(), cpus=cores, memory_bytes=total, devices=tuple(devices), free_bytes=free)
     return Inventory((node,), source="this machine", cpu_model=model, cpu_flags=flags, notes=(why, *notes))
 
 
@@ -160,9 +156,7 @@ def _accelerator(resources: Mapping[str, float]) -> str:
     return next((key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")), "")
 
 
-def _remote_devices(
-    resources: Mapping[str, float], labels: Mapping[str, str], *, count: int
-) -> tuple[Device, ...]:
+def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *, count: int) -> tuple[Device, ...]:
     """GPUs of a node that only Ray has seen."""
     name = _accelerator(resources) or labels.get("ray.io/accelerator-type", "GPU")
     capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])

@@ -23,9 +23,7 @@ class Attendance:
         self.workers = workers
         self.out: set[int] = set()
 
-    def read(
-        self, rows: list[list[int]], *, generation: int, version: int
-    ) -> tuple[Header | None, list[list[int]]]:
+    def read(self, rows: list[list[int]], *, generation: int, version: int) -> tuple[Header | None, list[list[int]]]:
         """The one header of those who take part, None where nobody does any more; and the counts of each worker.
 
         Args:

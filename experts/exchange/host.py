@@ -66,9 +66,7 @@ class HostServer:
         """
         while True:
             rows = self.group.headers(None, self._words, out=self._attendance.out)
-            header, counts = self._attendance.read(
-                rows, generation=self.generation, version=self.placement.version
-            )
+            header, counts = self._attendance.read(rows, generation=self.generation, version=self.placement.version)
             if self._attendance.out:
                 self._set().dropping = True
             if header is None:

@@ -184,9 +184,7 @@ class Balancer:
         found = thought.decision
         if found.action != "keep":
             budget = max(LEAST_BYTES, int(SHARE_OF_STEP * thought.step_s * self._bytes_per_s))
-            self._queue = instalments(
-                thought.placement, found.placement, self.costs, hosts=self.hosts, budget=budget
-            )
+            self._queue = instalments(thought.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
         told = {
             "what": "placement", "value": found.action, "step": thought.step, "reason": found.reason,
             "bytes": found.bytes, "gain": found.gain, "seconds": thought.seconds, "instalments": len(self._queue),

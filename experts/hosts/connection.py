@@ -22,7 +22,8 @@ from raytrain.errors import RaytrainError
 
 @dataclass(frozen=True)
 class HostConnection:
-    """How a worker's builder reaches the directory; see `experts.exchange.membership.Connection`. Pickled to the workers."""
+    """How a worker's builder reaches the directory; see `experts.exchange.membership.Connection`. Pickled to the
+    workers."""
 
     directory: Any
     run_path: str

@@ -88,8 +88,7 @@ def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit))  # pyright: ignore
     except RuntimeError as error:
         raise RunError(
-            f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s "
-            f"({first_line(error)}); {MEND}"
+            f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s ({first_line(error)}); {MEND}"
         ) from error
 
 

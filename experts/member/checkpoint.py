@@ -175,4 +175,3 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
         if missing:
             time.sleep(POLL_S)
     return {"files": files, "experts": keys}
-

@@ -209,9 +209,7 @@ def moe_gpt_flops(
     """Forward and backward of one full window; only the experts a token visits count."""
     sizes = {"layers": layers, "width": width, "context": context}
     others = gpt_parameters(**sizes, vocab_size=vocab_size, feed_forward=0) - context * width
-    return language_flops(
-        **sizes, matmul_parameters=others + layers * layer_products(width, experts), window=window
-    )
+    return language_flops(**sizes, matmul_parameters=others + layers * layer_products(width, experts), window=window)
 
 
 def moe_mlp_flops(*, width: int, layers: int, features: int, classes: int, experts: ExpertsConfig) -> float:

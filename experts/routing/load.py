@@ -31,9 +31,7 @@ class LoadBook:
     cuts in two is part of the checkpoint (`state_dict`), so that a resumed run counts no step twice and misses none.
     """
 
-    def __init__(
-        self, routers: Sequence[TopKRouter], *, decay: float = 0.9, trace: RoutingTrace | None = None
-    ) -> None:
+    def __init__(self, routers: Sequence[TopKRouter], *, decay: float = 0.9, trace: RoutingTrace | None = None) -> None:
         self.routers, self.decay, self.trace = list(routers), decay, trace
         self.sizes = [router.num_experts + 1 for router in self.routers]
         self.last: list[Tensor] = []

@@ -195,9 +195,7 @@ class TopKRouter(nn.Module):
         place = (chosen.cumsum(1) * chosen).sum(-1)
         return ((place <= capacity_B1) & (wanted > 0)).view(B, S, K)
 
-    def _aux(
-        self, logits_BSE: Tensor, scores_BSE: Tensor, routed_BE: Tensor, valid_BS: Tensor | None
-    ) -> Tensor | None:
+    def _aux(self, logits_BSE: Tensor, scores_BSE: Tensor, routed_BE: Tensor, valid_BS: Tensor | None) -> Tensor | None:
         """Both losses as means over the valid tokens: a sequence's balance loss weighs as its tokens."""
         per_token = None
         if self.z_loss_weight:

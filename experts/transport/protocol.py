@@ -77,9 +77,7 @@ class Header:
         return [MAGIC, *fixed, self.micro_batch, self.dtype, self.width]
 
 
-def read_headers(
-    rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None
-) -> Header:
+def read_headers(rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None) -> Header:
     """The one header that all workers sent; `rows` holds what came from each of them, or from `workers`.
 
     Raises:

@@ -96,9 +96,7 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
         return to_trainable(spec.model.module), "your object"
     assert spec.model.builder is not None  # jobs.job.spec lets neither through
     function = resolve(spec.model.builder, "model.builder")
-    sections = {
-        name: getattr(spec, name) for name in type(spec).model_fields if name not in ("model", "data")
-    }
+    sections = {name: getattr(spec, name) for name in type(spec).model_fields if name not in ("model", "data")}
 
     def call() -> Trainable:
         result = call_builder(function, spec.model.keys, sections=sections, source_facts=shapes)

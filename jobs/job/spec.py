@@ -194,11 +194,18 @@ def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_objects(spec: JobSpec) -> None:
     """A file cannot hold objects; one that names some is the record of a run started from Python."""
-    for key, value in (("model.module", spec.model.module), ("data.train", spec.data.train),
-                       ("data.eval", spec.data.eval)):
+    for key, value in (
+        ("model.module", spec.model.module),
+        ("data.train", spec.data.train),
+        ("data.eval", spec.data.eval),
+    ):
         if isinstance(value, str):
-            raise InputError(key, seen=value, expected="an object, which only Python can give",
-                             remedy="call jobs.train.train with the same object")
+            raise InputError(
+                key,
+                seen=value,
+                expected="an object, which only Python can give",
+                remedy="call jobs.train.train with the same object",
+            )
 
 
 def _check_across(spec: JobSpec) -> None:
@@ -217,8 +224,11 @@ def _check_across(spec: JobSpec) -> None:
         expected = "null where nothing is evaluated"
         raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
     if data.tokens_per_batch is not None and spec.scale.shares == "auto":
-        raise InputError("data.tokens_per_batch", seen=f"{data.tokens_per_batch} beside scale.shares auto",
-                         expected="one of the two: unequal shares are of rows")
+        raise InputError(
+            "data.tokens_per_batch",
+            seen=f"{data.tokens_per_batch} beside scale.shares auto",
+            expected="one of the two: unequal shares are of rows",
+        )
     check_section(experts)
     check_used(experts, model.builder)
 
@@ -237,19 +247,27 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         InputError: names the verb, or the first such key with what can be had instead.
     """
     if verb in LATER_VERBS:
-        raise InputError(verb, seen=f"the verb {verb}", remedy=f"{verb} is not built yet",
-                         expected="train, tune, plan, report or bench in this version")
+        raise InputError(
+            verb,
+            seen=f"the verb {verb}",
+            remedy=f"{verb} is not built yet",
+            expected="train, tune, plan, report or bench in this version",
+        )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
-        raise InputError("scale.strategy", seen="fsdp with a search without tune.space",
-                         expected="auto or data_parallel, or whole runs of a tune.space",
-                         remedy="its trials are one process on one device, where nothing is sharded; whole runs are: "
-                         "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s")
+        raise InputError(
+            "scale.strategy",
+            seen="fsdp with a search without tune.space",
+            expected="auto or data_parallel, or whole runs of a tune.space",
+            remedy="its trials are one process on one device, where nothing is sharded; whole runs are: "
+            "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s",
+        )
     for key, (possible, expected, reason) in _later(spec).items():
         section, name = key.split(".")
         value = getattr(getattr(spec, section), name)
         if not possible and not (verb == "tune" and key == "loop.global_batch_size"):  # which the search decides
-            raise InputError(key, seen=describe(value), expected=f"{expected} in this version",
-                             remedy=f"{reason} not built yet")
+            raise InputError(
+                key, seen=describe(value), expected=f"{expected} in this version", remedy=f"{reason} not built yet"
+            )
 
 
 def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
@@ -257,8 +275,11 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
     loop, scale = spec.loop, spec.scale
     return {
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
-        "loop.global_batch_size": (loop.global_batch_size != "auto", "an integer >= 1",
-                                   "the search for a batch size is"),
+        "loop.global_batch_size": (
+            loop.global_batch_size != "auto",
+            "an integer >= 1",
+            "the search for a batch size is",
+        ),
     }
 
 

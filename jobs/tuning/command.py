@@ -93,9 +93,7 @@ class TuneCommand:
         at_a_time = self._at_a_time(points, inventory)
         self._say_whole(points, at_a_time)
         with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=counted(len(points.trials), "trial")) as table:
-            trials = WholeTrials(
-                points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=private
-            )
+            trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=private)
             link = make_link()
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             orders = WholeOrders(whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, link)

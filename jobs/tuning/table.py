@@ -76,8 +76,9 @@ class SweepTable:
         narrow = self._console.is_terminal and self._console.width < WIDE
         names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns]
         columns = [Column(name, overflow="fold") for name in names]
-        table = Table("trial", *columns, title=self._title, title_justify="left", box=None, pad_edge=False,
-                      header_style="bold")
+        table = Table(
+            "trial", *columns, title=self._title, title_justify="left", box=None, pad_edge=False, header_style="bold"
+        )
         numbers = sorted(self._rows)
         for number in numbers[-newest:] if newest else numbers:
             cells = list(self._rows[number])

@@ -159,9 +159,7 @@ def _named_files(path: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: a file of it is missing ({error})") from error
 
 
-def part_tensors(
-    files: list[str], *, tied: dict[str, str], split: list[str], place: Place | None
-) -> dict[str, Tensor]:
+def part_tensors(files: list[str], *, tied: dict[str, str], split: list[str], place: Place | None) -> dict[str, Tensor]:
     """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
     tensors: dict[str, Tensor] = {}
     for file in files:

@@ -101,9 +101,7 @@ def _skeleton(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> 
         if all(type(key) is str for key in value):
             return {"dict": {key: _skeleton(item, (*path, key), tensors) for key, item in value.items()}}
         return {
-            "items": [
-                [_key(key, path), _skeleton(item, (*path, str(key)), tensors)] for key, item in value.items()
-            ]
+            "items": [[_key(key, path), _skeleton(item, (*path, str(key)), tensors)] for key, item in value.items()]
         }
     if type(value) in (list, tuple, torch.Size):
         kind = "list" if type(value) is list else "tuple"

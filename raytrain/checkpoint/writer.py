@@ -223,9 +223,7 @@ class CheckpointWriter:
         retain(self._run, keep=self._keep, newest=snapshot.step)
 
 
-def export_weights(
-    module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None
-) -> None:
+def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
     """Writes weights for plain PyTorch: `safetensors.torch.load_model(model, path)` takes them.
 
     Tied weights are written once; on a local path the file appears whole. Errors: RunError, CheckpointError.

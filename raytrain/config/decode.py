@@ -95,8 +95,9 @@ def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
     raise InputError(first.key, seen=first.seen, expected=first.expected, remedy=remedy)
 
 
-def _decode(cls: type[ModelT], mapping: Any, prefix: str, root: type[BaseModel],
-            problems: list[InputError]) -> ModelT | None:
+def _decode(
+    cls: type[ModelT], mapping: Any, prefix: str, root: type[BaseModel], problems: list[InputError]
+) -> ModelT | None:
     """The instance, or None after adding its mistakes to `problems`."""
     if not isinstance(mapping, Mapping):
         keys = f"a mapping with the keys {', '.join(cls.model_fields)}"

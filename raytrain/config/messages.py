@@ -19,8 +19,15 @@ from pydantic_core import PydanticUndefined
 
 from raytrain.errors import InputError
 
-_KINDS = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false",
-          "null": "null", "object": "a mapping", "array": "a list"}
+_KINDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "a mapping",
+    "array": "a list",
+}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _LONGEST = 80
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(?:e[-+]?[0-9]+)?|true|false", re.IGNORECASE)
@@ -109,8 +116,15 @@ def render(value: Any) -> str:
 
 def describe(value: Any) -> str:
     """A value and its type, such as ``"7" (a string)``."""
-    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
-             tuple: "a list", dict: "a mapping"}
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        tuple: "a list",
+        dict: "a mapping",
+    }
     text = render(value)
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
     return text if value is None else f"{text} ({names.get(type(value), 'a Python object')})"
@@ -148,8 +162,11 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
     """The error for a key that a section does not have: the nearest one, and all it has."""
     known = list(cls.model_fields)
     near = _nearest(key, known)
-    elsewhere = [join(name, key) for name, field in root.model_fields.items()
-                 if (section := section_of(field)) is not None and key in section.model_fields]
+    elsewhere = [
+        join(name, key)
+        for name, field in root.model_fields.items()
+        if (section := section_of(field)) is not None and key in section.model_fields
+    ]
     guess = elsewhere[0] if elsewhere and (near is None or not prefix) else near and join(prefix, near)
     owner = f"a key of the section {prefix}" if prefix else "a section or key of a job"
     return InputError(

@@ -43,9 +43,7 @@ WorkerRange = Annotated[
 ]
 Auto = Literal["auto"]
 _PATH = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-Builder = Annotated[
-    str, Field(pattern=rf"^{_PATH}:[A-Za-z_]\w*$", json_schema_extra={"expected": "module:function"})
-]
+Builder = Annotated[str, Field(pattern=rf"^{_PATH}:[A-Za-z_]\w*$", json_schema_extra={"expected": "module:function"})]
 Source = Annotated[
     str,
     Field(

@@ -120,9 +120,7 @@ class _Tee:
 
 
 @contextlib.contextmanager
-def rank_log(
-    run: RunFolder, rank: int, *, say: Say | None, wait: Callable[..., Any] | None = None
-) -> Iterator[None]:
+def rank_log(run: RunFolder, rank: int, *, say: Say | None, wait: Callable[..., Any] | None = None) -> Iterator[None]:
     """Inside: prints and log records of this process go to `logs/rank_00000.log` of a local run folder as well, and
     where `say` is given its whole lines to it. What the latest calls of `say` returned is waited for in the end by
     `wait(calls, num_returns=, timeout=)`, as Ray's does."""

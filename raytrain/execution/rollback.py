@@ -81,9 +81,7 @@ def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Se
     if workers.rank == 0:
         run.flush()
     _end(session)
-    fresh = Session(
-        job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None
-    )
+    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None)
     _take_over(fresh, session, precision=higher, loaded=loaded, cursor=cursor)
     _forget_after(fresh, run)
     return fresh, decision
@@ -209,9 +207,7 @@ def _forget_after(session: Session, run: RunFolder) -> None:
         discard_after(run, session.state.step)
 
 
-def _same_checkpoint(
-    run: RunFolder, job: TrainJob, workers: Workers
-) -> tuple[LoadedCheckpoint | None, Cursor | None]:
+def _same_checkpoint(run: RunFolder, job: TrainJob, workers: Workers) -> tuple[LoadedCheckpoint | None, Cursor | None]:
     """The newest good one as rank 0 sees it and where the data goes on after it, if elsewhere, on every worker: asked
     one by one they might see different ones."""
     place, loaded, message = place_of(job, rank=workers.rank, world=workers.world), None, b""

@@ -18,15 +18,12 @@ class CNN(nn.Module):
     Batch statistics are left out so that a step does not depend on how its batch is split.
     """
 
-    def __init__(
-        self, channels: Sequence[int], image: tuple[int, int, int], classes: int, dropout: float
-    ) -> None:
+    def __init__(self, channels: Sequence[int], image: tuple[int, int, int], classes: int, dropout: float) -> None:
         super().__init__()
         depth, height, width = image
         self.image, self.dropout = image, dropout
         self.stages = nn.ModuleList(
-            nn.Conv2d(a, b, kernel_size=3, padding=1)
-            for a, b in zip([depth, *channels], channels, strict=False)
+            nn.Conv2d(a, b, kernel_size=3, padding=1) for a, b in zip([depth, *channels], channels, strict=False)
         )
         shrunk = (height >> len(channels)) * (width >> len(channels))
         self.head = nn.Linear(shrunk * ([depth, *channels][-1]), classes)

@@ -84,8 +84,9 @@ def check_shadowing(folder: str | None = None) -> None:
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a builder has a parameter of that name, which a section of the job or a fact of the source fills."""
-    return any(one.name == name and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-               for one in _parameters(function))
+    return any(
+        one.name == name and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in _parameters(function)
+    )
 
 
 def check_keys(

@@ -271,5 +271,3 @@ def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
 
 def _is(choice: Choice, value: Any) -> bool:
     return isinstance(choice, Resolved) and choice.value == value
-
-

@@ -186,8 +186,7 @@ def history(records: RunRecords) -> list[dict[str, Any]]:
         members.setdefault(row["epoch"], []).append((row, row["step"] - previous))
         previous = row["step"]
     return [
-        _epoch_row(epoch, members.get(epoch, []), evals.get(epoch))
-        for epoch in range(min(members), max(members) + 1)
+        _epoch_row(epoch, members.get(epoch, []), evals.get(epoch)) for epoch in range(min(members), max(members) + 1)
     ]
 
 
@@ -242,16 +241,12 @@ def training_spec(records: RunRecords) -> dict[str, Any]:
 
     Each series holds the `x` and `y` that are drawn, in full precision.
     """
-    accuracy = _lines(
-        ("train", series(records.train, "accuracy")), ("eval", series(records.evals, "accuracy"))
-    )
+    accuracy = _lines(("train", series(records.train, "accuracy")), ("eval", series(records.evals, "accuracy")))
     norms = _lines(("gradient norm", series(records.train, "grad_norm")))
     second = _panel("Accuracy", "step", "accuracy", accuracy)
     if not accuracy:
         second = _panel("Gradient norm", "step", "global norm", norms)
-    epochs = [
-        (row["epoch"], row["epoch_time_s"]) for row in history(records) if row["epoch_time_s"] is not None
-    ]
+    epochs = [(row["epoch"], row["epoch_time_s"]) for row in history(records) if row["epoch_time_s"] is not None]
     if len(epochs) > 1:
         third = _panel("Epoch time", "epoch", "seconds", _lines(("epoch", epochs)), kind="bar")
     else:
@@ -266,7 +261,5 @@ def _panel(title: str, x_label: str, y_label: str, lines: list[Any], *, kind: st
 
 def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
     return [
-        {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]}
-        for label, points in named
-        if points
+        {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]} for label, points in named if points
     ]

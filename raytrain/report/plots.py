@@ -31,9 +31,7 @@ def figure(spec: Mapping[str, Any]) -> Figure:
     """Draws a spec on a canvas of its own; no global state of matplotlib is touched."""
     drawn = Figure(figsize=(15, 4.6), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawn)
-    drawn.suptitle(
-        spec["title"], x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False
-    )
+    drawn.suptitle(spec["title"], x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False)
     for axes, panel in zip(drawn.subplots(1, len(spec["panels"]), squeeze=False)[0], spec["panels"], strict=True):
         axes.set_title(panel["title"], loc="left", fontsize=13, color=_INK, pad=10)
         axes.set_xlabel(panel["x_label"], fontsize=11.5, color=_SOFT)
@@ -235,9 +233,7 @@ def _palette(hosts: int) -> list[Any]:
 def _draw_hosts(axes: Sequence[Any], spec: Mapping[str, Any], palette: Sequence[Any]) -> None:
     hosts, total, busy = len(spec["names"]), sum(spec["rows"]) or 1, sum(spec["busy_s"]) or 0.0
     shares = [100 * rows / total for rows in spec["rows"]] or [0.0] * hosts
-    texts = [
-        f"{own} + {more}" if more else f"{own}" for own, more in zip(spec["homes"], spec["replicas"], strict=True)
-    ]
+    texts = [f"{own} + {more}" if more else f"{own}" for own, more in zip(spec["homes"], spec["replicas"], strict=True)]
     sizes = [size(taken) for taken in spec["bytes"]]
     percents = [f"{share:.3g} %" for share in shares]
     if busy:

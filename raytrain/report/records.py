@@ -206,9 +206,7 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
     """The event log in order of time, and the faults left in files that no later attempt has logged."""
     rows = []
     for row in _rows(run, run.events, unreadable):
-        if (
-            row.get("kind") == "fault" and "failed_at" in row
-        ):  # logged by the attempt after the one that failed
+        if row.get("kind") == "fault" and "failed_at" in row:  # logged by the attempt after the one that failed
             row = {**row, "attempt": row.get("failed_attempt"), "time": row["failed_at"]}
         rows.append({key: seen for key, seen in row.items() if key not in ("failed_attempt", "failed_at")})
     known = [(row.get("attempt"), row.get("rank")) for row in rows if row.get("kind") == "fault"]

@@ -107,9 +107,7 @@ def batch_spec(
     return {"title": f"{name}: {chosen[0]} with micro-batches of {rows}", "panels": [left, right]}
 
 
-def _gapped(
-    points: Sequence[tuple[int, float]], sizes: Sequence[int]
-) -> list[tuple[int | None, float | None]]:
+def _gapped(points: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[tuple[int | None, float | None]]:
     """`points` with (None, None) between two that are no neighbours among `sizes`."""
     found: list[tuple[int | None, float | None]] = []
     for place, (size, value) in enumerate(points):

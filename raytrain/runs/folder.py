@@ -48,9 +48,7 @@ class RunFolder:
     # -- making and finding -----------------------------------------------------------------------
 
     @classmethod
-    def create(
-        cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None, latest: bool = True
-    ) -> Self:
+    def create(cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None, latest: bool = True) -> Self:
         """A new `<save_dir>/<name>-<UTC stamp>`, owned by this process; `latest` then points to it.
 
         Args:

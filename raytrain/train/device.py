@@ -79,7 +79,7 @@ def platform(version: Any = torch.version) -> Platform:
 
 
 def device_name(device: torch.device) -> str:
-    """"cpu", or the name of the GPU."""
+    """ "cpu", or the name of the GPU."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 

@@ -206,9 +206,7 @@ class Feed:
         if pool is None:
             assert uploads is not None, "nothing is begun ahead without the one or the other"
             make = self._gather
-            yield from begun_ahead(
-                wanted, lambda one: uploads.begin(partial(make, split, one)), depth=AHEAD
-            )
+            yield from begun_ahead(wanted, lambda one: uploads.begin(partial(make, split, one)), depth=AHEAD)
             return
         read = begun_ahead(wanted, pool.begin, depth=pool.depth)
         if uploads is None:

@@ -173,8 +173,8 @@ class Session:
         be nobody else's for that time.
 
         Args:
-            budget_bytes: a peak above it counts as out of memory (`raytrain.train.memory.device.process_budget`); None = only what
-                the allocator refuses does.
+            budget_bytes: a peak above it counts as out of memory (`raytrain.train.memory.device.process_budget`); None
+                = only what the allocator refuses does.
             passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
             least: given, so many are enough where two took the same time.
             with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an

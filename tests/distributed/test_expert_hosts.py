@@ -42,8 +42,10 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     *_, rewind = [row for row in broken.events("decision") if row["what"] == "rewind"]
     assert rewind["seconds"] > 0 and rewind["value"] % 5 == 0
     deaths = broken.events("death")
-    assert sorted(row["who"] for row in deaths) == ["expert host 0", "expert host 1"] == sorted(
-        row["who"] for row in rewind["died"]
+    assert (
+        sorted(row["who"] for row in deaths)
+        == ["expert host 0", "expert host 1"]
+        == sorted(row["who"] for row in rewind["died"])
     )
     assert all(f"{row['who']} died" in rewind["reason"] for row in deaths)
     for row in deaths:

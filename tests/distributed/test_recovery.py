@@ -104,9 +104,10 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
     ]  # fmt: skip
     assert "with micro-batches of 3" in attempts[1]["reason"] and "with micro-batches of 2" in attempts[2]["reason"]
     assert attempts[0]["sharded"]["blocks"] == 2
-    assert load_file(shards.path / "weights" / "model.safetensors").keys() == load_file(
-        clean.path / "weights" / "model.safetensors"
-    ).keys()
+    assert (
+        load_file(shards.path / "weights" / "model.safetensors").keys()
+        == load_file(clean.path / "weights" / "model.safetensors").keys()
+    )
 
 
 @pytest.mark.timeout(240)

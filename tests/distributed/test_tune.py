@@ -108,9 +108,7 @@ def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
 
 
 @pytest.mark.timeout(590)
-def test_whole_runs_find_the_micro_batch_of_shards(
-    run_cli: Callable[..., Any], tiny_text: Path, place: Any
-) -> None:
+def test_whole_runs_find_the_micro_batch_of_shards(run_cli: Callable[..., Any], tiny_text: Path, place: Any) -> None:
     """Trials are runs of both workers, which shard; a search that measures in one process says that it cannot."""
     job = {
         "name": "shards",

@@ -44,9 +44,7 @@ def train(session: Session, precision: str) -> list[float]:
 @pytest.mark.gpu
 @on_each_device
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_each_precision_trains_on_each_device(
-    tiny_job: Callable[..., Session], kind: str, precision: str
-) -> None:
+def test_each_precision_trains_on_each_device(tiny_job: Callable[..., Session], kind: str, precision: str) -> None:
     losses = train(tiny_job(device=kind, steps=40), precision)
     assert len(losses) == 40 and all(map(math.isfinite, losses))
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])

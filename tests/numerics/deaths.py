@@ -339,7 +339,8 @@ class Asks:
 
 
 def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], pipe: Connection) -> None:
-    """Train to the end, back to the newest checkpoint whenever a generation is over, as `raytrain.execution.worker` does."""
+    """Train to the end, back to the newest checkpoint whenever a generation is over, as `raytrain.execution.worker`
+    does."""
     connection = Asks(rank, story, address, pipe)
     session, run, rows = session_of(rank, story, connection), RunFolder(story.run_path), Events(pipe)
     rewinds = Rewinds(run, limit=3)

@@ -308,4 +308,3 @@ def _book(session: Session) -> Any:
 
 def weights_of_module(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
-

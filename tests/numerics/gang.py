@@ -19,7 +19,14 @@ from typing import Any
 import pytest
 
 LIMIT_S = 90.0
-PRELOAD = ["torch._inductor", "raytrain.train.session", "raytrain.execution.checkpointer", "experts.models", "jobs.driver.checks", "jobs.plan"]
+PRELOAD = [
+    "torch._inductor",
+    "raytrain.train.session",
+    "raytrain.execution.checkpointer",
+    "experts.models",
+    "jobs.driver.checks",
+    "jobs.plan",
+]
 """Among them torch's compiler, which every optimizer imports, and which takes longer than all the rest."""
 
 

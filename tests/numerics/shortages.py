@@ -44,9 +44,7 @@ class Planted:
         due = [
             place
             for place in self.places
-            if place[0] == step
-            and (place[3] == "evaluation") != training
-            and (place[1] == self._count or not training)
+            if place[0] == step and (place[3] == "evaluation") != training and (place[1] == self._count or not training)
         ]
         self._count += int(training)
         output = self._inner(module, batch, **count)

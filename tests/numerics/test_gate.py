@@ -99,7 +99,7 @@ def test_what_has_no_kernel_is_a_result_and_leaves_no_trace() -> None:
 
     def loss(module: nn.Module, batch: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError('"op" not implemented for \'Half\'\nmore')
+            raise RuntimeError("\"op\" not implemented for 'Half'\nmore")
         return inner(module, batch)
 
     session.trainable.loss = loss

@@ -42,9 +42,7 @@ def placements(scene: Scene) -> list[Placement]:
 
 
 @pytest.mark.parametrize("name", list(SCENES))
-def test_a_run_with_moves_is_the_run_without(
-    runs: dict[str, list[Any]], reference: dict[str, Any], name: str
-) -> None:
+def test_a_run_with_moves_is_the_run_without(runs: dict[str, list[Any]], reference: dict[str, Any], name: str) -> None:
     scene, made = SCENES[name], runs[name]
     check_equal(made, reference, workers=scene.workers, where=name)
     versions = dict(made[0]["in force"])

@@ -127,4 +127,3 @@ def test_a_trace_holds_the_choices_of_the_first_micro_batch() -> None:
     plain = make_session(MOE, DATA, loop=loop, experts={"num_experts": 4, "top_k": 2})
     quiet, _ = train(plain)
     assert quiet.traces == {} and quiet.losses == reporter.losses
-

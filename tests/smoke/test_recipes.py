@@ -81,9 +81,7 @@ def test_cnn_idx_trains(train: Callable[..., Path], digits: Callable[..., Any], 
 
 
 @pytest.mark.timeout(RAY_LIMIT_S + 30)
-def test_tabular_trains_on_parquet(
-    train: Callable[..., Path], table: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_tabular_trains_on_parquet(train: Callable[..., Path], table: Callable[..., Path], tmp_path: Path) -> None:
     rows = table(tmp_path / "rows.parquet", count=200)
     check_finished(train("tabular", f"data.path={rows}", "data.label=y", "loop.max_steps=3"), steps=3)
 

@@ -107,9 +107,7 @@ def _time(
     once = max(forward(way, 1) for way in ways.values())
     times = max(1, round(options.block_s / once))
     say(f"{len(ways)} ways of attention, {times} passes a block")
-    found.arms = alternate(
-        {name: partial(forward, way, times) for name, way in ways.items()}, blocks=options.blocks
-    )
+    found.arms = alternate({name: partial(forward, way, times) for name, way in ways.items()}, blocks=options.blocks)
     pairs = ((BUILT, KEPT), (FUSED_BUILT, FUSED_KEPT), (FUSED_KEPT, NONE), (BUILT, NONE), (NONE, "sliding window"))
     for of, to in pairs:
         found.ratios.append(compare(found.arms, of=of, to=to, name=f"{of} / {to}"))

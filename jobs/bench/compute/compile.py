@@ -114,7 +114,8 @@ def _together(found: Measurement, options: CompileOptions, say: Say) -> None:
     fused = compare(times, of="optim.fused false", to="defaults", name="optimizer without / with fused kernels")
     found.ratios += [ratio, fused]
     found.claim(
-        f"all optimisations together train {PROMISED_TOGETHER:g} times as fast", ratio.low >= PROMISED_TOGETHER,
+        f"all optimisations together train {PROMISED_TOGETHER:g} times as fast",
+        ratio.low >= PROMISED_TOGETHER,
         f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of this small GPT on this CPU",
     )
     found.claim(

@@ -61,9 +61,7 @@ def run(options: PrecisionOptions, *, quick: bool, say: Say) -> Measurement:
 # -- one model ------------------------------------------------------------------------------------
 
 
-def _model(
-    found: Measurement, options: PrecisionOptions, name: str, job: dict[str, Any], *, plain: bool
-) -> None:
+def _model(found: Measurement, options: PrecisionOptions, name: str, job: dict[str, Any], *, plain: bool) -> None:
     arms = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
     turns: dict[str, Callable[[int], float]] = {precision: arm.run for precision, arm in arms.items()}
     rivals = {f"plain {precision}": PlainArm(job, precision) for precision in ("fp32", "bf16")} if plain else {}

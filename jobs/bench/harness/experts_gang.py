@@ -61,7 +61,9 @@ class Gang:
         with self._log.open("ab") as log:
             self.processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "jobs.bench.experts.experts_member", str(path), str(rank)], stdout=log, stderr=log
+                    [sys.executable, "-m", "jobs.bench.experts.experts_member", str(path), str(rank)],
+                    stdout=log,
+                    stderr=log,
                 )
                 for rank in range(layout.size)
             ]

@@ -26,7 +26,8 @@ def session_of(job: Mapping[str, Any], *, connection: Any = None) -> tuple[Sessi
     """The session that a worker of this job would hold, and the plan it obeys; nothing is prepared yet.
 
     Args:
-        connection: to whoever holds the experts (`experts.exchange.membership.Connection`); None builds them in this process.
+        connection: to whoever holds the experts (`experts.exchange.membership.Connection`); None builds them in this
+            process.
     """
     loaded = load_spec(mapping=job)
     source = opened(loaded.spec)

@@ -25,8 +25,8 @@ class AttentionOptions(BenchOptions):
     rows: Count = Field(4, description="of a batch")
     window: Count = Field(64, description="tokens that a sliding window sees")
     lengths: list[Count] = Field(
-        [1024, 1536, 2048, 3072, 4096], description="of one row, whose peak bytes are counted; below torch's kernel"
-        " takes other tiles"
+        [1024, 1536, 2048, 3072, 4096],
+        description="of one row, whose peak bytes are counted; below torch's kernel takes other tiles",
     )
     block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
 

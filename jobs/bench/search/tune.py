@@ -235,7 +235,8 @@ def _claims(found: Measurement, models: list[_Model], ceilings: list[dict[str, A
         all(row["steps_apart"] <= 1 and row["chosen"] <= row["fits"] for row in ceilings),
         "; ".join(
             f"{row['fits']} rows fit: {row['chosen']}, right {row['near_the_best']}; {row['half_way'] / MIB:.1f} MiB"
-            f" from the peaks, readings {row['readings_differ'] / MIB:.1f} MiB apart" for row in ceilings
+            f" from the peaks, readings {row['readings_differ'] / MIB:.1f} MiB apart"
+            for row in ceilings
         ),
     )
 

@@ -140,9 +140,7 @@ def _size(found: Measurement, options: CheckpointOptions, millions: float, *, fo
     share = statistics.median(stalls["synchronous"]) / medians["synchronous"]
     for what, values, goal in (("stall", stalls, GOAL), ("whole block", blocks, None)):
         label = f"{name}: {what}, asynchronous / synchronous"
-        found.ratios.append(
-            compare(values, of="asynchronous", to="synchronous", name=label, goal=goal, share=share)
-        )
+        found.ratios.append(compare(values, of="asynchronous", to="synchronous", name=label, goal=goal, share=share))
     stall, step = statistics.median(stalls["asynchronous"]), medians["no checkpoint"] / options.steps
     solved = solve_interval(stall_s=stall, step_time_s=step, budget=STALL_BUDGET)
     found.values["models"][name] = {

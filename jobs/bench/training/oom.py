@@ -91,7 +91,9 @@ def _ranks(options: OomOptions, errors: list[dict[str, Any]], folder: Path) -> l
     with log.open("ab") as out:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "jobs.bench.training.oom_member", str(settings), str(rank)], stdout=out, stderr=out
+                [sys.executable, "-m", "jobs.bench.training.oom_member", str(settings), str(rank)],
+                stdout=out,
+                stderr=out,
             )
             for rank in range(WORKERS)
         ]

@@ -1,6 +1,6 @@
 """A worker of bench `overlap`: the product's sessions in a gloo group of two.
 
-    python -m jobs.bench.training.overlap_member SETTINGS.json RANK
+python -m jobs.bench.training.overlap_member SETTINGS.json RANK
 """
 
 from __future__ import annotations

@@ -96,11 +96,17 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     dtype, micro = spec.precision.dtype, spec.loop.micro_batch_size
     items = spec.data.loader_workers == "auto" and checked.data_facts.kind == "items"
     if dtype != "auto" and micro != "auto" and not free and not items:
-        raise InputError("tune", seen=f"precision.dtype {dtype} and loop.micro_batch_size {micro}, both given",
-                         expected="one of them auto, or keys to try in tune.space")
+        raise InputError(
+            "tune",
+            seen=f"precision.dtype {dtype} and loop.micro_batch_size {micro}, both given",
+            expected="one of them auto, or keys to try in tune.space",
+        )
     if spec.tune.objective == "goodput" and not free:
-        raise InputError("tune.objective", seen="goodput with a global batch that is given",
-                         expected="throughput, or loop.global_batch_size: auto")
+        raise InputError(
+            "tune.objective",
+            seen="goodput with a global batch that is given",
+            expected="throughput, or loop.global_batch_size: auto",
+        )
     facts: dict[str, Any] = {"model_facts": checked.model_facts, "data_facts": checked.data_facts}
     planned = min(PLANNED_BATCH, checked.data_facts.train_rows)
     given = {"loop.global_batch_size": planned} if free and planned else {}
@@ -212,9 +218,7 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     return caches
 
 
-def _try(
-    command: TuneCommand, search: BatchSearch, checked: Checked, cluster: Cluster, caches: Caches
-) -> None:
+def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: Cluster, caches: Caches) -> None:
     import ray
     from ray import cloudpickle, tune
 

@@ -76,9 +76,7 @@ def _refuse_unlike(machines: Machines) -> None:
             )  # fmt: skip
 
 
-def _kind(
-    name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node], *, workers: int, on_gpu: bool
-) -> Kind:
+def _kind(name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node], *, workers: int, on_gpu: bool) -> Kind:
     machines = choose_machines(spec.scale, inventory, [])
     _refuse_unlike(machines)
     memory = min(((gpu.name, gpu.memory_bytes) for gpu in machines.gpus), key=lambda one: one[1], default=("", 0))

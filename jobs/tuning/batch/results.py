@@ -165,7 +165,8 @@ def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict
         micro_batch_size=chosen.micro_batch_size,
         step_s=median(one.step_s(rows) for one in own),
         peak_bytes=next(
-            row.measured_peak for row in answer.decisions[answer.binding].table
+            row.measured_peak
+            for row in answer.decisions[answer.binding].table
             if (row.precision, row.micro_batch_size) == (chosen.precision, chosen.micro_batch_size)
         ),
         device=own[-1].device,

@@ -102,12 +102,19 @@ def parse_space(space: Mapping[str, Any]) -> Space:
     """
     flat = dict(_flattened(space, ""))
     if not flat:
-        raise InputError("tune.space", seen="nothing in it", expected="key -> values, such as optim.lr: [1e-3, 1e-2]",
-                         remedy="leave it out to search batch size and precision")
+        raise InputError(
+            "tune.space",
+            seen="nothing in it",
+            expected="key -> values, such as optim.lr: [1e-3, 1e-2]",
+            remedy="leave it out to search batch size and precision",
+        )
     for key in flat:
         if key.split(".")[0] in _KEPT:
-            raise InputError(f"tune.space.{key}", seen="a key that is the same for all trials",
-                             expected="a key of what is trained, such as optim.lr or loop.global_batch_size")
+            raise InputError(
+                f"tune.space.{key}",
+                seen="a key that is the same for all trials",
+                expected="a key of what is trained, such as optim.lr or loop.global_batch_size",
+            )
     return Space({key: _parsed(key, value) for key, value in flat.items()})
 
 

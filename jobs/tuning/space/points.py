@@ -59,9 +59,7 @@ class Points:
         return 1 if alone else max(1, cpus // most_cores)
 
 
-def find_points(
-    loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str, Any] | None = None
-) -> Points:
+def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str, Any] | None = None) -> Points:
     """Every trial of the job's `tune.space` that these machines can run, and whose model can be built.
 
     Args:
@@ -84,16 +82,18 @@ def find_points(
             left_out.append((values, str(error)))
     if not trials:
         values, why = left_out[0]
-        raise InputError("tune.space", seen=f"no feasible point among {len(left_out)}", expected="at least one",
-                         remedy=f"{told(values)}: {why}")
+        raise InputError(
+            "tune.space",
+            seen=f"no feasible point among {len(left_out)}",
+            expected="at least one",
+            remedy=f"{told(values)}: {why}",
+        )
     if space.is_grid:
         _check_each_is_tried(space, trials, left_out)
     return Points(tuple(trials), tuple(left_out))
 
 
-def _check_each_is_tried(
-    space: Space, trials: list[Point], left_out: list[tuple[dict[str, Any], str]]
-) -> None:
+def _check_each_is_tried(space: Space, trials: list[Point], left_out: list[tuple[dict[str, Any], str]]) -> None:
     """A listed value that no trial can have is a mistake, and not a smaller grid."""
     for key, tried in space.keys.items():
         for value in tried.examples:
@@ -116,8 +116,9 @@ def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
             except InputError as error:
                 if not f"{key}.".startswith(f"{error.key}."):
                     raise
-                raise InputError(f"tune.space.{key}", seen=error.seen, expected=error.expected,
-                                 remedy=error.remedy) from error
+                raise InputError(
+                    f"tune.space.{key}", seen=error.seen, expected=error.expected, remedy=error.remedy
+                ) from error
 
 
 def _check_metric(spec: JobSpec) -> None:
@@ -125,20 +126,25 @@ def _check_metric(spec: JobSpec) -> None:
     tune, loop = spec.tune, spec.loop
     evaluates = spec.data.eval is not None or spec.data.eval_fraction > 0
     if tune.metric == "eval_loss" and not evaluates:
-        raise InputError("tune.metric", seen="eval_loss where nothing is evaluated", expected="samples_per_s",
-                         remedy="data.eval_fraction above 0 keeps data for evaluation")
+        raise InputError(
+            "tune.metric",
+            seen="eval_loss where nothing is evaluated",
+            expected="samples_per_s",
+            remedy="data.eval_fraction above 0 keeps data for evaluation",
+        )
     if tune.scheduler == "none":
         return
     if not evaluates:
         raise InputError("tune.scheduler", seen=f"{tune.scheduler} where nothing is evaluated", expected="none")
     if isinstance(loop.eval_every, int) and loop.max_steps is not None and loop.eval_every >= loop.max_steps:
-        raise InputError("tune.scheduler", seen=f"{tune.scheduler} with one evaluation, at the end of a trial",
-                         expected=f"loop.eval_every below loop.max_steps, {loop.max_steps}")
+        raise InputError(
+            "tune.scheduler",
+            seen=f"{tune.scheduler} with one evaluation, at the end of a trial",
+            expected=f"loop.eval_every below loop.max_steps, {loop.max_steps}",
+        )
 
 
-def _point(
-    number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: Inventory, builds: Builds
-) -> Point:
+def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: Inventory, builds: Builds) -> Point:
     """Raises InputError where the job with these values cannot be had on these machines."""
     own = [f"{key}={render(value)}" for key, value in values.items()]
     trial = load_spec(mapping=loaded.mapping, overrides=own)

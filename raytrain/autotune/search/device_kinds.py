@@ -80,7 +80,5 @@ def _speed(decision: BatchDecision, precision: str) -> float:
     """Rows a second of one worker of this kind in a precision, at its best size there."""
     size = decision.knees[precision]
     return next(
-        row.rows_per_s or 0.0
-        for row in decision.table
-        if (row.precision, row.micro_batch_size) == (precision, size)
+        row.rows_per_s or 0.0 for row in decision.table if (row.precision, row.micro_batch_size) == (precision, size)
     )

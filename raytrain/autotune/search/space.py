@@ -33,7 +33,8 @@ class BatchSpace:
         budget_bytes: what one process may take; None: memory is not read.
         reference: the precision that others must beat.
         devices: measurements that may run at a time.
-        noise_rows: gradient noise scale in rows (`raytrain.autotune.search.noise_scale`); given, the search maximises goodput.
+        noise_rows: gradient noise scale in rows (`raytrain.autotune.search.noise_scale`); given, the search maximises
+            goodput.
         workers: of the run; with the size they make the global batch where it is free.
         gate_steps: real steps in which a lower precision is held against the reference before it is taken; 0: none.
     """
@@ -89,8 +90,8 @@ class Proposal:
         with_memory: the peak is wanted too.
         against: other candidates, to be measured with this one in turn, `passes` rounds
             (`raytrain.autotune.probe.step.StepProbe.measure_in_turn`); its peak, if it is wanted, first.
-        gate_steps: not 0: no measurement but the numeric gate, `raytrain.autotune.probe.numeric_gate.run_gate`, of this candidate
-            against the reference, so many steps.
+        gate_steps: not 0: no measurement but the numeric gate, `raytrain.autotune.probe.numeric_gate.run_gate`, of this
+            candidate against the reference, so many steps.
     """
 
     candidate: Candidate

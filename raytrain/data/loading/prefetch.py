@@ -81,9 +81,7 @@ class Ahead(Generic[Made]):
         start: a generator over wanted batches -> (wanted, pending), such as `begun_ahead` makes.
     """
 
-    def __init__(
-        self, start: Callable[[Iterator[Wanted]], Generator[tuple[Wanted, Pending[Made]]]]
-    ) -> None:
+    def __init__(self, start: Callable[[Iterator[Wanted]], Generator[tuple[Wanted, Pending[Made]]]]) -> None:
         self._start = start
         self._running: Generator[tuple[Wanted, Pending[Made]]] | None = None
         self._next: tuple[Wanted, Pending[Made]] | None = None

@@ -62,9 +62,7 @@ class StreamSplit:
         return self.split.partly(device, rows=rows)
 
 
-def place(
-    split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0
-) -> Split:
+def place(split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0) -> Split:
     """The split as training reads it; order and batches are the same for any storage.
 
     Args:

@@ -90,9 +90,7 @@ class StepBatches:
         tokens_per_batch: int | None = None,
     ) -> None:
         if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
-            raise ValueError(
-                f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world}"
-            )
+            raise ValueError(f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world}")
         self.split = split if storage is None else place(split, storage, device, resident_rows=resident_rows)
         self.seed = seed
         self.global_batch = global_batch

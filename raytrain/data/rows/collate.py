@@ -81,23 +81,16 @@ def collate(values: list[Any], *, key: str, path: str) -> Any:
     if isinstance(first, Mapping):
         for value in values:
             if value.keys() != first.keys():
-                seen = (
-                    f"items with the keys {sorted(first)} and {sorted(value)}{f' in {path}' if path else ''}"
-                )
+                seen = f"items with the keys {sorted(first)} and {sorted(value)}{f' in {path}' if path else ''}"
                 raise InputError(key, seen=seen, expected="the same keys in every item")
         return {name: collate([v[name] for v in values], key=key, path=_join(path, name)) for name in first}
     if isinstance(first, (list, tuple)) and all(len(value) == len(first) for value in values):
-        parts = [
-            collate(list(part), key=key, path=f"{path}[{i}]")
-            for i, part in enumerate(zip(*values, strict=True))
-        ]
+        parts = [collate(list(part), key=key, path=f"{path}[{i}]") for i, part in enumerate(zip(*values, strict=True))]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if dataclasses.is_dataclass(first):
         fields = [field.name for field in dataclasses.fields(first)]
         parts = {name: [getattr(value, name) for value in values] for name in fields}
-        return with_fields(
-            first, {n: collate(part, key=key, path=_join(path, n)) for n, part in parts.items()}
-        )
+        return with_fields(first, {n: collate(part, key=key, path=_join(path, n)) for n, part in parts.items()})
     return list(values)
 
 
@@ -137,9 +130,7 @@ def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | Ragge
     Its batches equal those of `collate_rows` bit for bit.
     """
     first = rows[0]
-    if any(
-        row.keys() != first.keys() or not all(isinstance(v, Tensor) for v in row.values()) for row in rows
-    ):
+    if any(row.keys() != first.keys() or not all(isinstance(v, Tensor) for v in row.values()) for row in rows):
         return None
     dense, ragged = {}, {}
     for name in first:

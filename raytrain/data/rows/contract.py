@@ -156,9 +156,7 @@ def split_off(split: Rows, fraction: float) -> tuple[Rows, Rows | None]:
     return split.select(train_rows), split.select(eval_rows)
 
 
-def facts_of(
-    train: Split, evaluation: Split | None, *, reason: str, vocab_size: int | None = None
-) -> DataFacts:
+def facts_of(train: Split, evaluation: Split | None, *, reason: str, vocab_size: int | None = None) -> DataFacts:
     """The sizes of two opened splits; `row_bytes` is a row as it is stored, not as it is gathered."""
     return DataFacts(
         train_rows=len(train),

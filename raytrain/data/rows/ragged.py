@@ -157,22 +157,16 @@ class RaggedSplit:
         dense = None if self.dense is None else self.dense.to(device)
         if dense is self.dense and all(moved[name] is column for name, column in self.ragged.items()):
             return self
-        return RaggedSplit(
-            moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
-        )
+        return RaggedSplit(moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
     def partly(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
         """The first `rows` rows on `device`, the others left on the host."""
         parts = {name: column.partly(device, rows=rows) for name, column in self.ragged.items()}
         dense = None if self.dense is None else self.dense.partly(device, rows=rows)
-        return RaggedSplit(
-            parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills
-        )
+        return RaggedSplit(parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
 
-def pad_rows(
-    values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float
-) -> tuple[Tensor, Tensor]:
+def pad_rows(values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float) -> tuple[Tensor, Tensor]:
     """Rows of `values` (N, ...) as (B, L, ...), padded with `fill`, and where they are real: (B, L) bool.
 
     L is known on the host, so that nothing is read back from the device.

@@ -168,7 +168,5 @@ def _bytes_of(value: Any) -> int:
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size
-    parts = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    )
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return sum(_bytes_of(part) if not isinstance(part, (int, float)) else FLOAT_BYTES for part in parts)

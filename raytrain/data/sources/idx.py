@@ -35,9 +35,7 @@ def idx_shape(data: bytes, *, path: str, key: str) -> tuple[int, ...]:
             expected="an IDX file (0000 08..)",
         )
     if data[2] != UNSIGNED_BYTE:
-        raise InputError(
-            key, seen=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)"
-        )
+        raise InputError(key, seen=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)")
     rank = data[3]
     if len(data) < 4 + 4 * rank:
         raise InputError(key, seen=f"{path} cut off in its header", expected=f"{rank} dimensions")
@@ -61,9 +59,7 @@ def _unzip(data: bytes, *, path: str, key: str) -> bytes:
     try:
         return gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(
-            key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one"
-        ) from error
+        raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one") from error
 
 
 IMAGES = {"ranks": (3, 4), "what": "images"}
@@ -77,9 +73,7 @@ def read_shape(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> tup
         try:
             data = zlib.decompressobj(wbits=31).decompress(data, HEADER_BYTES)
         except zlib.error as error:
-            raise InputError(
-                key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one"
-            ) from error
+            raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one") from error
     shape = idx_shape(data, path=path, key=key)
     _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
     return shape
@@ -140,9 +134,7 @@ def _sentence(train: int, evaluation: int, values: int) -> str:
     return f"IDX images of {values:,} bytes: {train:,} to train on, {evaluation:,} for evaluation"
 
 
-def open_idx(
-    images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float
-) -> Source:
+def open_idx(images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float) -> Source:
     """Images `x` (B, C, H, W) float32 in [0, 1] and `labels` (B,) int64; kept as bytes until gathered."""
     train, classes = _opened(images, labels, prefix="data.")
     evaluation: TensorSplit | None

@@ -49,9 +49,7 @@ def table_pair(
     names = class_names(tables, label)
     converted = [convert(train, choice, classes=names, key=keys[0])]
     if evaluation is not None:
-        missing = [
-            n for n in (*choice.stacked, *choice.named, label) if n and n not in evaluation.column_names
-        ]
+        missing = [n for n in (*choice.stacked, *choice.named, label) if n and n not in evaluation.column_names]
         if missing:
             raise InputError(keys[1], seen=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
         converted.append(convert(evaluation, choice, classes=names, key=keys[1]))
@@ -83,9 +81,7 @@ def columns_split(columns: TableColumns) -> RowSplit:
     if not columns.ragged:
         assert split is not None, "a choice of columns is never empty"
         return split
-    ragged = {
-        name: Ragged(host_tensor(values), offsets) for name, (values, offsets) in columns.ragged.items()
-    }
+    ragged = {name: Ragged(host_tensor(values), offsets) for name, (values, offsets) in columns.ragged.items()}
     return RaggedSplit(ragged, dense=split)
 
 
@@ -120,9 +116,7 @@ def object_split(data: Any, *, key: str) -> RowSplit:
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
         raise InputError(key, seen="a Ray Dataset", expected=KINDS, remedy="give its rows as a pyarrow Table")
-    if isinstance(
-        data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset, torch.Tensor, np.ndarray)
-    ):
+    if isinstance(data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset, torch.Tensor, np.ndarray)):
         raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
     if isinstance(data, (str, tuple)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
@@ -159,9 +153,7 @@ def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
         raise InputError(key, seen="0 rows", expected="at least one row")
     if len(set(rows.values())) > 1:
         seen = ", ".join(f"{count} in '{name}'" for name, count in rows.items())
-        raise InputError(
-            key, seen=f"different numbers of rows: {seen}", expected="the same number in every column"
-        )
+        raise InputError(key, seen=f"different numbers of rows: {seen}", expected="the same number in every column")
     labels = dense.get("labels")
     if labels is not None and labels.ndim == 1 and is_integer(labels):
         check_classes(labels.numpy(), name="labels", key=key)
@@ -188,9 +180,7 @@ def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
         if parts and all(part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts):
             offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
             return Ragged(torch.cat([part for part in parts if len(part)] or parts), offsets)
-    what = (
-        "a single number" if tensor is not None else f"a {type(values).__name__} that is no column of numbers"
-    )
+    what = "a single number" if tensor is not None else f"a {type(values).__name__} that is no column of numbers"
     raise InputError(key, seen=f"'{name}' is {what}", expected="tensors or arrays (rows, ...)")
 
 

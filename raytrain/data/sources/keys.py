@@ -35,11 +35,7 @@ def _are_paths(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(name, str) and name for name in value)
-    )
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(name, str) and name for name in value)
 
 
 def _is_name(value: Any) -> bool:
@@ -191,16 +187,10 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
     """
     if data.train is not None:
         if data.source is not None:
-            raise InputError(
-                "data.source", seen=f"{data.source} beside data.train", expected="one of the two"
-            )
+            raise InputError("data.source", seen=f"{data.source} beside data.train", expected="one of the two")
         if isinstance(data.train, bytes) and not isinstance(data.eval, (bytes, type(None))):
-            raise InputError(
-                "data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, as data.train"
-            )
-        return check_keys(
-            data.keys, memory_keys(data.train), owner=f"a {type(data.train).__name__} in memory"
-        )
+            raise InputError("data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, as data.train")
+        return check_keys(data.keys, memory_keys(data.train), owner=f"a {type(data.train).__name__} in memory")
     if data.eval is not None:
         raise InputError("data.eval", seen="an object without data.train", expected="both, or a source")
     if data.source is None:
@@ -210,9 +200,7 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
             expected=f"one of {', '.join(SOURCES)}, module:function, or data.train",
         )
     check_source(data.source)
-    return (
-        data.keys if is_own(data.source) else check_keys(data.keys, SOURCES[data.source], owner=data.source)
-    )
+    return data.keys if is_own(data.source) else check_keys(data.keys, SOURCES[data.source], owner=data.source)
 
 
 def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None]:
@@ -220,8 +208,6 @@ def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None
     given = {name: keys[name] is not None for name in ("eval_images", "eval_labels")}
     if any(given.values()) and not all(given.values()):
         missing = next(name for name, there in given.items() if not there)
-        raise InputError(
-            f"data.{missing}", seen="no value", expected="a path: eval_images and eval_labels go together"
-        )
+        raise InputError(f"data.{missing}", seen="no value", expected="a path: eval_images and eval_labels go together")
     images, labels, eval_images, eval_labels = (as_paths(keys[name])[:1] for name in SOURCES["idx"])
     return images[0], labels[0], next(iter(eval_images), None), next(iter(eval_labels), None)

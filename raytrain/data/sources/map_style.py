@@ -82,8 +82,8 @@ class DatasetSplit:
     def to(self, device: torch.device | str) -> RowSplit:
         """Every item read and converted once, then kept: as tensors on `device` where the shapes allow it.
 
-        A random transform inside the dataset is drawn once and for all by this. (`raytrain.data.loading.prepare.read_whole`
-        does it with progress, and draws from seeds.)
+        A random transform inside the dataset is drawn once and for all by this.
+        (`raytrain.data.loading.prepare.read_whole` does it with progress, and draws from seeds.)
         """
         rows = self.read(np.arange(len(self.rows)))
         split = tensor_split(rows, key=self.key) or ItemSplit(rows, key=self.key)

@@ -83,9 +83,7 @@ def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
 
 
 def _open_stdlib(text: bytes, data: DataConfig, context: int | None) -> Source:
-    return text_source(
-        text, context=context, eval_fraction=data.eval_fraction, origin=STDLIB, key="data.max_bytes"
-    )
+    return text_source(text, context=context, eval_fraction=data.eval_fraction, origin=STDLIB, key="data.max_bytes")
 
 
 def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> Source:

@@ -1,10 +1,11 @@
 """A Ray Dataset that a user's function returns: written once as Parquet, then read like any other.
 
 Ray Data's own iterator has no order that a seed fixes and no way to begin in the middle of an epoch, which an exact
-resume needs; row groups on shared storage have both (`raytrain.data.sources.row_groups`). What was written stays, under a name made
-of the function and its keys, so that a resumed run reads the same rows in the same order.
+resume needs; row groups on shared storage have both (`raytrain.data.sources.row_groups`). What was written stays, under
+a name made of the function and its keys, so that a resumed run reads the same rows in the same order.
 
-A process of its own calls the function (`python -m raytrain.data.sources.ray_dataset`), in a small cluster on this machine or
+A process of its own calls the function (`python -m raytrain.data.sources.ray_dataset`), in a small cluster on this
+machine or
 in that of RAY_ADDRESS: Ray Data starts Ray as soon as it is used, and the run's own cluster comes later.
 """
 

@@ -43,9 +43,7 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise InputError(
-            key, seen=f"columns of different types: {error}", expected="one type a column"
-        ) from error
+        raise InputError(key, seen=f"columns of different types: {error}", expected="one type a column") from error
     if not table.num_rows:
         raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return table
@@ -78,9 +76,7 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
             return json.read_json(stream)
     except pa.ArrowException as error:
         message = str(error).splitlines()[0]
-        raise InputError(
-            key, seen=f"{path}, which cannot be read: {message}", expected=f"a {kind} file"
-        ) from error
+        raise InputError(key, seen=f"{path}, which cannot be read: {message}", expected=f"a {kind} file") from error
     except OSError as error:
         raise unreadable(path, error, key=key) from error
 
@@ -99,9 +95,7 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
                 opened = parquet.ParquetFile(file)
                 meta, schema = opened.metadata, schema or opened.schema_arrow
         except pa.ArrowException as error:
-            raise InputError(
-                key, seen=f"{path}: {str(error).splitlines()[0]}", expected="a parquet file"
-            ) from error
+            raise InputError(key, seen=f"{path}: {str(error).splitlines()[0]}", expected="a parquet file") from error
         rows += meta.num_rows
         for group in range(meta.num_row_groups):
             for number in range(meta.num_columns):
@@ -175,13 +169,9 @@ def is_text(kind: Any) -> bool:
 
 def class_names(tables: Sequence[Any], label: str | None) -> tuple[str, ...] | None:
     """The sorted names of a label of strings over all tables; None where the label is no string."""
-    if label is None or not all(
-        label in table.column_names and is_text(table[label].type) for table in tables
-    ):
+    if label is None or not all(label in table.column_names and is_text(table[label].type) for table in tables):
         return None
-    return tuple(
-        sorted({name for table in tables for name in table[label].unique().to_pylist() if name is not None})
-    )
+    return tuple(sorted({name for table in tables for name in table[label].unique().to_pylist() if name is not None}))
 
 
 def _listed(names: Sequence[str], most: int = 20) -> str:

@@ -23,7 +23,6 @@ class ReadsWeights(RuntimeError):
     """What the headers say is not enough: the weights must be read to know whether they fit."""
 
 
-
 @contextlib.contextmanager
 def quiet() -> Iterator[Any]:
     """transformers, which inside neither draws progress bars nor reports what it loads: what is wrong is raised."""

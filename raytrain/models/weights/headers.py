@@ -117,9 +117,7 @@ def _of_checkpoint(store: Store, *, key: str) -> StoredWeights:
     return replace(found, shapes=shapes, aliases=tied)
 
 
-def _of_files(
-    store: Store, files: list[str], *, origin: str, key: str, split: tuple[str, ...] = ()
-) -> StoredWeights:
+def _of_files(store: Store, files: list[str], *, origin: str, key: str, split: tuple[str, ...] = ()) -> StoredWeights:
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     for file in files:

@@ -48,9 +48,7 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
     return loop.global_batch_size
 
 
-def choose_batches(
-    loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1
-) -> dict[str, Resolved]:
+def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], splits: int = 1) -> dict[str, Resolved]:
     """micro_batch_size, accumulation (micro-batches of the busiest worker) and effective_batch.
 
     Micro-batches of one global batch go to the workers in order, as evenly as whole ones can.

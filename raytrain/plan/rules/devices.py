@@ -131,9 +131,7 @@ def _refuse_contradiction(scale: ScaleConfig, text: str) -> None:
     raise InputError("scale.accelerator", seen=text, expected=expected)
 
 
-def _mode(
-    scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bool, warnings: list[str]
-) -> Resolved:
+def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bool, warnings: list[str]) -> Resolved:
     """cpu, single_gpu or multi_gpu; what was asked for and is not there becomes the nearest that is."""
     if scale.mode == "cpu":
         return Resolved("cpu", "scale.mode")
@@ -213,9 +211,7 @@ def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: lis
     return Resolved(list(precision.fp32_layers), "precision.fp32_layers")
 
 
-def _measured_precision(
-    machines: Machines, inventory: Inventory, capability: tuple[int, int] | None
-) -> Choice:
+def _measured_precision(machines: Machines, inventory: Inventory, capability: tuple[int, int] | None) -> Choice:
     """`auto`: what the hardware has an instruction for is compared with fp32 on the real model."""
     how = "measured on the real model by the workers, and kept only if its numbers hold"
     if machines.on_gpu:

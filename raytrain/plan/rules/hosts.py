@@ -21,10 +21,8 @@ CPU_HOSTS = 2
 """On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""
 
 
-def choose_hosts(
-    asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int
-) -> Resolved:
-    """"none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
+def choose_hosts(asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int) -> Resolved:
+    """ "none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
 
     Args:
         asked: `experts.hosts`, or None for a dense model.

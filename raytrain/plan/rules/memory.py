@@ -157,9 +157,7 @@ def told(parts: dict[str, int]) -> str:
     return " + ".join(f"{name} {size_text(value)}" for name, value in parts.items() if value)
 
 
-def _experts(
-    facts: ExpertFacts | None, place: Any, held: Sequence[Held], optim: OptimConfig, *, dtype: str
-) -> Choice:
+def _experts(facts: ExpertFacts | None, place: Any, held: Sequence[Held], optim: OptimConfig, *, dtype: str) -> Choice:
     """Where the experts are at the start, with the bytes of each holder and of one expert."""
     if place == "none":
         return Resolved(None, "the model has no experts")

@@ -94,9 +94,7 @@ def beyond(allowed: int | None, estimate: Choice, one_row: Choice, *, measured: 
     return [f"{told}, but it may take {size_text(allowed)}: {remedy}"]
 
 
-def doubt_of_memory(
-    model_facts: ModelFacts | None, memory: Choice, allowed: int | None, *, on_gpu: bool
-) -> str | None:
+def doubt_of_memory(model_facts: ModelFacts | None, memory: Choice, allowed: int | None, *, on_gpu: bool) -> str | None:
     """Why the micro-batch that `auto` stands for should be measured before it is used; None where it need not be."""
     if on_gpu:
         return "a GPU's free memory is known to its allocator alone"

@@ -83,9 +83,7 @@ def loss_trend(records: RunRecords) -> list[Finding]:
     if ends is None:
         return []
     first, last = ends
-    seen = (
-        f"{plain_number(first)} at the start, {plain_number(last)} at the end (means of a tenth of the log)"
-    )
+    seen = f"{plain_number(first)} at the start, {plain_number(last)} at the end (means of a tenth of the log)"
     if last > first + 0.5 * abs(first):
         remedy = "Lower optim.lr or lengthen optim.warmup_steps."
         return [Finding("error", "The training loss diverged", seen, remedy)]
@@ -124,9 +122,7 @@ def non_finite(records: RunRecords) -> list[Finding]:
     shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
     evidence = f"{total} of {int(rows[-1]['step']):,} steps; in the log rows of step {shown}"
     if records.planned("precision") == "fp16" and total <= 20:
-        return [
-            Finding("info", "Non-finite steps were skipped", evidence + "; usual while fp16's scale settles")
-        ]
+        return [Finding("info", "Non-finite steps were skipped", evidence + "; usual while fp16's scale settles")]
     if total <= 2:
         return [Finding("info", "Non-finite steps were skipped", evidence)]
     remedy = "Lower optim.lr, set optim.max_grad_norm or raise precision.dtype; look at the data there."
@@ -158,9 +154,7 @@ def fall_backs(records: RunRecords) -> list[Finding]:
         for row in records.of_kind("decision", "fallback")
         if row["kind"] == "fallback" or row.get("value") == "raise_precision" or row.get("what") == "rollback"
     ]
-    found = [
-        Finding("warning", "Fell back during the run", cause_of(row) or str(row.get("kind"))) for row in rows
-    ]
+    found = [Finding("warning", "Fell back during the run", cause_of(row) or str(row.get("kind"))) for row in rows]
     return found + [Finding("info", "Noted in the plan", line) for line in records.warnings]
 
 

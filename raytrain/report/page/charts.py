@@ -170,9 +170,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 def _svg_curve(curve: Curve, frame: _Frame) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in _thinned(curve.points)]
     dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-    path = (
-        f'<path class="dot {curve.colour}" d="{dots}"/>' if curve.style == "dots" or len(places) == 1 else ""
-    )
+    path = f'<path class="dot {curve.colour}" d="{dots}"/>' if curve.style == "dots" or len(places) == 1 else ""
     if len(places) > 1:
         joined = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         kind = "line" if curve.style == "dots" else curve.style
@@ -185,17 +183,13 @@ def _svg_mark(mark: Mark, frame: _Frame) -> str:
     return f'<path class="{mark.kind}" d="M{frame.x(mark.x):.1f} {top}V1000"/>'
 
 
-def _labels(
-    x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str]
-) -> str:
+def _labels(x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, tick: Callable[[float], str]) -> str:
     ys = (f'<span class="yt" style="top:{frame.y(y) / 10:.2f}%">{esc(tick(y))}</span>' for y in y_ticks)
     xs = (f'<span class="xt" style="left:{frame.x(x) / 10:.2f}%">{short(x)}</span>' for x in x_ticks)
     return "".join(ys) + "".join(xs)
 
 
-def _bands(
-    curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write: Callable[[float], str]
-) -> str:
+def _bands(curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write: Callable[[float], str]) -> str:
     """Hover bands over the plot, each with a hair line and the values at its step."""
     steps = sorted({x for curve in curves for x, _ in curve.points})
     if len(steps) > _BANDS:

@@ -40,17 +40,13 @@ def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None
     links = "".join(f'<a href="#{key}">{esc(title)}</a>' for key, title, _ in shown)
     body = "".join(f'<section id="{key}"><h2>{esc(title)}</h2>{body}</section>' for key, title, body in shown)
     head = _head(records, summary)
-    return page(
-        f"{records.name} - raytrain", f"{head}<nav>{links}</nav>{_tiles(summary)}{body}{_foot(records)}"
-    )
+    return page(f"{records.name} - raytrain", f"{head}<nav>{links}</nav>{_tiles(summary)}{body}{_foot(records)}")
 
 
 def _head(records: RunRecords, summary: dict[str, Any]) -> str:
     state = outcome(records)
     tone = TONES.get(state.status, "info")
-    began = next((number(row.get("time")) for row in records.events), None) or number(
-        records.environment.get("time")
-    )
+    began = next((number(row.get("time")) for row in records.events), None) or number(records.environment.get("time"))
     facts = [
         f"started {datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC" if began else "",
         f"host {records.environment['host']}" if records.environment.get("host") else "",
@@ -72,10 +68,7 @@ def _tiles(summary: dict[str, Any]) -> str:
     accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
     again = (summary["attempts"] or 0) > 1
     spent = "all attempts" if again else f"{seconds(summary.get('startup_s'))} of it start-up"
-    p50, p95 = (
-        seconds(ms / 1000) if ms is not None else ""
-        for ms in (summary["step_ms_p50"], summary["step_ms_p95"])
-    )
+    p50, p95 = (seconds(ms / 1000) if ms is not None else "" for ms in (summary["step_ms_p50"], summary["step_ms_p95"]))
     tiles = [
         ("Final loss", _figure(summary["final_loss"]), f"first {_figure(summary['first_loss'])}"),
         ("Best eval loss", _figure(summary["best_eval_loss"]), best_at),
@@ -121,9 +114,7 @@ def marks(records: RunRecords) -> list[Mark]:
     """Restarts and checkpoints as marks on the step axis."""
     again = [row for row in records.of_kind("attempt")[1:] if number(row.get("from_step")) is not None]
     saved = [row for row in records.of_kind("checkpoint", "save") if number(row.get("step")) is not None]
-    restarts = [
-        Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again
-    ]
+    restarts = [Mark(float(row["from_step"]), f"attempt {row.get('attempt', '')}", "restart") for row in again]
     return restarts + [Mark(float(row["step"]), "checkpoint") for row in saved]
 
 
@@ -153,9 +144,7 @@ def _trends(records: RunRecords) -> list[str]:
         Curve("eval", series(records.evals, "accuracy"), "c2", "dots"),
         Curve("train", series(rows, "accuracy"), "c1"),
     ]
-    unit, name = (
-        (2**30, "GiB") if max(values(rows, "peak_memory_bytes"), default=0) >= 2**30 else (2**20, "MiB")
-    )
+    unit, name = (2**30, "GiB") if max(values(rows, "peak_memory_bytes"), default=0) >= 2**30 else (2**20, "MiB")
     memory = [(step, used / unit) for step, used in series(rows, "peak_memory_bytes")]
     found = [
         ("Accuracy", accuracy, {"write": lambda y: f"{y:.2%}", "tick": lambda y: f"{y:.3g}"}),
@@ -166,9 +155,7 @@ def _trends(records: RunRecords) -> list[str]:
         ("Expert load", [Curve("busiest / mean", loads, "c7"), hosts], {}),
         ("Peak memory", [Curve(f"{name} per worker", memory, "c8")], {"from_zero": True}),
     ]
-    return [
-        chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)
-    ]
+    return [chart(title, curves, **how) for title, curves, how in found if any(len(c.points) > 1 for c in curves)]
 
 
 def _pictures(pictures: Mapping[str, bytes]) -> str:

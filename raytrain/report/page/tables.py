@@ -30,9 +30,7 @@ def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, 
     """
     head = "".join(f'<th scope="col" class="{kind}">{esc(title)}</th>' for title, kind in columns)
     body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{c[1]}">{cell}</td>' for c, cell in zip(columns, row, strict=True))
-        + "</tr>"
+        "<tr>" + "".join(f'<td class="{c[1]}">{cell}</td>' for c, cell in zip(columns, row, strict=True)) + "</tr>"
         for row in rows
     )
     kind = ' class="stack"' if stack else ""
@@ -195,9 +193,7 @@ def _event_words(kind: str, row: Row) -> tuple[str, str]:
         )
     fields = {key: seen for key, seen in row.items() if key not in hidden and seen not in (None, [], {}, "")}
     told = {key: _brief(seen, key) for key, seen in fields.items()}
-    more = ", ".join(
-        f"{label(key)} {seen}" for key, seen in told.items() if len(seen) < 4 or seen not in text
-    )
+    more = ", ".join(f"{label(key)} {seen}" for key, seen in told.items() if len(seen) < 4 or seen not in text)
     if kind == "attempt":  # where it begins says more than why, which is a matter of later ones
         return more, text if (number(row.get("attempt")) or 1) > 1 else ""
     return (text, more) if text else (more, "")
@@ -214,16 +210,11 @@ def machine(records: RunRecords) -> str:
     """Hardware, versions, commit and the checks made before the start."""
     seen = records.environment
     git, cores = mapping(seen.get("git")), seen.get("cores")
-    flags = (
-        ", ".join(name for name, on in mapping(seen.get("cpu_flags")).items() if on) or "no bf16 instructions"
-    )
-    versions = ", ".join(
-        f"{name} {version}" for name, version in mapping(seen.get("versions")).items() if version
-    )
+    flags = ", ".join(name for name, on in mapping(seen.get("cpu_flags")).items() if on) or "no bf16 instructions"
+    versions = ", ".join(f"{name} {version}" for name, version in mapping(seen.get("versions")).items() if version)
     pairs = {
         "Host": seen.get("host"),
-        "Accelerators": ", ".join(str(name) for name in listed(seen.get("gpus")))
-        or ("none" if seen else None),
+        "Accelerators": ", ".join(str(name) for name in listed(seen.get("gpus"))) or ("none" if seen else None),
         "CPU": f"{seen.get('cpu_model')}, {cores} cores, {flags}" if seen.get("cpu_model") else None,
         "Memory": size(number(seen.get("memory_bytes"))) if seen.get("memory_bytes") else None,
         "Driver": seen.get("driver"),
@@ -264,9 +255,7 @@ def configuration(records: RunRecords) -> str:
         parts.append(f"<details><summary>{len(rest)} keys at their defaults</summary>{inner}</details>")
     if records.job_text:
         inner = f'<div class="card"><pre>{esc(records.job_text.rstrip())}</pre></div>'
-        parts.append(
-            f"<details{'' if given else ' open'}><summary>job.yaml as given</summary>{inner}</details>"
-        )
+        parts.append(f"<details{'' if given else ' open'}><summary>job.yaml as given</summary>{inner}</details>")
     return "".join(parts)
 
 

@@ -63,7 +63,7 @@ class PartStatus:
 
     @property
     def achieved(self) -> str:
-        """"compiled", "partly" (some graphs or frames run eager), "eager", or "not run"."""
+        """ "compiled", "partly" (some graphs or frames run eager), "eager", or "not run"."""
         if self.calls:
             return "partly" if self.reason else "compiled"
         return "eager" if self.entered else "not run"

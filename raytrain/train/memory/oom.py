@@ -49,7 +49,8 @@ class Shortage:
 
 class StepDropped(OutOfMemory):
     """Every process has dropped the passes that it was in, because some had no memory for them. Nothing of them is
-    left; generators and buffers are the caller's to put back (`raytrain.train.memory.undo`). All workers raise it together."""
+    left; generators and buffers are the caller's to put back (`raytrain.train.memory.undo`). All workers raise it
+    together."""
 
     def __init__(self, shortages: list[Shortage]) -> None:
         self.shortages = shortages

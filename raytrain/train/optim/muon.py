@@ -43,9 +43,7 @@ class Muon(Eager, torch.optim.Optimizer):
         ValueError: a parameter of another shape.
     """
 
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.1, momentum: float = 0.95
-    ) -> None:
+    def __init__(self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.ndim not in (2, 3):

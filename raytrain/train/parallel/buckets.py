@@ -1,8 +1,9 @@
 """The sums of a step's gradients over the workers, bucket by bucket: after its last backward, or begun inside it.
 
-A bucket is one of the flat buffers of `raytrain.train.parallel.flat_gradients`, and is one all-reduce either way: what overlap changes is
-when it begins, so that every number is the same to the last bit. (torch's DistributedDataParallel does the same with
-hooks in C++, and rebuilds its buckets after the first backward, which changes the order of summation.)
+A bucket is one of the flat buffers of `raytrain.train.parallel.flat_gradients`, and is one all-reduce either way: what
+overlap changes is when it begins, so that every number is the same to the last bit. (torch's DistributedDataParallel
+does the same with hooks in C++, and rebuilds its buckets after the first backward, which changes the order of
+summation.)
 
 Workers begin the same buckets in the same order, whatever each of them has computed by then: a bucket begins when it is
 whole here and all before it have begun, or after the passes. So nothing hangs where workers have different numbers of

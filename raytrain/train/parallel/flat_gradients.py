@@ -19,6 +19,7 @@ BUCKET_BYTES = 64 * 2**20
 #: the norm of, and a copy that stays in the cache costs a tenth of one that does not.
 NORM_PIECE = 2**18
 
+
 class GradientBuffers:
     """Flat gradient buffers whose views are the parameters' `.grad`.
 

@@ -59,9 +59,7 @@ def gradients(made: MoELayer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     made.zero_grad()
     x.grad = None
     (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return {"x": x.grad.clone()} | {
-        n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None
-    }
+    return {"x": x.grad.clone()} | {n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(

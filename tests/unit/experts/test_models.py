@@ -109,9 +109,7 @@ def test_counts_metrics_and_bias_go_through_the_trainable() -> None:
     counts = made.counts()
     valid = int((batch["labels"] != -100).sum())
     assert [int(part.sum()) for part in counts.split(6)] == [2 * valid, 2 * valid]
-    before = {
-        name: value.clone() for name, value in made.module.state_dict().items() if name.endswith("bias_E")
-    }
+    before = {name: value.clone() for name, value in made.module.state_dict().items() if name.endswith("bias_E")}
     assert len(before) == 2 and made.log_metrics() == {}
     made.commit(committed(counts))
     assert not made.counts().any()
@@ -149,9 +147,7 @@ def test_both_models_learn() -> None:
 
 
 def test_shared_expert_and_hidden_width_are_as_the_section_says() -> None:
-    made = moe_gpt(
-        **SIZES, experts=ExpertsConfig(num_experts=3, hidden=20, shared_expert=True, activation="swiglu")
-    )
+    made = moe_gpt(**SIZES, experts=ExpertsConfig(num_experts=3, hidden=20, shared_expert=True, activation="swiglu"))
     layer = made.module.blocks[0].feed_forward
     assert layer.experts.w1.shape == (3, 20, 16)
     assert layer.shared.w3.shape == (20, 16) and layer.shared.gate is None
@@ -180,16 +176,12 @@ def test_the_models_build_and_run_under_autocast_and_on_the_meta_device() -> Non
 
 
 def test_mistakes_name_their_key() -> None:
-    with pytest.raises(
-        InputError, match=r"experts\.top_k: seen 5, expected at most experts\.num_experts, 4"
-    ):
+    with pytest.raises(InputError, match=r"experts\.top_k: seen 5, expected at most experts\.num_experts, 4"):
         moe_gpt(**SIZES, experts=ExpertsConfig(top_k=5))
     with pytest.raises(InputError, match=r"experts\.capacity_factor: seen 1\.25, expected null"):
         moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig(capacity_factor=1.25))
     with pytest.raises(ValueError, match="num_features"):
         moe_mlp(experts=ExpertsConfig())
-    with pytest.raises(
-        InputError, match=r"data\.source: seen batches with the keys \['input_ids', 'labels'\]"
-    ):
+    with pytest.raises(InputError, match=r"data\.source: seen batches with the keys \['input_ids', 'labels'\]"):
         made = moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig())
         made.loss(made.module, padded())

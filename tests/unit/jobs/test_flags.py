@@ -369,7 +369,9 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     place.patch.setattr(command, "connected", connected)
     place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(trainer, "make_link", lambda: link)
-    place.patch.setattr("experts.hosts.reserve.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s))
+    place.patch.setattr(
+        "experts.hosts.reserve.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s)
+    )
     for name in ("TorchTrainer", "LocalTrainer"):
         place.patch.setattr(trainer, name, Trains)
     place.patch.setattr("ray.put", lambda value: value)
@@ -425,6 +427,8 @@ def experts(part: str, first: str, second: str, *beside: str) -> Flag:
 SGD = ("optim.name=sgd",)
 OFTEN = ("loop.eval_every=1", "data.eval_fraction=0.5", "optim.lr=0.001")
 UNHELD = ("scale.mode=auto",)
+
+
 def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """What a sweep would try, without Ray: its trials, how many beside each other, what of earlier ones it takes."""
     seen: dict[str, Any] = {"refused": ""}

@@ -85,9 +85,7 @@ def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> Non
         "heavy = [name for name in ('torch', 'ray', 'matplotlib') if name in sys.modules]\n"
         "print(code, heavy, file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == "0 []"
     record = json.loads(done.stdout)
     plan = Plan.from_json(record)
@@ -99,9 +97,7 @@ def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> Non
     assert plan.parameters.value == plan.model_facts.parameters > 256 * 8
 
 
-def test_a_users_model_is_sized_only_when_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_model_is_sized_only_when_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "own_plan_model.py", OWN_MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -199,9 +195,7 @@ def test_relative_paths_are_the_drivers(tmp_path: Path, monkeypatch: pytest.Monk
     assert data.keys["path"][0] == "a.txt"
 
 
-def test_a_users_keys_are_paths_only_where_they_name_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_keys_are_paths_only_where_they_name_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "here.txt", "x")
     data = DataConfig(source="a:b", train_file="here.txt", eval_file="gone.txt", split="here.txt")
@@ -269,9 +263,7 @@ def test_the_table_shows_values_reasons_warnings_and_sources(tmp_path: Path) -> 
     assert "optim.lr" not in [line.split(" ")[0] for line in lines]
 
 
-def test_the_verb_plans_for_machines_one_does_not_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_plans_for_machines_one_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
     nodes = write(tmp_path / "nodes.yaml", NODES)
     assert plan_verb(path, ["scale.accelerator=A100"], as_json=True, inventory_file=nodes) == 0
@@ -312,9 +304,7 @@ def test_a_device_that_is_not_there_ends_the_command_with_what_is(tmp_path: Path
     assert (there.returncode, "single_gpu" in there.stdout) == (0, True)
 
 
-def test_only_the_picked_gpus_are_shown_to_a_local_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_picked_gpus_are_shown_to_a_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = write(tmp_path / "nodes.yaml", NODES.replace("- {host: b, cpus: 8, memory_gib: 32}", ""))
     inventory = inventory_from_file(nodes)
 

@@ -72,7 +72,8 @@ class ShardedReduction:
         """As in `raytrain.train.parallel.reduction.Reduction`: every pass is alike."""
 
     def sum_of_squares(self) -> Tensor:
-        """As in `raytrain.train.parallel.reduction.Reduction`: over all shards, and not finite where the loss of a worker was not."""
+        """As in `raytrain.train.parallel.reduction.Reduction`: over all shards, and not finite where the loss of a
+        worker was not."""
         squares = self.gradients.sum_of_squares()
         squares = torch.where(self._bad, torch.full_like(squares, torch.nan), squares)
         self._workers.sum_([squares])

@@ -73,4 +73,3 @@ def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 @torch.no_grad()
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.detach()
-

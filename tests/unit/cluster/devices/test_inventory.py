@@ -120,9 +120,7 @@ def test_the_local_inventory_describes_this_machine() -> None:
     assert json.loads(json.dumps(inventory.to_json())) == inventory.to_json()
 
 
-def ray_row(
-    host: str, *, gpus: int, kind: str | None = None, alive: bool = True, **extra: Any
-) -> dict[str, Any]:
+def ray_row(host: str, *, gpus: int, kind: str | None = None, alive: bool = True, **extra: Any) -> dict[str, Any]:
     resources: dict[str, float] = {"CPU": 8.0, "memory": 64e9}
     if gpus:
         resources["GPU"] = float(gpus)

@@ -30,9 +30,7 @@ AFTER = placed(2, ((0,), (1,), (1,)), ((1,), (1, 0)))
 
 def shard_of(placement: Placement, host: int) -> ExpertShard:
     """Drawn weights, the same for an expert wherever it is, and one step of AdamW."""
-    shard = ExpertShard(
-        SHAPES, placement, host, optim=OptimConfig(), dtype=torch.float64, device=torch.device("cpu")
-    )
+    shard = ExpertShard(SHAPES, placement, host, optim=OptimConfig(), dtype=torch.float64, device=torch.device("cpu"))
     for layer, expert in shard.held():
         draw = torch.Generator().manual_seed(10 * layer + expert)
         for view in shard.weights_of((layer, expert)).values():

@@ -14,9 +14,7 @@ from experts.routing.router import TopKRouter
 D, E = 6, 5
 
 
-def router(
-    top_k: int = 2, *, seed: int = 0, width: int = D, num_experts: int = E, **options: object
-) -> TopKRouter:
+def router(top_k: int = 2, *, seed: int = 0, width: int = D, num_experts: int = E, **options: object) -> TopKRouter:
     torch.manual_seed(seed)
     made = TopKRouter(width, num_experts, top_k, **options).double()
     torch.nn.init.normal_(made.weight, std=1.0)
@@ -76,9 +74,7 @@ def test_temperature_sharpens_the_weights() -> None:
     ],
 )
 @pytest.mark.parametrize("padded", [False, True])
-def test_auxiliary_loss_adds_up_over_any_split(
-    scope: str, score: str, balance: str, z: float, padded: bool
-) -> None:
+def test_auxiliary_loss_adds_up_over_any_split(scope: str, score: str, balance: str, z: float, padded: bool) -> None:
     layer = router(score=score, balance=balance, balance_scope=scope, balance_weight=0.3, z_loss_weight=z)
     layer.shares_E.copy_(torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0]))
     x, lengths = tokens(), torch.tensor([7, 3, 5, 1]) if padded else torch.full((4,), 7)
@@ -111,9 +107,7 @@ def test_balance_loss_follows_its_formula_and_its_gradient_lowers_it() -> None:
 def test_z_loss_is_the_mean_square_of_the_log_partition() -> None:
     layer, x = router(balance="none", z_loss_weight=0.25), tokens()
     logits = x.flatten(0, 1) @ layer.weight.T
-    assert layer(x).aux.item() == pytest.approx(
-        0.25 * torch.logsumexp(logits, 1).square().mean().item(), abs=1e-14
-    )
+    assert layer(x).aux.item() == pytest.approx(0.25 * torch.logsumexp(logits, 1).square().mean().item(), abs=1e-14)
 
 
 def test_no_auxiliary_loss_is_none() -> None:

@@ -11,13 +11,13 @@ from jobs.job.named_devices import named_devices
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
 
-CODE = '''raise SystemExit("the plan runs nothing of this")
+CODE = """raise SystemExit("the plan runs nothing of this")
 def build(width):
     model = make(width).cuda()
     return model.to("cuda:0")
 def rows():
     return torch.zeros(4, device="cuda"), torch.zeros(4, device="cpu"), table.to("csv")
-'''
+"""
 
 
 @pytest.mark.parametrize(

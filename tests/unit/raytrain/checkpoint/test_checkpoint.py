@@ -60,9 +60,7 @@ def assert_same(left, right) -> None:
     """Equal in type, order and every bit."""
     if isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype and left.shape == right.shape
-        assert left.contiguous().reshape(-1).view(torch.uint8).equal(
-            right.contiguous().reshape(-1).view(torch.uint8)
-        )
+        assert left.contiguous().reshape(-1).view(torch.uint8).equal(right.contiguous().reshape(-1).view(torch.uint8))
     elif isinstance(left, np.ndarray):
         assert left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     elif isinstance(left, dict):

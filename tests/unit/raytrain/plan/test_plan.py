@@ -33,9 +33,7 @@ GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}
 
 
-def gpu(
-    index: int, name: str = "NVIDIA A100-SXM4-80GB", capability: tuple[int, int] | None = (8, 0)
-) -> Device:
+def gpu(index: int, name: str = "NVIDIA A100-SXM4-80GB", capability: tuple[int, int] | None = (8, 0)) -> Device:
     return Device("cuda", name, 80 * GIB, capability, f"GPU-{index}", index)
 
 
@@ -174,9 +172,7 @@ def test_device_strings(text: str | None, inventory: Inventory, device: str, wor
         ("cuda:0", FOUR_GPUS, "an index names one device of one machine"),
     ],
 )  # fmt: skip
-def test_a_device_that_does_not_exist_is_refused_with_what_does(
-    text: str, inventory: Inventory, said: str
-) -> None:
+def test_a_device_that_does_not_exist_is_refused_with_what_does(text: str, inventory: Inventory, said: str) -> None:
     assert said in refused("scale.accelerator", inventory=inventory, scale={"accelerator": text})
 
 
@@ -304,9 +300,7 @@ def test_auto_precision_by_capability_and_measurement(inventory: Inventory, expe
         (CPU, "tf32", "fp32"),
     ],
 )
-def test_a_format_the_device_lacks_is_recorded_or_refused(
-    inventory: Inventory, asked: str, instead: str
-) -> None:
+def test_a_format_the_device_lacks_is_recorded_or_refused(inventory: Inventory, asked: str, instead: str) -> None:
     made = plan(inventory, precision={"dtype": asked})
     assert value(made, "precision") == instead
     assert reason(made, "precision").startswith(f"fell back: {asked} was asked for")
@@ -527,9 +521,7 @@ def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
         ({"name": "sgd", "momentum": 0.0}, "fp32", 4000 * 2 + 320, 4000),
     ],
 )
-def test_memory_and_checkpoint_by_formula(
-    optim: dict[str, Any], dtype: str, memory: int, checkpoint: int
-) -> None:
+def test_memory_and_checkpoint_by_formula(optim: dict[str, Any], dtype: str, memory: int, checkpoint: int) -> None:
     inventory = machines(node(), flags={"amx_bf16": True})
     made = plan(inventory, optim=optim, precision={"dtype": dtype}, data={"storage": "stream"})
     assert value(made, "memory") == memory + PROCESS_BYTES

@@ -151,11 +151,7 @@ def test_summary_text_and_json_have_the_same_fields_and_values(tmp_path: Path):
     assert list(text) == list(twin)
     for name, value in twin.items():
         shown = text[name]
-        assert (
-            shown == value
-            if isinstance(value, str)
-            else (None if shown == "-" else json.loads(shown)) == value
-        )
+        assert shown == value if isinstance(value, str) else (None if shown == "-" else json.loads(shown)) == value
     expected = {
         "status": "done", "mode": "cpu", "devices": "2 x cpu (A CPU)", "strategy": "data_parallel",
         "precision": "bf16", "micro_batch": 4, "accumulation": 1, "effective_batch": 8, "experts_first": 4,
@@ -221,9 +217,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
 
 
 def test_a_run_that_failed_before_anything_was_planned(tmp_path: Path):
-    run = write(
-        tmp_path, {"job.yaml": "name: x\n", "result.json": {"status": "failed", "reason": "OutOfMemory: no"}}
-    )
+    run = write(tmp_path, {"job.yaml": "name: x\n", "result.json": {"status": "failed", "reason": "OutOfMemory: no"}})
     page = Page(Path(build_report(run)).read_text())
     assert "Failed after step 0: OutOfMemory: no" in page.text
     assert "Lower loop.micro_batch_size" in page.text
@@ -255,9 +249,7 @@ def test_a_running_run_is_running_even_beside_an_older_result(tmp_path: Path):
 
 def test_events_of_one_kind_in_a_row_are_drawn_together(tmp_path: Path):
     contents = files()
-    contents["events.jsonl"] += [
-        {"kind": "checkpoint", "time": 120.0 + n, "step": 10 + n} for n in range(1, 7)
-    ]
+    contents["events.jsonl"] += [{"kind": "checkpoint", "time": 120.0 + n, "step": 10 + n} for n in range(1, 7)]
     assert "checkpoint 6 times, steps 11 to 16" in page_of(write(tmp_path, contents)).text
 
 

@@ -67,9 +67,7 @@ def test_a_decision_of_the_run_replaces_the_plan_and_the_newest_counts(tmp_path:
     ]
     probe = {"precision": {"value": "fp16", "reason": "measured"}}
     plan = {"choices": dict.fromkeys(names, waiting)}
-    records = read_records(
-        write(tmp_path, {"plan.json": plan, "events.jsonl": events, "memory_probe.json": probe})
-    )
+    records = read_records(write(tmp_path, {"plan.json": plan, "events.jsonl": events, "memory_probe.json": probe}))
     assert [records.planned(name) for name in names] == ["fp32", 40, None]
     assert [(line.deferred, line.settled) for line in records.plan] == [
         (False, True),
@@ -125,9 +123,7 @@ def test_ticks_are_round_numbers(low: float, high: float, expected: list[float])
     assert ticks(low, high, 5) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "points", [[(1.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -3.0), (2.0, -3.0)], [(5.0, 1e-9)]]
-)
+@pytest.mark.parametrize("points", [[(1.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -3.0), (2.0, -3.0)], [(5.0, 1e-9)]])
 def test_flat_and_single_point_curves_are_drawn(points: list[tuple[float, float]]):
     figure = chart("Flat", [Curve("one", points)])
     assert "nan" not in figure and "inf" not in figure

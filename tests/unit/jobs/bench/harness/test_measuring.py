@@ -28,7 +28,7 @@ def test_arms_take_turns_in_reversed_order_and_the_first_blocks_are_dropped() ->
         return float(len(calls))
 
     values = alternate({name: (lambda name=name: arm(name)) for name in "abc"}, blocks=3, dropped=1)
-    assert "".join(calls) == "abc" "cba" "abc" "cba"
+    assert "".join(calls) == "abccbaabccba"
     assert values == {"a": [6.0, 7.0, 12.0], "b": [5.0, 8.0, 11.0], "c": [4.0, 9.0, 10.0]}
 
 
@@ -50,9 +50,7 @@ def test_an_interval_holds_the_median_repeats_itself_and_narrows_with_more_value
         ([1.3, 0.7, 1.0, 1.2, 0.8], NO_DIFFERENCE, True),
     ],
 )
-def test_a_ratio_is_claimed_only_where_its_interval_excludes_one(
-    theirs: list[float], verdict: str, met: bool
-) -> None:
+def test_a_ratio_is_claimed_only_where_its_interval_excludes_one(theirs: list[float], verdict: str, met: bool) -> None:
     ratio = compare({"plain": theirs, "ours": [1.0] * 5}, of="plain", to="ours", name="r", goal=Goal(at_least=0.98))
     assert (ratio.verdict, ratio.met, ratio.values) == (verdict, met, theirs)
     assert (verdict == NO_DIFFERENCE) == (ratio.low <= 1 <= ratio.high)

@@ -41,7 +41,7 @@ def test_a_precision_that_cannot_be_run_is_a_result_and_is_not_tried_again(said:
         half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
         tried["fp16" if half else "other"] += 1
         if half:
-            raise RuntimeError('"op" not implemented for \'Half\'\nmore lines' if said else "")
+            raise RuntimeError("\"op\" not implemented for 'Half'\nmore lines" if said else "")
         return inner(module, batch)
 
     session.trainable.loss = loss

@@ -99,9 +99,7 @@ def test_equal_neighbours_are_shown_together() -> None:
     assert shown(Shares(4, (8, 8, 4), (1.0, 1.0, 1.0)), 40) == "ranks 0-1: 16 rows in 2 passes, rank 2: 8 rows in 2"
 
 
-@pytest.mark.parametrize(
-    ("rows", "pass_s"), [((1, 0), (1.0, 1.0)), ((1,), (1.0, 1.0)), ((1, 1), (1.0, 0.0)), ((), ())]
-)
+@pytest.mark.parametrize(("rows", "pass_s"), [((1, 0), (1.0, 1.0)), ((1,), (1.0, 1.0)), ((1, 1), (1.0, 0.0)), ((), ())])
 def test_impossible_shares_are_refused(rows: tuple[int, ...], pass_s: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="shares of"):
         Shares(4, rows, pass_s)

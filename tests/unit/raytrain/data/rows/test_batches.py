@@ -58,9 +58,7 @@ def test_any_position_is_reached_without_what_came_before(position: int) -> None
     assert np.array_equal(left.handles, right.handles) and left.next == right.next
 
 
-@pytest.mark.parametrize(
-    ("count", "micro", "world"), [(16, 4, 3), (16, 5, 2), (7, 4, 4), (1, 8, 2), (30, 3, 7)]
-)
+@pytest.mark.parametrize(("count", "micro", "world"), [(16, 4, 3), (16, 5, 2), (7, 4, 4), (1, 8, 2), (30, 3, 7)])
 def test_micro_batches_are_contiguous_and_even(count: int, micro: int, world: int) -> None:
     handles = np.arange(100, 100 + count)
     parts = [rank_micro_batches(handles, micro_batch=micro, rank=rank, world=world) for rank in range(world)]
@@ -80,9 +78,7 @@ def test_103_samples_on_every_world_size_are_seen_exactly_once(world: int) -> No
     assert sum(len(set(rank)) for rank in seen) == 103, "pairwise disjoint"
     again = [[int(i) for part in rank.epoch_handles(1) for i in part] for rank in ranks]
     assert again != seen and sorted(i for rank in again for i in rank) == list(range(103))
-    gathered = [
-        int(i) for batch, n in ranks[0].micro_batches(ranks[0].window(Cursor()).handles) for i in batch["x"]
-    ]
+    gathered = [int(i) for batch, n in ranks[0].micro_batches(ranks[0].window(Cursor()).handles) for i in batch["x"]]
     assert gathered == seen[0][: len(gathered)] and gathered
 
 
@@ -169,9 +165,7 @@ def test_every_misplaced_tensor_of_a_nested_batch_is_named() -> None:
     assert find_misplaced(batch(mask="meta"), "cpu") == ["batch.pixels[1].mask"]
     paths = ["batch.pixels[1].mask", "batch.pixels[2]", "batch.rest.pair[0]"]
     assert find_misplaced(batch(mask="meta", pixels="meta", deep="meta"), "cpu") == paths
-    with pytest.raises(
-        DevicePlacementError, match=r"batch\.rest\.pair\[0\] is on meta, expected every tensor on cpu"
-    ):
+    with pytest.raises(DevicePlacementError, match=r"batch\.rest\.pair\[0\] is on meta, expected every tensor on cpu"):
         verify_placement(batch(deep="meta"), "cpu")
     verify_placement(batch(), torch.device("cpu"))
     assert find_misplaced(to_device(batch(), "meta"), "meta") == []

@@ -86,9 +86,7 @@ def test_text_evaluation_goes_through_the_whole_text_from_its_start() -> None:
     split = text(1000, 16)
     order = split.eval_order()
     assert order.tolist() == list(range(0, 992, 16))
-    labels = torch.cat(
-        [split.gather(order[i : i + 5])["labels"].reshape(-1) for i in range(0, len(order), 5)]
-    )
+    labels = torch.cat([split.gather(order[i : i + 5])["labels"].reshape(-1) for i in range(0, len(order), 5)])
     assert torch.equal(labels, split.tokens[1:993].to(torch.int64))
 
 
@@ -101,9 +99,7 @@ def test_tokens_of_every_type_come_out_whole(dtype: type) -> None:
 
 
 def test_a_text_shorter_than_one_window_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"data.path: seen a text of 16 tokens, expected at least 17.*model.context"
-    ):
+    with pytest.raises(InputError, match=r"data.path: seen a text of 16 tokens, expected at least 17.*model.context"):
         text(16, 16)
 
 
@@ -164,9 +160,7 @@ def test_padded_loss_equals_the_loss_of_the_rows_one_by_one() -> None:
     batch = split.gather(chosen)
     longest = max(len(rows[i]["input_ids"]) for i in chosen)
     assert batch["input_ids"].shape == (4, longest)
-    padded = cross_entropy(
-        table[batch["input_ids"]].flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
+    padded = cross_entropy(table[batch["input_ids"]].flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     single = [cross_entropy(table[rows[i]["input_ids"]], rows[i]["labels"], reduction="sum") for i in chosen]
     weight = split.weights(chosen)
     assert weight == sum(len(rows[i]["labels"]) for i in chosen) == int(batch["attention_mask"].sum())
@@ -185,9 +179,7 @@ def test_a_mask_that_is_given_is_padded_and_not_replaced() -> None:
 
 
 def test_ragged_rows_survive_selection_and_empty_rows() -> None:
-    split = object_split(
-        {"input_ids": [[1, 2], [], [3], [4, 5, 6]], "labels": [0, 1, 2, 3]}, key="data.train"
-    )
+    split = object_split({"input_ids": [[1, 2], [], [3], [4, 5, 6]], "labels": [0, 1, 2, 3]}, key="data.train")
     chosen = split.select(np.array([1, 3]))
     batch = chosen.gather(np.array([0, 1]))
     assert batch["input_ids"].tolist() == [[0, 0, 0], [4, 5, 6]]
@@ -234,11 +226,7 @@ def test_nested_items_are_collated_and_moved_part_by_part() -> None:
     there = to_device(batch, "meta")
     assert there["patch"].pixels.device.type == "meta" and there["point"].left.device.type == "meta"
     assert there["nested"]["parts"][1]["deep"].device.type == "meta"
-    assert (
-        there["nothing"] is None
-        and there["title"] == ["row 5", "row 1"]
-        and there["patch"].name[0] == "patch 5"
-    )
+    assert there["nothing"] is None and there["title"] == ["row 5", "row 1"] and there["patch"].name[0] == "patch 5"
     back = to_device(batch, "cpu")
     assert_same(back, batch)
     assert back["patch"].pixels is batch["patch"].pixels, "a tensor that is there already is not copied"
@@ -297,9 +285,7 @@ def test_a_dataset_that_fetches_many_items_at_once_is_asked_once() -> None:
 
     dataset = Many(PAIRS)
     batch = DatasetSplit(dataset, rows=np.array([8, 4])).gather(np.array([1, 0]))
-    assert (
-        dataset.asked == 1 and batch["x"][:, 0].tolist() == [4.0, 8.0] and batch["labels"].tolist() == [1, 2]
-    )
+    assert dataset.asked == 1 and batch["x"][:, 0].tolist() == [4.0, 8.0] and batch["labels"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

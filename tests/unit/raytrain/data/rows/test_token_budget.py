@@ -86,9 +86,7 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
     """Of rows of twelve tokens the budget decides how many are together, not the number of rows."""
     data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": 48}
     session = make_session(GPT, data, loop={"micro_batch_size": 16})
-    memory = LoopMemory(
-        session.step, session.feed, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows()
-    )
+    memory = LoopMemory(session.step, session.feed, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows())
     handles, sizes = session.feed.window(Cursor()).handles, []
 
     def work() -> None:

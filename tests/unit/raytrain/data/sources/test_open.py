@@ -72,9 +72,7 @@ def test_two_files_are_their_concatenation_and_the_tokens_are_counted(tmp_path: 
     joined = opened(source="text", path=write_text(tmp_path, "joined.txt", first + second))
     tokens = torch.cat([both.train.tokens, both.eval.tokens])
     assert bytes(tokens.tolist()) == (first + second).encode()
-    assert torch.equal(both.train.tokens, joined.train.tokens) and torch.equal(
-        both.eval.tokens, joined.eval.tokens
-    )
+    assert torch.equal(both.train.tokens, joined.train.tokens) and torch.equal(both.eval.tokens, joined.eval.tokens)
     count = f"{len((first + second).encode()):,} bytes"
     assert count in both.describe and count in both.facts.reason
     assert count in describe_source(DataConfig(source="text", path=paths), context=8).reason
@@ -135,9 +133,7 @@ def test_no_evaluation_where_none_is_kept_back(tmp_path: Path) -> None:
         ("x" * 60, 8, "6 tokens for evaluation", "at least 9 with model.context 8"),
     ],
 )
-def test_a_text_too_short_for_its_windows(
-    tmp_path: Path, text: str, context: int, seen: str, expected: str
-) -> None:
+def test_a_text_too_short_for_its_windows(tmp_path: Path, text: str, context: int, seen: str, expected: str) -> None:
     error = refused(source="text", path=write_text(tmp_path, "t", text), context=context)
     assert (error.key, error.seen, error.expected) == ("data.path", seen, expected)
     assert "data.eval_fraction" in error.remedy
@@ -173,9 +169,7 @@ def test_a_path_may_be_a_uri(tmp_path: Path) -> None:
         opened(source="text", path=f"file://{path}").train.tokens,
         opened(source="text", path=path).train.tokens,
     )
-    with pytest.raises(
-        InputError, match=r"data.path: seen nowhere://bucket/file .*expected a local path or a URI"
-    ):
+    with pytest.raises(InputError, match=r"data.path: seen nowhere://bucket/file .*expected a local path or a URI"):
         locate("nowhere://bucket/file", key="data.path")
 
 
@@ -202,9 +196,7 @@ def images(count: int, *, size: tuple[int, int] = (4, 5)) -> tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_idx_images_are_scaled_at_gather_and_described_from_their_headers(
-    tmp_path: Path, zipped: bool
-) -> None:
+def test_idx_images_are_scaled_at_gather_and_described_from_their_headers(tmp_path: Path, zipped: bool) -> None:
     pixels, labels = images(50)
     section = {
         "source": "idx",
@@ -372,9 +364,7 @@ def test_a_function_of_the_users_gets_every_key_that_is_not_ours(own: str) -> No
         ("absent", {}, "data.source", "absent"),
     ],
 )
-def test_wrong_functions_of_the_users_are_named(
-    own: str, function: str, keys: dict, key: str, seen: str
-) -> None:
+def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: dict, key: str, seen: str) -> None:
     with pytest.raises(InputError) as caught:
         opened(source=f"{own}:{function}", **keys)
     assert caught.value.key.startswith(key) and seen in caught.value.seen

@@ -20,9 +20,7 @@ from raytrain.errors import InputError
 
 def table(rows: int = 50, **columns: Any) -> pa.Table:
     draw = np.random.default_rng(3)
-    return pa.table(
-        {"a": draw.normal(size=rows), "b": np.arange(rows), "flag": np.arange(rows) % 2 == 0, **columns}
-    )
+    return pa.table({"a": draw.normal(size=rows), "b": np.arange(rows), "flag": np.arange(rows) % 2 == 0, **columns})
 
 
 def write(data: pa.Table, path: Path) -> str:
@@ -86,10 +84,7 @@ def test_files_are_joined_in_the_order_given(tmp_path: Path) -> None:
     paths = [write(table(rows), tmp_path / f"{rows}.parquet") for rows in (7, 3)]
     source = opened(source="parquet", path=paths, eval_fraction=0.0)
     assert whole(source)["b"].tolist() == [*range(7), *range(3)]
-    assert (
-        describe_source(DataConfig(source="parquet", path=paths, eval_fraction=0.0), context=None).train_rows
-        == 10
-    )
+    assert describe_source(DataConfig(source="parquet", path=paths, eval_fraction=0.0), context=None).train_rows == 10
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -151,9 +146,7 @@ def with_value(value: Any, at: int = 17) -> list[Any]:
         (None, "a missing value in column 'a' row 17"),
     ],
 )
-def test_a_number_that_is_none_is_named_by_column_and_row(
-    tmp_path: Path, kind: str, value: Any, seen: str
-) -> None:
+def test_a_number_that_is_none_is_named_by_column_and_row(tmp_path: Path, kind: str, value: Any, seen: str) -> None:
     path = write(bad(a=pa.array(with_value(value), type=pa.float64())), tmp_path / f"t.{kind}")
     with pytest.raises(InputError) as caught:
         opened(source=kind, path=path, label="y")
@@ -181,9 +174,7 @@ def test_nan_inside_lists_and_labels_is_named(tmp_path: Path) -> None:
         ({"features": ["y"], "label": "y"}, "data.features", "no column"),
     ],
 )
-def test_columns_that_do_not_exist_are_named(
-    tmp_path: Path, keys: dict[str, Any], key: str, words: str
-) -> None:
+def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any], key: str, words: str) -> None:
     data = DataConfig(source="parquet", path=write(bad(), tmp_path / "t.parquet"), **keys)
     for attempt in (
         lambda: describe_source(data, context=None),
@@ -210,9 +201,7 @@ def test_a_second_file_must_have_the_columns_of_the_first(tmp_path: Path) -> Non
     fewer = write(bad().drop_columns(["b"]), tmp_path / "fewer.csv")
     with pytest.raises(InputError, match=r"data.eval_path: seen no column 'b'"):
         opened(**section, eval_path=fewer)
-    with pytest.raises(
-        InputError, match=r"data.path: seen the columns a, flag, y in .*expected a, b, flag, y as in"
-    ):
+    with pytest.raises(InputError, match=r"data.path: seen the columns a, flag, y in .*expected a, b, flag, y as in"):
         opened(**{**section, "path": [path, fewer]})
     fractions = write(bad(y=np.linspace(0, 1, 40)), tmp_path / "f.csv")
     with pytest.raises(InputError, match=r"data.eval_path: seen 'labels' as float32, expected int64"):
@@ -256,8 +245,5 @@ def test_a_zipped_csv_and_a_uri_are_read(tmp_path: Path) -> None:
     plain = write(bad(), tmp_path / "t.csv")
     with pa.CompressedOutputStream(str(tmp_path / "t.csv.gz"), "gzip") as out:
         out.write(Path(plain).read_bytes())
-    batches = [
-        whole(opened(source="csv", path=path, label="y"))
-        for path in (plain, f"{plain}.gz", f"file://{plain}")
-    ]
+    batches = [whole(opened(source="csv", path=path, label="y")) for path in (plain, f"{plain}.gz", f"file://{plain}")]
     assert all(torch.equal(batch["x"], batches[0]["x"]) for batch in batches)

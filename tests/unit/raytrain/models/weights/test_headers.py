@@ -92,9 +92,7 @@ def test_a_checkpoint_of_several_workers_is_put_together_again(tmp_path: Path) -
         ("model.safetensors", b"\xff" * 16, "a header of"),
     ],
 )
-def test_a_folder_without_weights_says_what_it_has(
-    tmp_path: Path, name: str | None, content: bytes, says: str
-) -> None:
+def test_a_folder_without_weights_says_what_it_has(tmp_path: Path, name: str | None, content: bytes, says: str) -> None:
     folder = tmp_path / "folder"
     if name is not None:
         folder.mkdir()

@@ -40,17 +40,12 @@ def account(**parts: float) -> dict[str, Any]:
 
 
 def test_a_healthy_run_has_only_good_findings():
-    seen = titles(
-        records(train=rows(FALLING, grad_norm=0.5, step_time_s=0.1), evals=evals(2.5, 2.2, 2.0, 1.9))
-    )
+    seen = titles(records(train=rows(FALLING, grad_norm=0.5, step_time_s=0.1), evals=evals(2.5, 2.2, 2.0, 1.9)))
     assert seen == {"The training loss fell": "good"}
 
 
 def test_loss_that_rises_and_loss_that_stays():
-    assert (
-        titles(records(train=rows([2.0 + 0.1 * n for n in range(40)])))["The training loss diverged"]
-        == "error"
-    )
+    assert titles(records(train=rows([2.0 + 0.1 * n for n in range(40)])))["The training loss diverged"] == "error"
     assert titles(records(train=rows([2.0] * 40)))["The training loss is not falling"] == "warning"
     assert titles(records(train=rows([2.0]))) == {}
 
@@ -65,9 +60,7 @@ def test_overfitting_needs_a_falling_training_loss():
 
 def test_skipped_steps_are_counted_from_losses_and_counters():
     counted = [0] * 20 + [4] * 20
-    run = records(
-        train=rows(["nan" if n == 7 else loss for n, loss in enumerate(FALLING)], skipped_steps=counted)
-    )
+    run = records(train=rows(["nan" if n == 7 else loss for n, loss in enumerate(FALLING)], skipped_steps=counted))
     found = next(f for f in diagnose(run) if f.title == "Non-finite steps were skipped")
     assert found.severity == "warning"
     assert found.evidence == "4 of 40 steps; in the log rows of step 8, 21"

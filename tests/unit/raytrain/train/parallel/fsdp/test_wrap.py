@@ -137,9 +137,7 @@ def test_an_object_given_in_python_is_sharded_as_a_copy_and_exported_whole(tmp_p
             return nn.functional.cross_entropy(self.layers(x), labels)
 
     given = Net()
-    made = make_session(
-        {"module": given}, {"train": class_rows(40)}, scale={"strategy": "fsdp"}, loop={"max_steps": 3}
-    )
+    made = make_session({"module": given}, {"train": class_rows(40)}, scale={"strategy": "fsdp"}, loop={"max_steps": 3})
     train(made)
     assert type(given) is Net and type(made.trainable.module) is not Net
     whole = made.whole_module()
