@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.exchange.dispatch import PooledExperts
-from experts.exchange.interval_log import LoadWindow
+from experts.exchange.interval_log import LoadLog
 from experts.exchange.membership import Membership
 from experts.exchange.rebalancer import Balancer
-from experts.exchange.worker import ExpertPool
+from experts.exchange.worker import ExpertClient
 from experts.layer import MoELayer
 from experts.member.checkpoint import locate
 from experts.placement.starting import PlacementRules, costs_of
@@ -26,13 +26,12 @@ from experts.routing.grouped import GroupedExperts, UnevenExperts, build_experts
 from experts.shapes import LayerShape
 from raytrain.checkpoint.reader import read_manifest
 from raytrain.config.sections import OptimConfig
-from raytrain.elsewhere import Death, Notice
 from raytrain.errors import InputError
 from raytrain.models.weights.initial import fill_offered
 from raytrain.train.compute.activation_checkpointing import as_with_rows
 from raytrain.train.memory.oom import Shortage
 from raytrain.train.optim.build import build_optimizers, muons_blocks
-from raytrain.trainable import Trainable
+from raytrain.trainable import Death, Notice, Trainable
 
 
 def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
@@ -60,15 +59,15 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     keeps = membership.rank == 0 or membership.host is not None
     first = [_weights(layer.experts) if keeps else [] for layer in layers]
     balancer = _balancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
-    pool = ExpertPool(group, membership, shapes=shapes, first=first, balancer=membership.balancer or balancer)
+    pool = ExpertClient(group, membership, shapes=shapes, first=first, balancer=membership.balancer or balancer)
     for number, layer in enumerate(layers):
         layer.experts = PooledExperts(pool, number)
     experts = DistributedExperts(pool, layers, trainable, balancer=balancer)
     trainable.optimizers = experts.optimizers
     trainable.agree = pool.agree
-    trainable.elsewhere = experts
-    if isinstance(trainable.window, LoadWindow):
-        trainable.window = LoadWindow(trainable.window.book, pool)
+    trainable.remote = experts
+    if isinstance(trainable.window, LoadLog):
+        trainable.window = LoadLog(trainable.window.book, pool)
     return trainable
 
 
@@ -106,10 +105,10 @@ def death_notices(deaths: list[Death], note: str, *, step: int, now: float) -> l
 
 
 class DistributedExperts:
-    """The hooks of a distributed model; implements `StateElsewhere`."""
+    """The hooks of a distributed model; implements `RemoteState`."""
 
     def __init__(
-        self, pool: ExpertPool, layers: list[MoELayer], trainable: Trainable, *, balancer: Balancer | None = None
+        self, pool: ExpertClient, layers: list[MoELayer], trainable: Trainable, *, balancer: Balancer | None = None
     ) -> None:
         self.pool, self.layers, self.trainable, self._balancer = pool, layers, trainable, balancer
         self.module = trainable.module
@@ -138,40 +137,40 @@ class DistributedExperts:
         return torch.stack([row.double() for row in rows]).sum()
 
     def waited_s(self) -> float:
-        """See `StateElsewhere`; the hosts' computing included."""
+        """See `RemoteState`; the hosts' computing included."""
         return self.pool.group.seconds
 
     def notices(self) -> list[Notice]:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         found = self.pool.notices()
         if not self._told and self.pool.member.rank == 0:
             self._told = True
             found += death_notices(self.deaths, self.note, step=self.pool.steps, now=time.time())
-            self.pool.member.heard()
+            self.pool.member.acknowledge_deaths()
         return found
 
     def discard(self) -> None:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         self.pool.discard()
 
     def end_passes(self, *, short: bool) -> None:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         self.pool.end_passes(short=short)
 
     def shortages(self) -> list[Shortage]:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         return self.pool.shortages()
 
     def begin_save(self, step: int) -> None:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         self.pool.begin_save(step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         return self.pool.finish_save(folder)
 
     def restore(self, folder: str, *, step: int) -> None:
-        """See `StateElsewhere`."""
+        """See `RemoteState`."""
         locate(read_manifest(folder), [shape.num_experts for shape in self.pool.shapes])
         self.pool.restore(folder, step=step)
 

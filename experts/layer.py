@@ -63,10 +63,10 @@ class MoELayer(nn.Module):
 
 def dispatch(x_TD: Tensor, order_R: Tensor, *, top_k: int) -> Tensor:
     """The rows of the experts: row r is token order[r] // top_k. `order_R` are distinct places in T x K."""
-    return _Dispatch.apply(x_TD, order_R, top_k)
+    return _LocalDispatch.apply(x_TD, order_R, top_k)
 
 
-class _Dispatch(torch.autograd.Function):
+class _LocalDispatch(torch.autograd.Function):
     """A gather whose backward sums a token's K gradients in the order of its choices.
 
     The backward of a plain gather adds them in the order of the rows, on CUDA in no order at all.
@@ -94,10 +94,10 @@ def combine(y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
 
     Computed in the weights' dtype, float32 at least.
     """
-    return _Combine.apply(y_RD, order_R, weights_TK)
+    return _LocalCombine.apply(y_RD, order_R, weights_TK)
 
 
-class _Combine(torch.autograd.Function):
+class _LocalCombine(torch.autograd.Function):
     """Written out so that neither forward nor backward makes a (T, K, D) tensor more than it needs."""
 
     @staticmethod

@@ -25,8 +25,8 @@ from experts.huggingface.layout_read import (
     LAYOUTS,
     SHARED_GATE,
     FoundLayer,
+    LayerSizes,
     Names,
-    Sizes,
     blocks_of,
 )
 from experts.layer import MoELayer
@@ -124,7 +124,7 @@ def load_layers(
     for block, layer in zip(blocks.values(), layers, strict=True):
         experts = _expressible(layer, layout, whole=False)
         shared = layer.shared.hidden if isinstance(layer.shared, SharedExpert) else None
-        sizes = Sizes(layer.router.num_experts, experts.width, experts.hidden_E[0], shared)
+        sizes = LayerSizes(layer.router.num_experts, experts.width, experts.hidden_E[0], shared)
         targets = layer.state_dict()
         for name, value in FoundLayer(state, names, block).read(sizes).items():
             targets[name].copy_(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
-from experts.exchange.interval_log import LoadWindow
+from experts.exchange.interval_log import LoadLog
 from experts.layer import MoELayer
 from experts.plan.sizes import (
     check_experts,
@@ -201,7 +201,7 @@ def _trainable(
         counts=book.pending,
         commit=book.commit,
         log_metrics=book.metrics,
-        window=LoadWindow(book),
+        window=LoadLog(book),
         state_parts=lambda: {"load": book},
         worst_case=partial(worst_case, module),
     )

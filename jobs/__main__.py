@@ -61,7 +61,7 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
 def _keys_option(sections: tuple[str, ...]) -> Any:
     """`--help` of a verb ends with the keys it reads and their defaults."""
 
-    class Command(click.Command):
+    class VerbCommand(click.Command):
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
             from jobs.job.keys import key_lines
 
@@ -69,7 +69,7 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
                 for line in key_lines(sections):
                     formatter.write_text(line)
 
-    return Command
+    return VerbCommand
 
 
 JOB = "[JOB.yaml | RECIPE] [section.key=value ...]"

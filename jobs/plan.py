@@ -93,7 +93,7 @@ def plan_job(
 
         source = opened(spec)
         built, read = facts_from(spec, source)
-        check_experts(spec, source_facts(source), elsewhere=uses_hosts(spec))
+        check_experts(spec, source_facts(source), remote=uses_hosts(spec))
         model_facts, data_facts = model_facts or built, data_facts or read
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()

@@ -18,19 +18,30 @@ PACKAGES = ["cluster", "raytrain", "experts", "jobs"]
 """From the ground up: a package imports those before it, never one after it."""
 
 RAY_LAZILY = {
-    "cluster.devices.inventory", "cluster.checks.preflight", "cluster.telemetry.process",
-    "jobs.job.spec", "jobs.plan", "jobs.__main__",
-}  # fmt: skip
-RAY_AT_THE_EDGE = {
-    "raytrain.execution.worker", "raytrain.execution.trainer", "raytrain.execution.controller", "raytrain.data.sources.ray_dataset", "raytrain.infer.actors",
-    "experts.hosts.directory", "experts.hosts.host", "experts.hosts.connection", "experts.hosts.reserve",
-}  # fmt: skip
+    "cluster.devices.inventory",
+    "cluster.checks.preflight",
+    "cluster.telemetry.process",
+    "jobs.job.spec",
+    "jobs.plan",
+    "jobs.__main__",
+}
+RAY_AT_THE_EDGE = ("raytrain.execution", "raytrain.data.sources.ray_dataset", "experts.hosts")
+"""Modules, or packages with all that is in them, that import Ray."""
 TORCH_FREE = {
-    "raytrain.config.sections", "raytrain.config.decode", "raytrain.config.yaml12", "raytrain.errors", "raytrain.runs.records",
-    "raytrain.runs.folder", "raytrain.plan.plan", "experts.config", "experts.kinds", "experts.plan.sizes",
-    "jobs.job.spec", "jobs.plan",
-}  # fmt: skip
-MAX_MODULE_LINES = 300
+    "raytrain.config.sections",
+    "raytrain.config.decode",
+    "raytrain.config.yaml12",
+    "raytrain.errors",
+    "raytrain.runs.records",
+    "raytrain.runs.folder",
+    "raytrain.plan.plan",
+    "experts.config",
+    "experts.kinds",
+    "experts.plan.sizes",
+    "jobs.job.spec",
+    "jobs.plan",
+}
+MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
 BANNED = {
     "manager", "handler", "helper", "helpers", "util", "utils", "common", "misc", "base", "impl",
@@ -165,7 +176,7 @@ def test_ray_stays_at_the_edge() -> None:
             if package_of(found.target) != "ray":
                 continue
             lazily = module.name in RAY_LAZILY
-            allowed = lazily or module.name in RAY_AT_THE_EDGE or package_of(module.name) == "jobs"
+            allowed = lazily or module.name.startswith(RAY_AT_THE_EDGE) or package_of(module.name) == "jobs"
             if not allowed or (lazily and not found.lazy):
                 wrong.append(at(module, found.line, f"imports {found.target}"))
     assert not wrong, wrong

@@ -9,7 +9,7 @@ import torch
 
 from experts.exchange.attendance import Attendance
 from experts.member.shard import ExpertShard
-from experts.transport.protocol import DTYPES, Header, Op, Pending, Transport
+from experts.transport.protocol import DTYPES, Header, Op, PendingExchange, Transport
 
 
 class Unfinished(Protocol):
@@ -88,7 +88,7 @@ class Absence:
             self.unfinished[0].let_go()
         self._discarded = True
 
-    def _answers(self, shard: ExpertShard | None, counts: list[list[int]]) -> Iterator[Pending]:
+    def _answers(self, shard: ExpertShard | None, counts: list[list[int]]) -> Iterator[PendingExchange]:
         """To the others' rows, until they have come through. An answer is on its way when the next header comes."""
         group = self._group
         while shard is not None and self._heard is not None and self._heard.op is not Op.THROUGH:

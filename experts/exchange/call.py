@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.exchange.worker import ExpertPool
+from experts.exchange.worker import ExpertClient
 from experts.routing.routes import Route
 from experts.transport.protocol import DTYPES, Op
 
@@ -16,7 +16,7 @@ class Call:
     """One layer and one micro-batch: its rows to the hosts and back, and later the gradients on the same way."""
 
     def __init__(
-        self, pool: ExpertPool, layer: int, micro_batch: int, route: Route, dtype: torch.dtype, width: int
+        self, pool: ExpertClient, layer: int, micro_batch: int, route: Route, dtype: torch.dtype, width: int
     ) -> None:
         self.pool, self.layer, self.micro_batch, self.route = pool, layer, micro_batch, route
         self.dtype, self.width = dtype, width
@@ -28,7 +28,7 @@ class Call:
         self._sources: list[list[int]] = []
 
     @classmethod
-    def forward(cls, pool: ExpertPool, layer: int, rows: Tensor, route: Route, *, op: Op) -> Call:
+    def forward(cls, pool: ExpertClient, layer: int, rows: Tensor, route: Route, *, op: Op) -> Call:
         """Send rows (in the order of the route's segments) on their way through a layer."""
         call = cls(pool, layer, pool.begin_forward(layer, op=op), route, rows.dtype, rows.shape[1])
         call.begin(op, rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.exchange.call import Call
-from experts.exchange.worker import ExpertPool
+from experts.exchange.worker import ExpertClient
 from experts.routing.routes import Route
 from experts.transport.protocol import Op
 from raytrain.train.compute.activation_checkpointing import inside_backward, will_be_recomputed
@@ -28,7 +28,7 @@ class PooledExperts(nn.Module):
     never_compiled = ("arrange", "dispatch", "combine")
     """Methods that talk to other processes: torch.compile breaks its graphs around them."""
 
-    def __init__(self, pool: ExpertPool, layer: int) -> None:
+    def __init__(self, pool: ExpertClient, layer: int) -> None:
         super().__init__()
         self.pool, self.layer = pool, layer
         # an input that always wants a gradient: backward must run on all workers, also where the rows want none

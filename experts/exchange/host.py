@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from experts.exchange.attendance import Attendance
-from experts.member.checkpoint import ExpertFiles, Snapshot
-from experts.member.commit import StepEnd
+from experts.member.checkpoint import ExpertFiles, ExpertSnapshot
+from experts.member.commit import StepCommit
 from experts.member.gather import from_first, gather_layer, take_layer
 from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, sum_shortages
@@ -44,7 +44,7 @@ class HostServer:
         self.files: ExpertFiles | None = None
         self.steps = 0
         self._attendance = Attendance(self.workers)
-        self._end: StepEnd | None = None
+        self._end: StepCommit | None = None
         self._words = header_words(placement)
         self._does: dict[Op, Callable[[Header, list[list[int]]], None]] = {
             Op.SETUP: self._set_up, Op.FILL: self._fill, Op.FORWARD: self._forward, Op.RESERVE: self._forward,
@@ -90,7 +90,7 @@ class HostServer:
             device=self.device,
         )
         layout = VoteLayout.of(shapes, holders=len(self.group.holders))
-        self._end = StepEnd(self.group, self.placement, layout)
+        self._end = StepCommit(self.group, self.placement, layout)
         self._end.shard = self.shard
         self.files = ExpertFiles(told["run_path"], host=self.host)
         if told["checkpoint"] is not None:
@@ -128,7 +128,7 @@ class HostServer:
 
     def _save(self, header: Header, _counts: list[list[int]]) -> None:
         assert self.files is not None
-        self.files.begin(Snapshot.of(self._set()), step=header.step)
+        self.files.begin(ExpertSnapshot.of(self._set()), step=header.step)
 
     def _fetch(self, header: Header, _counts: list[list[int]]) -> None:
         shard, layer = self._set(), header.layer

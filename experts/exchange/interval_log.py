@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.exchange.worker import ExpertPool
+from experts.exchange.worker import ExpertClient
 from experts.placement.values import Placement
 from experts.plan.bytes import expert_costs
 from experts.routing.load import LoadBook
-from raytrain.window_log import WindowRow
+from raytrain.trainable import IntervalRow
 
 
-class LoadWindow:
-    """See the module; implements `raytrain.window_log.WindowLog`.
+class LoadLog:
+    """See the module; implements `raytrain.trainable.IntervalLog`.
 
     A row: {"kind": "load", "step": its last, "steps": how many, "layers": [[rows of each expert]], "dropped": of each
     layer, "idle": [[steps since each expert had a row, null = never]]}, and where experts live outside the workers'
@@ -31,7 +31,7 @@ class LoadWindow:
         pool: None where every worker holds the experts.
     """
 
-    def __init__(self, book: LoadBook, pool: ExpertPool | None = None) -> None:
+    def __init__(self, book: LoadBook, pool: ExpertClient | None = None) -> None:
         self.book, self.pool = book, pool
         self._told = 0.0
         self._busy: list[float] = []
@@ -53,7 +53,7 @@ class LoadWindow:
         if self.book.trace is not None:
             self.book.trace.forget()
 
-    def close(self, step: int, device: list[float], workers: list[list[float]]) -> WindowRow:
+    def close(self, step: int, device: list[float], workers: list[list[float]]) -> IntervalRow:
         """The row, and `transport_s` (mean of the workers, a step) and `host_imbalance` (most rows over mean)."""
         book, half = self.book, len(device) // 2
         counts, used = self._by_layer(device[:half]), self._by_layer(device[half:])
@@ -74,7 +74,7 @@ class LoadWindow:
             metrics["host_imbalance"] = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
         book.window_steps = 0
         book.window = torch.zeros_like(book.window)
-        return WindowRow(metrics, row, book.trace.take() if book.trace is not None else {}, self._placement(step))
+        return IntervalRow(metrics, row, book.trace.take() if book.trace is not None else {}, self._placement(step))
 
     def _placement(self, step: int) -> list[tuple[str, dict[str, Any]]]:
         """The placement in force where it was not told yet, with the bytes of each host: the first, and after moves."""

@@ -16,8 +16,8 @@ from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
-from raytrain.elsewhere import Death
 from raytrain.train.parallel.collectives import WorkersGroup
+from raytrain.trainable import Death
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Membership:
         lost: why the generation is over, None while it lives.
         switched: told on rank 0 of each placement that came into force.
         hosts: what is known of them; empty for nothing.
-        deaths: of hosts, since the last step that was committed; `heard` is told when that has been written down.
+        deaths: of hosts, since the last step that was committed; `acknowledge_deaths` is called when that has been
+            written down.
         note: what is different from the generation before; for the record.
         balancer: somebody else to decide where experts live than the `experts` section names.
     """
@@ -48,7 +49,7 @@ class Membership:
     switched: Callable[[Placement], Any] = lambda _placement: None
     hosts: list[HostSpec] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)
-    heard: Callable[[], Any] = lambda: None
+    acknowledge_deaths: Callable[[], Any] = lambda: None
     note: str = ""
     balancer: Balances | None = None
 

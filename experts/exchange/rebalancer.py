@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from experts.member.vote import Tally
-from experts.placement.rebalance import Decision, action_of, changed_shares, decide, instalments, predict
+from experts.placement.rebalance import RebalanceDecision, action_of, changed_shares, decide, instalments, predict
 from experts.placement.starting import PlacementRules
 from experts.placement.values import Costs, HostSpec, Placement
-from raytrain.elsewhere import Notice
+from raytrain.trainable import Notice
 
 #: Windows that the forecast looks back on.
 WINDOWS = 4
@@ -47,7 +47,7 @@ class Balances(Protocol):
 
 
 @dataclass
-class Window:
+class LoadInterval:
     """What was measured since the last decision: rows of each layer's experts, seconds that each host computed."""
 
     load: list[list[float]]
@@ -56,7 +56,7 @@ class Window:
     began: float = 0.0
 
     @classmethod
-    def empty(cls, costs: Costs, hosts: int) -> Window:
+    def empty(cls, costs: Costs, hosts: int) -> LoadInterval:
         """From now on."""
         return cls([[0.0] * len(row) for row in costs], [0.0] * hosts, began=time.perf_counter())
 
@@ -93,7 +93,7 @@ class Thought:
     """A decision, on what it was made, and how long that took."""
 
     step: int
-    decision: Decision
+    decision: RebalanceDecision
     hosts: list[HostSpec]
     placement: Placement
     step_s: float
@@ -110,7 +110,7 @@ class Balancer:
 
     def __init__(self, rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> None:
         self.rules, self.costs, self.hosts = rules, costs, list(hosts)
-        self._window = Window.empty(costs, len(hosts))
+        self._window = LoadInterval.empty(costs, len(hosts))
         self._loads: list[list[list[float]]] = []
         self._thread: threading.Thread | None = None
         self._thought: Thought | None = None
@@ -153,7 +153,7 @@ class Balancer:
 
     def _decide(self, step: int, placement: Placement) -> None:
         """In a thread: for the largest models it takes seconds."""
-        window, self._window = self._window, Window.empty(self.costs, len(self.hosts))
+        window, self._window = self._window, LoadInterval.empty(self.costs, len(self.hosts))
         self._loads = [*self._loads, window.load][-WINDOWS:]
         loads = list(self._loads)
         hosts = window.hosts(placement, self.hosts, self.costs)

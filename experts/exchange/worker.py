@@ -19,8 +19,8 @@ from experts.exchange.host import header_words
 from experts.exchange.membership import Membership
 from experts.exchange.rebalancer import Balances
 from experts.exchange.traffic import Traffic
-from experts.member.checkpoint import ExpertFiles, Snapshot, await_files
-from experts.member.commit import StepEnd
+from experts.member.checkpoint import ExpertFiles, ExpertSnapshot, await_files
+from experts.member.commit import StepCommit
 from experts.member.gather import gather_layer, scatter_layer, to_holders
 from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, named, sum_shortages
@@ -29,24 +29,23 @@ from experts.routing.routes import LayerRoutes, Route
 from experts.shapes import LayerShape
 from experts.transport.protocol import WORDS, Header, Op, Transport
 from raytrain.config.sections import OptimConfig
-from raytrain.elsewhere import Notice
 from raytrain.train.memory.oom import Shortage, StepDropped
-from raytrain.train.parallel.interleave import Turns
-from raytrain.trainable import GlobalStep, LocalStep
+from raytrain.train.parallel.interleave import Interleaver
+from raytrain.trainable import GlobalStep, LocalStep, Notice
 
 Weights = list[list[dict[str, Tensor]]]
 """[layer][expert]: weights by name."""
 
 
 @dataclass
-class Source:
+class PassSource:
     """Where the experts' state comes from at the next set-up: first weights (rank 0 has them), or a checkpoint."""
 
     first: Weights = field(default_factory=list)
     checkpoint: str | None = None
 
 
-class ExpertPool:
+class ExpertClient:
     """See the module.
 
     Args:
@@ -66,15 +65,15 @@ class ExpertPool:
     ) -> None:  # fmt: skip
         self.group, self.member, self.shapes = group, membership, list(shapes)
         self.layout = VoteLayout.of(self.shapes, holders=len(group.holders))
-        self._end = StepEnd(group, membership.placement, self.layout)
+        self._end = StepCommit(group, membership.placement, self.layout)
         self._take_placement(membership.placement)
         self.optim, self.dtype, self.device = OptimConfig(), torch.float32, torch.device("cpu")
-        self.turns = Turns()
+        self.turns = Interleaver()
         self.steps = 0
         self.balancer = balancer
         self.busy_s = [0.0] * len(group.holders)
         self.traffic = Traffic(layers=len(self.shapes), hosts=self.placement.num_hosts, own=membership.host)
-        self._source = Source(first)
+        self._source = PassSource(first)
         self._ready = False
         self._files: ExpertFiles | None = None
         self._forwards = [0] * len(self.shapes)
@@ -204,7 +203,7 @@ class ExpertPool:
         self._get_ready()
         self.say(Op.SAVE, step=step)
         if self.shard is not None:
-            self._own_files().begin(Snapshot.of(self.shard), step=step)
+            self._own_files().begin(ExpertSnapshot.of(self.shard), step=step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
         """Rank 0's writer thread: what the hosts have written into this checkpoint; see `await_files`."""

@@ -16,8 +16,8 @@ from experts.hosts.generation import join_as_worker
 from experts.placement.starting import PlacementRules
 from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
-from raytrain.elsewhere import Death
 from raytrain.errors import RaytrainError
+from raytrain.trainable import Death
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HostConnection:
             workers_group=own,
             lost=lost,
             deaths=[Death(**row) for row in told["deaths"]],
-            heard=lambda: self.directory.heard.remote(told["deaths_known"]),
+            acknowledge_deaths=lambda: self.directory.acknowledge_deaths.remote(told["deaths_known"]),
             note=told["note"],
             hosts=[HostSpec(**row) for row in told["specs"]],
             switched=lambda placement: self.directory.switched.remote(told["generation"], placement.to_json()),

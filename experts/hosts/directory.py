@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 
 from experts.hosts.generation import open_store
-from experts.hosts.host import ExpertHost, Place
+from experts.hosts.host import ExpertHost, HostPlace
 from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
@@ -52,7 +52,7 @@ class ExpertDirectory:
         self._loopback, self._interface = loopback, interface
         self._group, self._host_wait_s = group, host_wait_s
         self._lock = threading.Condition()
-        self._places: list[Place] = []
+        self._places: list[HostPlace] = []
         self._members: list[int] = []
         """Places that take part in the generation, in the order of their ranks."""
         self._spare: Any = None
@@ -75,7 +75,7 @@ class ExpertDirectory:
     def start(self) -> None:
         """Start the hosts; returns at once. The first generation begins when all stand."""
         with self._lock:
-            self._places = [Place(self._new_host(index)) for index in range(self._number)]
+            self._places = [HostPlace(self._new_host(index)) for index in range(self._number)]
             for index in range(self._number):
                 self._look_after(index)
 
@@ -257,7 +257,7 @@ class ExpertDirectory:
             f"{self._number} hosts hold all experts; equal within rounding only"
         )
 
-    def heard(self, deaths: int) -> None:
+    def acknowledge_deaths(self, deaths: int) -> None:
         """The first so many deaths are on record: no later generation is told of them."""
         self._deaths_heard = deaths
 

@@ -24,7 +24,7 @@ from raytrain.train.memory.allocator import keep_freed_memory
 
 
 @dataclass
-class Place:
+class HostPlace:
     """Where one host is: its actor (None where the place is given up), and what it is, once it stands."""
 
     host: Any

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Names] = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """E, D, F of a layer, and F of its shared expert, None without one."""
 
     num_experts: int
@@ -73,7 +73,7 @@ class FoundLayer:
                 raise InputError(full, seen=f"expert {expert} twice, also in {other}", expected="each expert once")
             self.experts[expert, name] = full
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> LayerSizes:
         """As the tensors themselves say: the router's, the first expert's and the shared expert's."""
         number, width = self._get(GATE, "the router", (None, None)).shape
         if self.fused:
@@ -84,9 +84,9 @@ class FoundLayer:
         if self.names.shared:
             name = f"shared_expert.{self.names.weights['w1']}.weight"
             shared = len(self._get(name, "the shared expert", (None, width)))
-        return Sizes(number, width, hidden, shared)
+        return LayerSizes(number, width, hidden, shared)
 
-    def read(self, sizes: Sizes) -> dict[str, Tensor]:
+    def read(self, sizes: LayerSizes) -> dict[str, Tensor]:
         """The layer's weights by the names of our `MoELayer`, each of the shape that `sizes` asks for; copies."""
         E, D, F = sizes.num_experts, sizes.width, sizes.hidden
         made = {"router.weight": self._get(GATE, "the router", (E, D)).clone()}

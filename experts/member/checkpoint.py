@@ -31,13 +31,13 @@ PART = "experts"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ExpertSnapshot:
     """State of the experts at home on one host: (layer, expert) -> name -> CPU tensor, apart from the live ones."""
 
     experts: dict[Key, dict[str, Tensor]]
 
     @classmethod
-    def of(cls, shard: ExpertShard) -> Snapshot:
+    def of(cls, shard: ExpertShard) -> ExpertSnapshot:
         """Copied now."""
         return cls(
             {
@@ -54,7 +54,7 @@ class ExpertFiles:
         self._run, self.host = RunFolder(run_path), host
         self._thread: threading.Thread | None = None
 
-    def begin(self, snapshot: Snapshot, *, step: int) -> None:
+    def begin(self, snapshot: ExpertSnapshot, *, step: int) -> None:
         """Write in the background."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(snapshot, step), daemon=True, name="expert-files")
@@ -65,7 +65,7 @@ class ExpertFiles:
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self, snapshot: Snapshot, step: int) -> None:
+    def _write(self, snapshot: ExpertSnapshot, step: int) -> None:
         store = open_store(self._run.checkpoint_dir(step))
         name = f"{PART}-{self.host:05d}.safetensors"
         told: dict[str, Any] = {"name": name, "experts": [list(key) for key in snapshot.experts]}

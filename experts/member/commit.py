@@ -18,7 +18,7 @@ from experts.placement.values import Placement
 from experts.transport.protocol import Transport
 
 
-class StepEnd:
+class StepCommit:
     """One member's side of it.
 
     Args:
@@ -54,7 +54,7 @@ class StepEnd:
             busy_s = self.shard.busy.take()
             self.layout.put_spent(vector, self.shard.host, busy_s=busy_s, moving_s=moving_s, sent_bytes=sent_bytes)
         vector[self.layout.shortages] = shortages_of(self.shard, self.layout.holders)
-        self.group.sum_(vector)
+        self.group.all_reduce(vector)
         agreed = tally(self.layout, vector, step=step, members=self.group.size)
         if self.shard is not None:
             if agreed.shortages:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 
-class BusyTime:
+class DeviceTimer:
     """Adds up the seconds between the beginning and the end of pieces of work on one device."""
 
     def __init__(self, device: torch.device) -> None:

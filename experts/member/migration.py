@@ -26,7 +26,7 @@ from experts.member.replicas import Leg
 from experts.member.shard import ExpertShard
 from experts.placement.values import Placement
 from experts.shapes import Key
-from experts.transport.protocol import Pending, Transport
+from experts.transport.protocol import PendingExchange, Transport
 
 DIGEST_WORDS = 2
 
@@ -45,7 +45,7 @@ class Migration:
     def __init__(self, group: Transport) -> None:
         self._group = group
         self._next: Placement | None = None
-        self._pending: Pending | None = None
+        self._pending: PendingExchange | None = None
         self._told: dict[int, list[int]] = {}
         self._seconds, self._bytes = 0.0, 0
 
@@ -86,7 +86,7 @@ class Migration:
             good = [_unpack(bytes(part.numpy()), own, into=arrived) for part, own in zip(parts, told, strict=True)]
             votes = torch.zeros(self._group.size, dtype=torch.float64)
             votes[self._group.rank] = good.count(False)
-            self._group.sum_(votes)
+            self._group.all_reduce(votes)
             bad = [str(rank) for rank, number in enumerate(votes.tolist()) if number]
             refused = f"what came to rank {', '.join(bad)} has another digest than what was sent" if bad else ""
         placement = self._next

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from experts.member.device_timer import BusyTime
+from experts.member.device_timer import DeviceTimer
 from experts.member.layer import LayerShard, by_slot, by_source
 from experts.placement.values import Placement
 from experts.routing.routes import LayerRoutes
@@ -63,7 +63,7 @@ class ExpertShard:
     ) -> None:
         self.shapes, self.placement, self.host = shapes, placement, host
         self.optim, self.dtype, self.device = optim, dtype, device
-        self.busy = BusyTime(device)
+        self.busy = DeviceTimer(device)
         self.short: Shortage | None = None
         self.dropping = False
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

@@ -139,7 +139,7 @@ def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
 def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
     """Everybody's part of it. Collective over all members."""
     vector = shortages_of(shard, len(group.holders))
-    group.sum_(vector)
+    group.all_reduce(vector)
     return vector.tolist()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experts.placement.packing import IDLE, UNLIMITED, LayerTask, Layout, NoRoom, fresh, pack_bytes, retarget
+from experts.placement.packing import IDLE, UNLIMITED, LayerTask, NoRoom, Packing, fresh, pack_bytes, retarget
 from experts.placement.refine import Search
 from experts.placement.shares import divide, shares_of
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
@@ -67,7 +67,7 @@ def plan(
     for task, copies in zip(tasks, starts, strict=True):
         room = [left + used for left, used in zip(free, taken(task, copies), strict=True)]
         bounded = LayerTask(task.work, speeds, task.home, task.replica, task.extra, task.slots, room)
-        layout = _follow(bounded, copies, budget) if old else _settle(Layout(bounded, _own(copies)), budget)
+        layout = _follow(bounded, copies, budget) if old else _settle(Packing(bounded, _own(copies)), budget)
         _seat_homes(layout, [hosts_[0] for hosts_ in copies] if old else None, bytes_homes)
         free = layout.memory
         division = divide(task.work, layout.copies, speeds, slack=SLACK)
@@ -136,16 +136,16 @@ def _seeds(tasks: Sequence[LayerTask], limits: Limits) -> list[Copies]:
     return found
 
 
-def _settle(layout: Layout, budget: int) -> Layout:
+def _settle(layout: Packing, budget: int) -> Packing:
     search = Search(layout, budget=budget)
     search.climb()
     search.restart()
     return search.layout
 
 
-def _follow(task: LayerTask, copies: Copies, budget: int) -> Layout:
+def _follow(task: LayerTask, copies: Copies, budget: int) -> Packing:
     """The old layout, adapted; or a new one where that is better by `KEEP`. Without a budget no home moves."""
-    layout = Layout(task, _own(copies))
+    layout = Packing(task, _own(copies))
     retarget(layout, divide(task.work, copies, task.speeds).loads)
     if not budget:
         return layout
@@ -161,7 +161,7 @@ def _follow(task: LayerTask, copies: Copies, budget: int) -> Layout:
     return other.layout if other.now.level < search.now.level * (1 - KEEP) else search.layout
 
 
-def _seat_homes(layout: Layout, before: list[int] | None, bytes_homes: list[int]) -> None:
+def _seat_homes(layout: Packing, before: list[int] | None, bytes_homes: list[int]) -> None:
     """Among an expert's hosts the home stays where it was, or goes where the fewest bytes of homes are."""
     sizes = layout.task.home
     for expert, hosts in enumerate(layout.copies):

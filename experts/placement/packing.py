@@ -64,7 +64,7 @@ Change = list[tuple[int, list[int]]]
 
 
 @dataclass
-class Layout:
+class Packing:
     """Hosts of every expert, home first, and the room that is left."""
 
     task: LayerTask
@@ -127,14 +127,14 @@ def copy_counts(work: Sequence[float], extra: int, *, most: int) -> list[int]:
     return count
 
 
-def fresh(task: LayerTask) -> Layout:
+def fresh(task: LayerTask) -> Packing:
     """Longest first, each copy to the host that would end earliest.
 
     Raises:
         NoRoom: an expert fits nowhere. Replicas that fit nowhere are left out.
     """
     work, speeds = task.work, task.speeds
-    layout = Layout(task, [[] for _ in work])
+    layout = Packing(task, [[] for _ in work])
     loads, part_of = [0.0] * len(speeds), list(range(len(speeds)))
     counts = copy_counts(work, task.extra, most=len(speeds))
     pieces = [(work[expert] / count, expert) for expert, count in enumerate(counts) for _ in range(count)]
@@ -158,7 +158,7 @@ def fresh(task: LayerTask) -> Layout:
     return layout
 
 
-def retarget(layout: Layout, loads: list[float]) -> None:
+def retarget(layout: Packing, loads: list[float]) -> None:
     """Let the replicas of an old layout follow the load: drop what is too many, then move them to hotter experts.
 
     Args:
@@ -189,7 +189,7 @@ def retarget(layout: Layout, loads: list[float]) -> None:
         _grow(layout, hottest if again is None else again, loads)
 
 
-def _hottest(layout: Layout) -> int | None:
+def _hottest(layout: Packing) -> int | None:
     """The expert of the most work per copy that some host can take one more of; where none is to spare, of all."""
     number, full = len(layout.task.speeds), layout.spare <= 0
     order = sorted(range(len(layout.copies)), key=lambda e: (-layout.task.work[e] / len(layout.copies[e]), e))
@@ -199,7 +199,7 @@ def _hottest(layout: Layout) -> int | None:
     return None
 
 
-def _grow(layout: Layout, expert: int, loads: list[float]) -> None:
+def _grow(layout: Packing, expert: int, loads: list[float]) -> None:
     task, hosts = layout.task, layout.copies[expert]
     part = task.work[expert] / (len(hosts) + 1)
     ends = [((loads[h] + part) / task.speeds[h], h) for h in range(len(loads)) if layout.fits(expert, h)]
@@ -208,7 +208,7 @@ def _grow(layout: Layout, expert: int, loads: list[float]) -> None:
         layout.add(expert, min(ends)[1])
 
 
-def _drop(layout: Layout, expert: int, loads: list[float]) -> None:
+def _drop(layout: Packing, expert: int, loads: list[float]) -> None:
     """Take the replica away that stands on the slowest-ending host."""
     task, hosts = layout.task, layout.copies[expert]
     gone = max(hosts[1:], key=lambda h: (loads[h] / task.speeds[h], h))

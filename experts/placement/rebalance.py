@@ -27,7 +27,7 @@ Action = Literal["keep", "move", "replicas", "both", "shares"]
 
 
 @dataclass(frozen=True)
-class Decision:
+class RebalanceDecision:
     """What to do at this boundary, taken or not.
 
     Attributes:
@@ -81,7 +81,7 @@ def step_seconds(placement: Placement, load_LE: Load, hosts: Sequence[HostSpec],
 def decide(
     current: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, policy: Policy, replicas: int, *,
     steps_until_next: int, step_s: float, bytes_per_s: float, slots_per_host: int | None = None,
-) -> Decision:  # fmt: skip
+) -> RebalanceDecision:  # fmt: skip
     """Keep the placement, or change it, by what the next window is predicted to save.
 
     Where hosts come or go there is nothing to weigh up: `place` with the old placement as `previous`.
@@ -114,12 +114,12 @@ def decide(
         f"{best.bytes} bytes take {best.cost:.3g} s"
     )
     if good:
-        return Decision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, told)
+        return RebalanceDecision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, told)
     if best.gain < MARGIN:
         why = f"{told}: less than {MARGIN:g} times is within the drift"
     else:
         why = f"{told}: what is saved must be {PAYS_BACK:g} times that"
-    return Decision("keep", current, (), best.gain, best.bytes, why)
+    return RebalanceDecision("keep", current, (), best.gain, best.bytes, why)
 
 
 @dataclass(frozen=True)

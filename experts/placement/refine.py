@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from experts.placement.packing import Change, Layout
+from experts.placement.packing import Change, Packing
 from experts.placement.shares import Division, divide
 
 #: A layout this near the bound is not improved: the load drifts by more until the next window.
@@ -21,7 +21,7 @@ KICK, SEED = 3, 20
 class Search:
     """Improves `layout` in place; `budget` counts hosts and shared copies of the divisions computed."""
 
-    def __init__(self, layout: Layout, *, budget: int) -> None:
+    def __init__(self, layout: Packing, *, budget: int) -> None:
         self.layout, self.budget, self.task = layout, budget, layout.task
         self.enough = self.task.bound * (1 + GOOD)
         self.now = self._judge()
@@ -48,7 +48,7 @@ class Search:
         self.now = best
 
     def _set_all(self, copies: list[list[int]]) -> None:
-        self.layout = Layout(self.task, [list(hosts) for hosts in copies])
+        self.layout = Packing(self.task, [list(hosts) for hosts in copies])
 
     def _judge(self, change: Change | None = None) -> Division:
         """The best division of the layout, which is the one of `now` but for `change`."""

@@ -111,7 +111,7 @@ class JointGroup:
 
         return self._timed(start)
 
-    def sum_(self, vector: Tensor) -> None:
+    def all_reduce(self, vector: Tensor) -> None:
         """Sum a CPU vector over all members, in place."""
         self._timed(lambda: self._control.allreduce([vector]).wait())
 

@@ -121,12 +121,12 @@ class Transport(Protocol):
 
     def exchange(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
-    ) -> Pending:
+    ) -> PendingExchange:
         """Rows to every member and from every member, in the order of the ranks; starts it. `into`: room for those
         received, made now where it is None."""
         ...
 
-    def sum_(self, vector: Tensor) -> None:
+    def all_reduce(self, vector: Tensor) -> None:
         """Sum a CPU vector over all members, in place."""
         ...
 
@@ -135,7 +135,7 @@ class Transport(Protocol):
         ...
 
 
-class Pending(Protocol):
+class PendingExchange(Protocol):
     """An exchange under way."""
 
     def wait(self) -> Tensor:

@@ -124,7 +124,7 @@ class Asked:
         raise Joins("a builder joins")
 
 
-def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, elsewhere: bool) -> None:
+def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> None:
     """That a model of the user's own makes of the `experts` section what was asked for.
 
     Args:
@@ -141,7 +141,7 @@ def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, elsewhere: bool) 
             expected="null, or a builder with a parameter `experts`",
             remedy="the section is handed to a builder's parameter of that name",
         )  # fmt: skip
-    if elsewhere:
+    if remote:
         check_joins(spec, shapes)
 
 

@@ -70,7 +70,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
         blocks_of(trainable, key="loop.activation_checkpointing")
     if spec.optim.name == "muon" and trainable.optimizers is None:
         hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
-    check_experts(spec, shapes, elsewhere=uses_hosts(spec))
+    check_experts(spec, shapes, remote=uses_hosts(spec))
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)

@@ -187,13 +187,13 @@ class TrainCommand:
         from experts.hosts.reserve import connect
         from jobs.driver.checks import train_job
         from jobs.driver.progress import TrainingDisplay
-        from raytrain.execution.trainer import fit, make_link
+        from raytrain.execution.trainer import fit, open_channel
 
         interface = "lo" if cluster.local else self.spec.cluster.interface
         say, wait_s = self.console.print, self.spec.retry.host_wait_s
         connection = connect(plan, run, local=cluster.local, interface=interface, host_wait_s=wait_s, say=say)
         job = train_job(self.spec, plan, run, attempt=self.attempt, connection=connection)
-        link = make_link()
+        channel = open_channel()
         outcome: dict[str, Any] = {}
 
         def work() -> None:
@@ -202,7 +202,7 @@ class TrainCommand:
                 outcome["ending"] = fit(
                     job,
                     data=handed,
-                    link=link,
+                    channel=channel,
                     local=cluster.local,
                     interface=self.spec.cluster.interface,
                     storage=storage,
@@ -219,27 +219,27 @@ class TrainCommand:
             while thread.is_alive():
                 thread.join(STATUS_EVERY_S)
                 run.heartbeat()
-                unanswered = 0 if self._look(ray, link, display) else unanswered + 1
+                unanswered = 0 if self._look(ray, channel, display) else unanswered + 1
                 if self.signals.asked.is_set() and not self.signals.training:
                     raise Interrupted("before the first step")  # where something of Ray's swallowed the first one
                 if self.signals.asked.is_set() and stop_at is None:
                     stop_at = time.monotonic() + self.spec.retry.stop_grace_s
-                    link.stop.remote()
+                    channel.stop.remote()
                     display.say("stopping: the workers save and return (a second signal leaves at once)")
                 late = stop_at is not None and time.monotonic() > stop_at
                 gone = stop_at is not None and unanswered > 1  # the same signal may have ended the cluster
                 if self.signals.times > 1 or late or gone:
                     return {"status": "interrupted", "reason": "left without waiting for the workers", "leave": True}
-            self._look(ray, link, display, last=True)
+            self._look(ray, channel, display, last=True)
         if "error" in outcome:
             if self.signals.asked.is_set():
                 return {"status": "interrupted", "reason": "a stop was asked for"}
             raise outcome["error"]
         return outcome["ending"]
 
-    def _look(self, ray: Any, link: Any, display: Any, *, last: bool = False) -> bool:  # False where nobody answers
+    def _look(self, ray: Any, channel: Any, display: Any, *, last: bool = False) -> bool:  # False where nobody answers
         try:
-            self.status, said = ray.get([link.status.remote(), link.heard.remote(last=last)], timeout=5)
+            self.status, said = ray.get([channel.status.remote(), channel.printed.remote(last=last)], timeout=5)
         except ray.exceptions.RayError:  # too slow, or gone: the thread of `fit` tells how that ends
             return False
         if said:

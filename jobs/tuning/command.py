@@ -86,22 +86,22 @@ class TuneCommand:
         from jobs.tuning.space.schedulers import scheduler_of
         from jobs.tuning.space.trial import WholeOrders, WholeTrial
         from jobs.tuning.space.trials import TRIAL_RESOURCES, WholeTrials
-        from jobs.tuning.sweep import make_tuner, run_trials, stop_link
-        from raytrain.execution.trainer import make_link
+        from jobs.tuning.sweep import close_channel, make_tuner, run_trials
+        from raytrain.execution.trainer import open_channel
 
         sweep, keys = self.the_sweep, list(points.trials[0].values)
         at_a_time = self._at_a_time(points, inventory)
         self._say_whole(points, at_a_time)
         with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=counted(len(points.trials), "trial")) as table:
             trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=private)
-            link = make_link()
+            channel = open_channel()
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            orders = WholeOrders(whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, link)
+            orders = WholeOrders(whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, channel)
 
             def stop() -> None:
                 trials.stopping = True
                 table.say("stopping: the trials save and return (a second signal leaves at once)")
-                stop_link(link)
+                close_channel(channel)
 
             tuner = make_tuner(
                 tune.with_parameters(WholeTrial, orders=orders),

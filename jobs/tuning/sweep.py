@@ -106,9 +106,9 @@ def run_trials(
         raise RunError(f"Ray Tune gave up: {type(error).__name__}: {error}") from error
 
 
-def stop_link(link: Any) -> None:
-    """Ask, by the `RunLink`, every whole trial to save and return; quietly where the cluster is gone."""
+def close_channel(channel: Any) -> None:
+    """Ask, by the `DriverChannel`, every whole trial to save and return; quietly where the cluster is gone."""
     try:
-        link.stop.remote()
+        channel.stop.remote()
     except ray.exceptions.RayError as error:
         raise Interrupted("the cluster is gone") from error

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from raytrain.checkpoint.safetensors import CHUNK_BYTES, read_tensors, sha256_of
-from raytrain.checkpoint.sharded import Place, read_split
+from raytrain.checkpoint.sharded import ShardPosition, read_split
 from raytrain.checkpoint.snapshot import unflatten
 from raytrain.errors import CheckpointError
 from raytrain.runs.folder import RunFolder
@@ -90,7 +90,7 @@ def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
     return min(rated, key=lambda row: row[:2])[2] if rated else None
 
 
-def newest_good(run: RunFolder, *, place: Place | None = None) -> NewestGood:
+def newest_good(run: RunFolder, *, place: ShardPosition | None = None) -> NewestGood:
     """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason.
 
     Errors: OSError where one could not be read, which says nothing about the checkpoint.
@@ -119,7 +119,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     return json.loads(open_store(path).read_bytes(MANIFEST))
 
 
-def load(path: str, *, check_hashes: bool = True, place: Place | None = None) -> LoadedCheckpoint:
+def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = None) -> LoadedCheckpoint:
     """Verifies and loads a checkpoint (a local path or a URI).
 
     Args:
@@ -159,7 +159,9 @@ def _named_files(path: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: a file of it is missing ({error})") from error
 
 
-def part_tensors(files: list[str], *, tied: dict[str, str], split: list[str], place: Place | None) -> dict[str, Tensor]:
+def part_tensors(
+    files: list[str], *, tied: dict[str, str], split: list[str], place: ShardPosition | None
+) -> dict[str, Tensor]:
     """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
     tensors: dict[str, Tensor] = {}
     for file in files:

@@ -12,21 +12,21 @@ from torch import Tensor
 from raytrain.errors import CheckpointError
 
 
-class Place(NamedTuple):
+class ShardPosition(NamedTuple):
     """One of so many workers."""
 
     rank: int
-    world: int
+    world_size: int
 
 
-def rows_of(total: int, place: Place) -> tuple[int, int]:
+def rows_of(total: int, place: ShardPosition) -> tuple[int, int]:
     """First row and end of a worker's piece of so many, as FSDP2 cuts them: equal pieces, the last ones shorter or
     empty."""
-    size = -(-total // place.world)
+    size = -(-total // place.world_size)
     return min(place.rank * size, total), min((place.rank + 1) * size, total)
 
 
-def read_split(paths: Sequence[str], names: Iterable[str], place: Place | None) -> dict[str, Tensor]:
+def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition | None) -> dict[str, Tensor]:
     """Tensors whose rows stand one after another in local safetensors files; only the rows of `place`, where one is
     given. Copies.
 

@@ -34,11 +34,11 @@ from raytrain.checkpoint.reader import (
 from raytrain.checkpoint.retention import discard, discard_after, retain, solve_interval
 from raytrain.checkpoint.safetensors import SHARD_BYTES, write_tensors
 from raytrain.checkpoint.snapshot import Flat, Snapshot, Staging, flatten, split_tied, take_snapshot, unflatten
-from raytrain.elsewhere import SavedElsewhere
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import plain
 from raytrain.runs.storage import open_store
+from raytrain.trainable import RemoteCheckpoint
 
 __all__ = [
     "CheckpointInfo",
@@ -137,7 +137,7 @@ class CheckpointWriter:
         step: int,
         eval_loss: float | None = None,
         extra: Mapping[str, Any] | None = None,
-        elsewhere: SavedElsewhere | None = None,
+        remote: RemoteCheckpoint | None = None,
     ) -> float:
         """Saves the state after `step` steps; returns the seconds that the caller was blocked.
 
@@ -164,9 +164,9 @@ class CheckpointWriter:
             "extra": plain(dict(extra or {})),
         }
         if self._executor is None:
-            self._write(snapshot, about, elsewhere)
+            self._write(snapshot, about, remote)
         else:
-            self._pending = self._executor.submit(self._write, snapshot, about, elsewhere)
+            self._pending = self._executor.submit(self._write, snapshot, about, remote)
         self.stalls.append(time.perf_counter() - began)
         return self.stalls[-1]
 
@@ -197,11 +197,11 @@ class CheckpointWriter:
             if self._executor is not None:
                 self._executor.shutdown()
 
-    def _write(self, snapshot: Snapshot, about: dict[str, Any], elsewhere: SavedElsewhere | None) -> None:
+    def _write(self, snapshot: Snapshot, about: dict[str, Any], remote: RemoteCheckpoint | None) -> None:
         began = time.perf_counter()
         path = self._run.checkpoint_dir(snapshot.step)
         self._fence()
-        if elsewhere is None:
+        if remote is None:
             discard(path)
         try:
             self.last_bytes = write_checkpoint(
@@ -210,7 +210,7 @@ class CheckpointWriter:
                 about,
                 fence=self._fence,
                 shard_bytes=self._shard_bytes,
-                others=None if elsewhere is None else lambda: elsewhere.finish_save(path),
+                others=None if remote is None else lambda: remote.finish_save(path),
             )
         except BaseException:
             # Give the room back, unless the directory is a newer attempt's by now.

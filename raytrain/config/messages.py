@@ -162,12 +162,12 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
     """The error for a key that a section does not have: the nearest one, and all it has."""
     known = list(cls.model_fields)
     near = _nearest(key, known)
-    elsewhere = [
+    remote = [
         join(name, key)
         for name, field in root.model_fields.items()
         if (section := section_of(field)) is not None and key in section.model_fields
     ]
-    guess = elsewhere[0] if elsewhere and (near is None or not prefix) else near and join(prefix, near)
+    guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
     owner = f"a key of the section {prefix}" if prefix else "a section or key of a job"
     return InputError(
         join(prefix, key),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from raytrain.checkpoint.writer import LoadedCheckpoint, load, newest_good
 from raytrain.data.rows.batches import Cursor
-from raytrain.execution.failure_policy import Decision, Fault, decide, origins
+from raytrain.execution.failure_policy import Fault, RecoveryDecision, decide, origins
 from raytrain.execution.reporter import Superseded
 from raytrain.execution.rollback import skipped_to
 from raytrain.runs.folder import RunFolder
@@ -16,7 +16,7 @@ from raytrain.train.parallel.collectives import Workers
 
 
 @dataclass(frozen=True)
-class Beginning:
+class AttemptStart:
     """What all workers know before they build anything.
 
     Attributes:
@@ -29,7 +29,7 @@ class Beginning:
     """
 
     attempt: int
-    decision: Decision
+    decision: RecoveryDecision
     loaded: LoadedCheckpoint | None
     step: int
     cursor: Cursor | None
@@ -50,7 +50,7 @@ def attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int
     return run.next_attempt(job.owner)
 
 
-def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faults: list[Fault]) -> Beginning:
+def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faults: list[Fault]) -> AttemptStart:
     """Rank 0 reads and decides, the others hear of it; then all have the same checkpoint. Collective.
 
     Args:
@@ -60,7 +60,7 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         OSError: a checkpoint could not be read, which says nothing about it: nothing is given up for that.
     """
     message, loaded = b"", None
-    place = place_of(job, rank=workers.rank, world=workers.world)
+    place = place_of(job, rank=workers.rank, world_size=workers.world_size)
     if workers.rank == 0:
         rows = run.read_rows(run.events)
         unread: OSError | None = None
@@ -77,9 +77,9 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         cursor = skipped_to(rows, step)
         told = {"attempt": attempt, "step": step, "cursor": cursor and asdict(cursor), "refused": refused}
         message = json.dumps({**told, "decision": vars(decision)}).encode()
-    told = json.loads(workers.gather_bytes(message)[0])
+    told = json.loads(workers.all_gather_bytes(message)[0])
     if workers.rank and told["step"] and told["decision"]["action"] != "stop":  # rank 0 has verified every byte of it
         loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
-    told["decision"] = Decision(**told["decision"])
+    told["decision"] = RecoveryDecision(**told["decision"])
     told["cursor"] = Cursor(**told["cursor"]) if told["cursor"] else None
-    return Beginning(**told, loaded=loaded)
+    return AttemptStart(**told, loaded=loaded)

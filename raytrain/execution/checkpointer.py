@@ -59,13 +59,13 @@ class CheckpointSaver:
         self._begin = time.perf_counter()
         self._begin_step = session.state.step
         self.writer = (
-            CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence, world_size=self.workers.world)
+            CheckpointWriter(run, keep=keep, asynchronous=asynchronous, fence=fence, world_size=self.workers.world_size)
             if self.workers.rank == 0
             else None
         )
         if self.writer is not None:  # the first copy touches new memory and would stall the loop many times longer
             self.writer.rehearse(session.parts())
-        self._others = session.layout.saved_elsewhere(session.parts, run)
+        self._others = session.strategy.remote_checkpoint(session.parts, run)
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
@@ -77,13 +77,13 @@ class CheckpointSaver:
 
     def save(self, state: LoopState, *, final: bool) -> None:
         """Collective: gather the generators, snapshot on rank 0, write in the background (wait if it is the last)."""
-        elsewhere = self._others
-        if elsewhere is not None and self.writer is not None:
+        remote = self._others
+        if remote is not None and self.writer is not None:
             self.writer.prepare(state.step)
         flat = flatten(self.session.generator_state())
-        gathered = self.workers.gather_bytes(_pack(flat.tensors, flat.skeleton))
-        if elsewhere is not None:  # everybody has met: the directory is there
-            elsewhere.begin_save(state.step)
+        gathered = self.workers.all_gather_bytes(_pack(flat.tensors, flat.skeleton))
+        if remote is not None:  # everybody has met: the directory is there
+            remote.begin_save(state.step)
         self._last_step = state.step
         self.clock.keep(state.step)
         if self.writer is None:
@@ -95,13 +95,13 @@ class CheckpointSaver:
             {**self.session.parts(), "rng": generators},
             {
                 "loop": state.to_json(),
-                "world_size": self.workers.world,
+                "world_size": self.workers.world_size,
                 "precision": self.session.precision,
                 "seed": self.session.job.seed,
             },
             step=state.step,
             eval_loss=eval_loss,
-            elsewhere=elsewhere,
+            remote=remote,
         )
         self._solve(stall, step_s, state.step)
         if final:
@@ -128,7 +128,7 @@ class CheckpointSaver:
         """Wait for the last write."""
         if self.writer is not None:
             self.writer.close()
-        self.session.layout.close_saves()
+        self.session.strategy.close_saves()
 
 
 def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:

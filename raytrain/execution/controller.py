@@ -150,16 +150,16 @@ class _Backend(Backend):
 
     def _bring_together(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_set_interface, backend_config.interface)
-        world = len(worker_group)
-        if world > 1 and not backend_config.loopback:
+        world_size = len(worker_group)
+        if world_size > 1 and not backend_config.loopback:
             from ray.train.torch.config import _TorchBackend
 
             _TorchBackend().on_start(worker_group, backend_config)
             return
         worker_group.execute(_set_environment)
-        if world == 1:
+        if world_size == 1:
             return
-        port = worker_group.execute_single(0, _open_store, world)
+        port = worker_group.execute_single(0, _open_store, world_size)
         ray.get(
             [
                 worker_group.execute_single_async(
@@ -167,11 +167,11 @@ class _Backend(Backend):
                     _join,
                     port=port,
                     world_rank=rank,
-                    world=world,
+                    world_size=world_size,
                     backend=backend_config.backend,
                     timeout_s=backend_config.timeout_s,
                 )
-                for rank in range(world)
+                for rank in range(world_size)
             ]
         )
 
@@ -205,7 +205,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _open_store(world: int) -> int:
+def _open_store(world_size: int) -> int:
     """Worker 0: a store on a socket bound to loopback; returns its port."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
 
@@ -214,16 +214,16 @@ def _open_store(world: int) -> int:
     listener.listen(1024)
     port = int(listener.getsockname()[1])
     _STORE["master"] = TCPStore(
-        "127.0.0.1", port, world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        "127.0.0.1", port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return port
 
 
-def _join(*, port: int, world_rank: int, world: int, backend: str, timeout_s: int) -> None:
+def _join(*, port: int, world_rank: int, world_size: int, backend: str, timeout_s: int) -> None:
     import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = _STORE["master"] if world_rank == 0 else TCPStore("127.0.0.1", port, world, is_master=False)
+    store = _STORE["master"] if world_rank == 0 else TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group(
-        backend=backend, store=store, rank=world_rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+        backend=backend, store=store, rank=world_rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

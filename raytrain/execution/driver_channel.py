@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 
-class RunLink:
+class DriverChannel:
     """Runs in an actor of its own. Every method is async, so that a long poll blocks nobody."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class RunLink:
         """Driver: ask the workers to save at the next step boundary and return."""
         self._stop.set()
 
-    async def wait_stop(self) -> bool:
+    async def wait_for_stop(self) -> bool:
         """Rank 0: returns when a stop is asked for (a thread waits in this call)."""
         await self._stop.wait()
         return True
@@ -38,7 +38,7 @@ class RunLink:
         Each attempt is another `life`, and begins at 0 again."""
         self._said.setdefault(life, {})[number] = text
 
-    async def heard(self, *, last: bool = False) -> str:
+    async def printed(self, *, last: bool = False) -> str:
         """Driver: what was printed since the last call, in order; what an overtaken call holds comes with it. Of an
         attempt that another has followed, and of all in a `last` call, nothing is waited for."""
         heard = []

@@ -68,7 +68,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RecoveryDecision:
     """What the next attempt does: `go_on`, `raise_precision` (to `precision`) or `stop`; and why. Its micro-batches are
     of at most `micro_batch` rows; None = as planned."""
 
@@ -78,7 +78,7 @@ class Decision:
     micro_batch: int | None = None
 
 
-def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> Decision:
+def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
     """The decision after the newest of `faults`.
 
     Args:
@@ -88,35 +88,35 @@ def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_f
         resumed_from: the step each attempt of this command started from, oldest first, the coming one last.
     """
     if not faults:
-        return Decision("go_on", "no fault so far")
+        return RecoveryDecision("go_on", "no fault so far")
     decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from)
     halves = [halved(fault.micro_batch) for fault in faults if fault.out_of_memory and fault.micro_batch]
     return replace(decision, micro_batch=min(halves)) if halves else decision
 
 
-def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> Decision:
+def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
     newest = faults[-1]
     what = f"{newest.error}: {newest.message}" if newest.message else newest.error
     if newest.final:
-        return Decision("stop", what)
+        return RecoveryDecision("stop", what)
     if _has_half(newest):
         return _after_out_of_memory(newest, what, resumed_from[-1])
     compared = newest.traceback and newest.error not in PASSING_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
-        return Decision("stop", f"the same error twice at step {newest.step}, so it is no accident: {what}")
+        return RecoveryDecision("stop", f"the same error twice at step {newest.step}, so it is no accident: {what}")
     if len(alike) >= 2:
-        return Decision("stop", f"the same error three times, so it is no accident: {what}")
+        return RecoveryDecision("stop", f"the same error three times, so it is no accident: {what}")
     if newest.reduced and fallback and newest.error in OPERATION_ERRORS:
-        return Decision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
+        return RecoveryDecision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
     without_progress = 0
     for (earlier, later), fault in zip(pairwise(resumed_from), faults, strict=False):
         if _has_half(fault):
             continue
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
-        return Decision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
-    return Decision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {_from(resumed_from[-1])}")
+        return RecoveryDecision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
+    return RecoveryDecision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {_from(resumed_from[-1])}")
 
 
 def _when(fault: Fault) -> str:
@@ -145,12 +145,12 @@ def _has_half(fault: Fault) -> bool:
     return fault.out_of_memory and fault.micro_batch is not None
 
 
-def _after_out_of_memory(fault: Fault, what: str, step: int) -> Decision:
+def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision:
     where = f"rank {fault.rank} ran out of memory at step {fault.step} ({what})"
     if fault.micro_batch and fault.micro_batch > 1:
         half = halved(fault.micro_batch)
-        return Decision("go_on", f"{where}; {_from(step)} with micro-batches of {half}")
-    return Decision(
+        return RecoveryDecision("go_on", f"{where}; {_from(step)} with micro-batches of {half}")
+    return RecoveryDecision(
         "stop",
         f"{where} with loop.micro_batch_size 1; a smaller model or shorter samples (model.*), optim.name: sgd, "
         "loop.activation_checkpointing: true or data.storage: stream need less memory",

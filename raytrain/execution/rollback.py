@@ -18,7 +18,7 @@ from raytrain.train.job import TrainJob, place_of
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision.policy import HIGHER_PRECISION
 from raytrain.train.session import Session
-from raytrain.train.state import Outcome
+from raytrain.train.state import LoopOutcome
 
 
 class RollBacks:
@@ -33,15 +33,15 @@ class RollBacks:
         self._times = 0
         self._last: tuple[int, str] | None = None  # step and precision gone on with
 
-    def back(self, session: Session, outcome: Outcome) -> Session | Outcome:
+    def back(self, session: Session, outcome: LoopOutcome) -> Session | LoopOutcome:
         """The session to go on with, or how the run ends: too often, or nothing is left to try. Collective."""
         self._times += 1
         if self._times > self._limit:
-            return Outcome("failed", f"{outcome.reason}, after {self._times - 1} roll-backs (retry.rollbacks)")
+            return LoopOutcome("failed", f"{outcome.reason}, after {self._times - 1} roll-backs (retry.rollbacks)")
         higher = _next_precision(session)
         last = self._last
         if last is not None and last == (session.state.step - outcome.bad_steps, higher):  # with the very same weights
-            return Outcome(
+            return LoopOutcome(
                 "failed",
                 f"{outcome.reason}; no step since step {last[0]} was finite, on other data either, and {higher} "
                 "is not raised any further: a smaller optim.lr, a longer optim.warmup_steps or a look at the data and "
@@ -52,7 +52,7 @@ class RollBacks:
         return fresh
 
 
-def roll_back(session: Session, run: RunFolder, *, outcome: Outcome) -> tuple[Session, dict[str, Any]]:
+def roll_back(session: Session, run: RunFolder, *, outcome: LoopOutcome) -> tuple[Session, dict[str, Any]]:
     """The newest good checkpoint (or the start), the data after the bad window, the next higher precision.
 
     Collective over the workers; rank 0 has written its last checkpoint by now. `session.say` is told before anything is
@@ -157,8 +157,8 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     _forget_after(fresh, run)
     lost = session.state.step - fresh.state.step
     deaths, note = [], ""
-    if fresh.trainable.elsewhere is not None:
-        deaths, note = fresh.trainable.elsewhere.deaths, fresh.trainable.elsewhere.note
+    if fresh.trainable.remote is not None:
+        deaths, note = fresh.trainable.remote.deaths, fresh.trainable.remote.note
     more = [f"{death.who} died ({death.why})" for death in deaths if f"{death.who} died" not in reason]
     return fresh, {
         "what": "rewind",
@@ -210,13 +210,13 @@ def _forget_after(session: Session, run: RunFolder) -> None:
 def _same_checkpoint(run: RunFolder, job: TrainJob, workers: Workers) -> tuple[LoadedCheckpoint | None, Cursor | None]:
     """The newest good one as rank 0 sees it and where the data goes on after it, if elsewhere, on every worker: asked
     one by one they might see different ones."""
-    place, loaded, message = place_of(job, rank=workers.rank, world=workers.world), None, b""
+    place, loaded, message = place_of(job, rank=workers.rank, world_size=workers.world_size), None, b""
     if workers.rank == 0:
         loaded = newest_good(run, place=place).checkpoint
         step = loaded.step if loaded else 0
         cursor = skipped_to(run.read_rows(run.events), step)
         message = json.dumps({"step": step, "cursor": cursor and asdict(cursor)}).encode()
-    told = json.loads(workers.gather_bytes(message)[0])
+    told = json.loads(workers.all_gather_bytes(message)[0])
     if workers.rank and told["step"]:
         loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
     return loaded, Cursor(**told["cursor"]) if told["cursor"] else None

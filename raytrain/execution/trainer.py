@@ -18,18 +18,18 @@ from ray.train.torch import TorchTrainer
 
 from raytrain.errors import RunError
 from raytrain.execution.controller import Collectives, FaultWriter, PlannedWorkers
-from raytrain.execution.driver_channel import RunLink
+from raytrain.execution.driver_channel import DriverChannel
 from raytrain.execution.worker import train_loop_per_worker
 from raytrain.train.job import TrainJob
 
 
-def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | None, storage: str) -> dict[str, Any]:
+def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str | None, storage: str) -> dict[str, Any]:
     """Run the job's workers to their end.
 
     Args:
         job: what the workers do.
         data: object to hand over (bytes of the default text, in-memory tensors), or None.
-        link: the `RunLink` actor (`make_link`).
+        link: the `DriverChannel` actor (`open_channel`).
         local: the cluster is this machine alone, so everything stays on loopback.
         interface: `cluster.interface`, the network interface for collectives, or None.
         storage: a directory for Ray's own bookkeeping.
@@ -48,7 +48,7 @@ def fit(job: TrainJob, *, data: Any, link: Any, local: bool, interface: str | No
             "job": ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
             "import_path": job.import_path,
             "run_path": job.run_path,
-            "link": link,
+            "link": channel,
             "data": None if data is None else ray.put(data),
         },
         scaling_config=ScalingConfig(
@@ -106,9 +106,9 @@ def _accelerator_type(job: TrainJob) -> str | None:
     return None if name.split(":")[0] in ("cpu", "cuda", "auto") else name
 
 
-def make_link() -> Any:
-    """The `RunLink` actor: reserves no CPU, dies with the driver."""
-    return ray.remote(RunLink).options(num_cpus=0, max_concurrency=64).remote()
+def open_channel() -> Any:
+    """The `DriverChannel` actor: reserves no CPU, dies with the driver."""
+    return ray.remote(DriverChannel).options(num_cpus=0, max_concurrency=64).remote()
 
 
 def quiet_ray() -> None:

@@ -18,14 +18,14 @@ import ray.train
 from ray import cloudpickle
 
 from raytrain.autotune.startup.confirm import confirm_found
-from raytrain.autotune.startup.micro_batch import settle_micro_batch
-from raytrain.autotune.startup.overlap import settle_overlap
-from raytrain.autotune.startup.precision import settle_inflight, settle_precision
-from raytrain.autotune.startup.shares import settle_shares
+from raytrain.autotune.startup.micro_batch import resolve_micro_batch
+from raytrain.autotune.startup.overlap import resolve_overlap
+from raytrain.autotune.startup.precision import resolve_inflight, resolve_precision
+from raytrain.autotune.startup.shares import resolve_shares
 from raytrain.checkpoint.writer import discard_after
 from raytrain.data.sources.open import Source, handed_over
 from raytrain.errors import StateLost
-from raytrain.execution.attempt import Beginning, attempt_number, begin
+from raytrain.execution.attempt import AttemptStart, attempt_number, begin
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.export import export
 from raytrain.execution.failure_policy import Fault
@@ -42,15 +42,15 @@ from raytrain.train.job import TrainJob, with_micro_batch
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, Outcome
+from raytrain.train.state import Clock, LoopOutcome
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     """Entry point of a Ray Train worker.
 
     Args:
-        config: {"job": reference to a pickled TrainJob, "import_path", "run_path", "link": handle of the RunLink actor,
-            "data": reference to handed-over data or None}.
+        config: {"job": reference to a pickled TrainJob, "import_path", "run_path", "link": handle of the DriverChannel
+            actor, "data": reference to handed-over data or None}.
 
     Returns:
         Rank 0's ending ({"status", "reason", ...}); None elsewhere.
@@ -63,18 +63,18 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
     with rank_log(RunFolder(config["run_path"]), workers.rank, say=say, wait=ray.wait):
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
-        worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), link=config["link"])
+        worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), channel=config["link"])
         return worker.run(data)
 
 
 class Worker:
     """One attempt on one worker, with its connections to the run folder, the driver and Ray."""
 
-    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int, link: Any) -> None:
+    def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int, channel: Any) -> None:
         self.job = job
         self.workers = workers
         self.local_rank = local_rank
-        self.link = link
+        self.channel = channel
         self.run_folder = RunFolder(job.run_path)
         self.session: Session | None = None
         self.attempt = 0
@@ -104,7 +104,7 @@ class Worker:
             if self.session is not None:
                 self.session.close()
 
-    def _begin(self) -> Beginning:
+    def _begin(self) -> AttemptStart:
         """Rank 0 takes the attempt number first: where no checkpoint can be read, that is this attempt's failure."""
         faults: list[Fault] = []
         if self.workers.rank == 0:
@@ -117,7 +117,7 @@ class Worker:
         self.attempt, self.from_step = begun.attempt, begun.step
         return begun
 
-    def _train(self, begun: Beginning, data: Any, reporter: Any) -> dict[str, Any] | None:
+    def _train(self, begun: AttemptStart, data: Any, reporter: Any) -> dict[str, Any] | None:
         decision, loaded = begun.decision, begun.loaded
         if decision.micro_batch is not None:
             self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
@@ -126,14 +126,14 @@ class Worker:
             self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
         )
         session.say = reporter.event
-        precision = settle_precision(
+        precision = resolve_precision(
             session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
         )
-        settle_micro_batch(session, self.run_folder, reporter=reporter, push=self._push)
+        resolve_micro_batch(session, self.run_folder, reporter=reporter, push=self._push)
         confirm_found(session, self.run_folder, reporter=reporter, push=self._push)
-        settle_inflight(session, self.run_folder, reporter=reporter, push=self._push)
-        settle_shares(session, self.run_folder, reporter=reporter)
-        settle_overlap(session, self.run_folder, reporter=reporter, push=self._push)
+        resolve_inflight(session, self.run_folder, reporter=reporter, push=self._push)
+        resolve_shares(session, self.run_folder, reporter=reporter)
+        resolve_overlap(session, self.run_folder, reporter=reporter, push=self._push)
         if loaded is not None:
             session.restore(loaded)
         session.state.cursor = begun.cursor or session.state.cursor
@@ -144,13 +144,13 @@ class Worker:
         reporter.event(
             "attempt",
             from_step=session.state.step,
-            workers=self.workers.world,
+            workers=self.workers.world_size,
             precision=precision,
             matmul=session.matmul,
             device=str(session.device),
             platform=platform().to_json(),
             reason=decision.reason,
-            **session.layout.facts(),
+            **session.strategy.facts(),
         )
         self.run_folder.flush()  # an object store is told now where this attempt began
         outcome = self._loop(reporter)
@@ -165,7 +165,7 @@ class Worker:
                 export(session, module, self.run_folder)
         return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)
 
-    def _reporter(self, begun: Beginning) -> RankZeroReporter | SilentReporter:
+    def _reporter(self, begun: AttemptStart) -> RankZeroReporter | SilentReporter:
         if self.workers.rank:
             return SilentReporter()
         observers: list[Any] = load_observers(self.job.observers, resolve)
@@ -185,7 +185,7 @@ class Worker:
 
     # -- training ---------------------------------------------------------------------------------
 
-    def _loop(self, reporter: Any) -> Outcome:
+    def _loop(self, reporter: Any) -> LoopOutcome:
         """Run the loop; after non-finite steps in a row roll back, skip the window, raise the precision."""
         session = self.session
         assert session is not None
@@ -222,7 +222,7 @@ class Worker:
             if outcome.kind != "rollback":
                 return outcome
             after = roll_backs.back(session, outcome)
-            if isinstance(after, Outcome):
+            if isinstance(after, LoopOutcome):
                 return after
             self.session = session = after
 
@@ -257,7 +257,7 @@ class Worker:
             step=session.state.step + 1 if session else 0,
             precision=(session.precision or "") if session else "",
             from_step=self.from_step,
-            micro_batch=session.feed.micro_batch if session and session.precision else None,
+            micro_batch=session.loader.micro_batch if session and session.precision else None,
         )
         write_fault(self.run_folder, fault)
 
@@ -265,12 +265,12 @@ class Worker:
 
     def _push(self, status: dict[str, Any]) -> None:
         if self.workers.rank == 0:
-            self.link.push.remote(status)
+            self.channel.push.remote(status)
 
     def _watch(self) -> None:
         """Thread of rank 0: one long poll; ends with the link's actor."""
         try:
-            if ray.get(self.link.wait_stop.remote()):
+            if ray.get(self.channel.wait_for_stop.remote()):
                 self._stop.set()
         except ray.exceptions.RayError:
             return  # the driver is gone, and the cluster with it

@@ -24,7 +24,7 @@ HISTORY_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: `status` (done, failed, interrupted, running, lost) and one sentence saying why."""
 
     status: str
@@ -75,15 +75,15 @@ def rounded(value: float | None, digits: int = 6) -> float | int | None:
     return int(value) if value.is_integer() else float(f"{value:.{digits}g}")
 
 
-def outcome(records: RunRecords) -> Outcome:
+def outcome(records: RunRecords) -> RunOutcome:
     """The end of the run in one sentence; without a result.json it is running, or lost."""
     result = records.result
     step = last_step(records)
     if records.alive:
         who = f"host {records.alive.get('host', '?')}, pid {records.alive.get('pid', '?')}"
-        return Outcome("running", f"Still running ({who}), at step {step:,}.")
+        return RunOutcome("running", f"Still running ({who}), at step {step:,}.")
     if result is None:
-        return Outcome(
+        return RunOutcome(
             "lost",
             f"Still running or lost: there is no result.json, and the last step on record is {step:,}.",
         )
@@ -91,14 +91,14 @@ def outcome(records: RunRecords) -> Outcome:
     wall = seconds(number(result.get("wall_s")))
     reason = failure_reason(records)
     if status == "failed":
-        return Outcome(status, f"Failed after step {step:,}: {reason or 'the cause is not on record'}")
+        return RunOutcome(status, f"Failed after step {step:,}: {reason or 'the cause is not on record'}")
     if status == "interrupted":
         why = f" ({reason})" if reason else ""
-        return Outcome(status, f"Interrupted after step {step:,}{why}; --resume continues it.")
+        return RunOutcome(status, f"Interrupted after step {step:,}{why}; --resume continues it.")
     if status == "done":
         why = "" if reason in ("", f"{step} steps") else f" ({reason})"
-        return Outcome(status, f"Done: {step:,} steps in {wall}{why}.")
-    return Outcome(status, f"Ended as {status} after step {step:,}.")
+        return RunOutcome(status, f"Done: {step:,} steps in {wall}{why}.")
+    return RunOutcome(status, f"Ended as {status} after step {step:,}.")
 
 
 def failure_reason(records: RunRecords) -> str:

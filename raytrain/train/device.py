@@ -105,7 +105,7 @@ def need_data(module: nn.Module) -> None:
         )
 
 
-class Placement:
+class DeviceGuard:
     """Where every parameter and buffer of a module should be; looked at in each step, without a device read.
 
     The places are listed once (the module's own tables, so that a tensor put in place of another is seen too);

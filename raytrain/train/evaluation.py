@@ -37,15 +37,15 @@ def evaluate(
     came = step.attempt(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
     names = _agreed_names(step, came, workers)
     assert not isinstance(came, Shortage)
-    elsewhere = step.trainable.elsewhere
-    shortages = [] if elsewhere is None else elsewhere.shortages()
-    if elsewhere is not None and shortages:
-        elsewhere.discard()
+    remote = step.trainable.remote
+    shortages = [] if remote is None else remote.shortages()
+    if remote is not None and shortages:
+        remote.discard()
         raise StepDropped(shortages)
     total, weight = came
     zero = torch.zeros((), dtype=torch.float64, device=step.device)
     sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])
-    workers.sum_([sums])
+    workers.all_reduce([sums])
     *values, count = sums.tolist()
     return {name: value / count for name, value in zip(names, values, strict=True)} if count else {"loss": float("nan")}
 
@@ -88,7 +88,7 @@ def _agreed_names(step: TrainingStep, came: tuple[dict[str, Tensor], int] | Shor
     """A worker without eval rows still takes part in the sum: names come from whoever has them. Where somebody had a
     shortage, everybody hears of it here."""
     short = isinstance(came, Shortage)
-    rows = workers.gather_bytes(SHORT if short else ",".join(came[0]).encode())
+    rows = workers.all_gather_bytes(SHORT if short else ",".join(came[0]).encode())
     if SHORT in rows:
         raise step.dropped(came)
     return next((row.decode().split(",") for row in rows if row), ["loss"])

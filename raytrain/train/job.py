@@ -13,7 +13,7 @@ from torch import nn
 
 from cluster.config import ClusterConfig
 from raytrain.checkpoint.reader import STATE, LoadedCheckpoint
-from raytrain.checkpoint.sharded import Place
+from raytrain.checkpoint.sharded import ShardPosition
 from raytrain.config.sections import (
     DataConfig,
     LoopConfig,
@@ -77,9 +77,9 @@ class TrainJob:
         return choice.value
 
 
-def place_of(job: TrainJob, *, rank: int, world: int) -> Place | None:
+def place_of(job: TrainJob, *, rank: int, world_size: int) -> ShardPosition | None:
     """Whose rows of a checkpoint a worker wants; None where it wants all of them."""
-    return Place(rank, world) if job.planned("strategy") == "fsdp" else None
+    return ShardPosition(rank, world_size) if job.planned("strategy") == "fsdp" else None
 
 
 def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
@@ -178,14 +178,14 @@ def limits_of(job: TrainJob) -> LoopLimits:
     )
 
 
-def restore_elsewhere(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
+def restore_remote(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
     """Have state in other processes loaded, or say that the checkpoint has some and this run no place for it.
 
     Raises:
         CheckpointError: the one holds such state and the other does not.
     """
-    if trainable.elsewhere is not None:
-        trainable.elsewhere.restore(loaded.path, step=loaded.step)
+    if trainable.remote is not None:
+        trainable.remote.restore(loaded.path, step=loaded.step)
         return
     own = {STATE}.union(*loaded.manifest["parts"].values())
     others = sorted(set(loaded.manifest["files"]) - own)

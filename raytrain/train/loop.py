@@ -19,11 +19,11 @@ import torch
 from raytrain.errors import RunError
 from raytrain.runs.records import EvalRecord, StepRecord, spreads
 from raytrain.train.compute.switches import Switches
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.loop_memory import LoopMemory
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import Shortage, attempt
-from raytrain.train.state import Clock, Fetching, LoopLimits, LoopState, NonFinite, Outcome, Reporter, Saver
+from raytrain.train.state import Clock, Fetching, LoopLimits, LoopOutcome, LoopState, NonFinite, Reporter, Saver
 from raytrain.train.step import MicroBatch, StepOutput, TrainingStep
 
 #: Parameters that a message about non-finite gradients names.
@@ -37,7 +37,7 @@ class TrainingLoop:
 
     Args:
         step: the optimizer step.
-        feed: rows of each global window, as this worker's micro-batches.
+        loader: rows of each global window, as this worker's micro-batches.
         evaluate: `() -> EvalRecord-like mapping` over the eval split, collective; None without an eval split.
         limits: how long, how often.
         reporter, saver: rank 0's writers (others are silent).
@@ -52,7 +52,7 @@ class TrainingLoop:
         self,
         step: TrainingStep,
         *,
-        feed: Feed,
+        loader: BatchLoader,
         evaluate: Callable[[int], dict[str, Any]] | None,
         limits: LoopLimits,
         reporter: Reporter,
@@ -64,7 +64,7 @@ class TrainingLoop:
         switches: Switches | None = None,
     ) -> None:
         self.step = step
-        self.feed = feed
+        self.loader = loader
         self.evaluate = evaluate
         self.limits = limits
         self.reporter = reporter
@@ -72,8 +72,8 @@ class TrainingLoop:
         self.should_stop = should_stop
         self.peak_memory = peak_memory
         self.clock = clock or Clock()
-        sizing = sizing or MicroBatchSize(feed.micro_batch, grow_after=None)
-        self._memory = LoopMemory(step, feed, sizing=sizing, reporter=reporter)
+        sizing = sizing or MicroBatchSize(loader.micro_batch, grow_after=None)
+        self._memory = LoopMemory(step, loader, sizing=sizing, reporter=reporter)
         self._nonfinite = NonFinite(step.device)
         self._culprit = ""
         self._skipped_before = 0
@@ -81,7 +81,7 @@ class TrainingLoop:
         self._told: list[int] | None = None
         self._switches = switches
 
-    def run(self, state: LoopState) -> Outcome:
+    def run(self, state: LoopState) -> LoopOutcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
         self._skipped_before = state.skipped_steps
         if self._switches is not None:
@@ -94,7 +94,7 @@ class TrainingLoop:
                 longest = self._log(state, output)
                 if longest >= self.limits.nonfinite_steps:
                     why = f"{longest} steps in a row were not finite"
-                    return Outcome("rollback", f"{why} ({self._culprit})" if self._culprit else why, longest)
+                    return LoopOutcome("rollback", f"{why} ({self._culprit})" if self._culprit else why, longest)
             every = self.limits.eval_every
             if self.evaluate is not None and (last or (every and state.step % every == 0)):
                 self._evaluate(state)
@@ -106,21 +106,21 @@ class TrainingLoop:
                 self.saver.save(state, final=last or stop or plateau)
                 self._charge("save", begin, step=state.step)
             if plateau:
-                return Outcome("plateau", f"no gain of eval loss in {state.evals_without_gain} evaluations")
+                return LoopOutcome("plateau", f"no gain of eval loss in {state.evals_without_gain} evaluations")
             if stop and not last:
-                return Outcome("interrupted", "a stop was asked for")
-        return Outcome("done", f"{state.step} steps")
+                return LoopOutcome("interrupted", "a stop was asked for")
+        return LoopOutcome("done", f"{state.step} steps")
 
     def _one_step(self, state: LoopState) -> StepOutput:
         begin = time.perf_counter()
-        handles, following = self.feed.window(state.cursor)
+        indices, following = self.loader.window(state.cursor)
         self._fetching = fetching = Fetching()
-        output = self._memory.taken(lambda: self._taken(handles, step=state.step + 1), step=state.step + 1)
+        output = self._memory.taken(lambda: self._taken(indices, step=state.step + 1), step=state.step + 1)
         self._memory.clean(step=state.step + 1)
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
-        elsewhere = self.step.trainable.elsewhere
-        for kind, fields in [*self.feed.notices(), *([] if elsewhere is None else elsewhere.notices())]:
+        remote = self.step.trainable.remote
+        for kind, fields in [*self.loader.notices(), *([] if remote is None else remote.notices())]:
             self.reporter.event(kind, **fields)
         scale = self.step.scale
         self._nonfinite.add(output.skip, scale=scale.value if scale.enabled else None)
@@ -131,23 +131,23 @@ class TrainingLoop:
         self.clock.add("compute", taken - fetching.seconds - output.communication_s)
         self._data_s += fetching.seconds
         self._data_cpu_s += fetching.cpu_s
-        self._samples += len(handles)
-        self._tokens += len(handles) * self.feed.tokens_per_row
+        self._samples += len(indices)
+        self._tokens += len(indices) * self.loader.tokens_per_row
         return output
 
-    def _taken(self, handles: Any, *, step: int) -> StepOutput:
+    def _taken(self, indices: Any, *, step: int) -> StepOutput:
         """The step over these rows, in micro-batches of the size in force. Raises StepDropped."""
-        weight = self.feed.global_weight(handles)
-        micros: Iterator[MicroBatch] | list[MicroBatch] = self._micro_batches(handles)
+        weight = self.loader.global_weight(indices)
+        micros: Iterator[MicroBatch] | list[MicroBatch] = self._micro_batches(indices)
         if weight is None:
             micros, weight = self._fetched(micros)
         if weight <= 0:
             raise RunError(
-                f"step {step}: the {len(handles)} rows of this window hold nothing to average over "
+                f"step {step}: the {len(indices)} rows of this window hold nothing to average over "
                 "(every label is -100); mend data.source"
             )
-        passes = self.feed.passes(handles)
-        several = self.step.workers.world > 1
+        passes = self.loader.passes(indices)
+        several = self.step.workers.world_size > 1
         output = self.step.run(
             micros,
             global_weight=weight,
@@ -163,14 +163,14 @@ class TrainingLoop:
         workers = self.step.workers
         came = attempt(lambda: list(micros), device=self.step.device, who=f"rank {workers.rank}")
         own = [] if isinstance(came, Shortage) else came
-        weight, short = workers.sum_flags([sum(micro.weight for micro in own), int(isinstance(came, Shortage))])
+        weight, short = workers.all_reduce_ints([sum(micro.weight for micro in own), int(isinstance(came, Shortage))])
         if short:
             raise self.step.dropped(came)
         return own, weight
 
-    def _micro_batches(self, handles: Any) -> Iterator[MicroBatch]:
+    def _micro_batches(self, indices: Any) -> Iterator[MicroBatch]:
         """This worker's micro-batches, with the seconds spent waiting for them kept apart."""
-        for micro in self._fetching.timed(self.feed.micro_batches(handles)):
+        for micro in self._fetching.timed(self.loader.micro_batches(indices)):
             if self._switches is not None:
                 self._switches.saw(micro.batch)
             yield micro
@@ -212,7 +212,7 @@ class TrainingLoop:
         times = sorted(self._times)
         own = [sum(times) / len(times), self._data_s / len(times), float(self.peak_memory()), loss_share, aux_share]
         own += [] if window is None else window.host_values()
-        told = self.step.workers.gather_floats(own)
+        told = self.step.workers.all_gather_floats(own)
         step_s, data_s, peak, losses, auxes = zip(*(row[:5] for row in told), strict=True)
         closed = None if window is None else window.close(state.step, beyond, [row[5:] for row in told])
         loss, aux = sum(losses), sum(auxes)  # shares of the global mean, in the order of the ranks

@@ -24,15 +24,15 @@ from raytrain.plan.plan import Resolved
 from raytrain.train.compute.switches import Switches
 from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.train.evaluation import evaluate
-from raytrain.train.feed import Feed, most_passes
-from raytrain.train.feed_open import data_plan, open_feed
-from raytrain.train.job import TrainJob, build_of, limits_of, restore_elsewhere, source_facts
+from raytrain.train.job import TrainJob, build_of, limits_of, restore_remote, source_facts
+from raytrain.train.loader import BatchLoader, most_passes
+from raytrain.train.loader_open import data_plan, open_loader
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.strategy import layout_of
+from raytrain.train.parallel.strategy import strategy_of
 from raytrain.train.precision.layers import LayerPrecision, kept_in_fp32
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
@@ -70,9 +70,9 @@ class Session:
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
         self.trainable = build_of(job, facts=self.facts, initial=initial)
-        elsewhere = self.trainable.elsewhere
-        if elsewhere is not None and elsewhere.workers_group is not None:
-            workers.use(elsewhere.workers_group)
+        remote = self.trainable.remote
+        if remote is not None and remote.workers_group is not None:
+            workers.use(remote.workers_group)
         self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
         self.layers = LayerPrecision(self.trainable.module, self.device)
         self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
@@ -90,8 +90,10 @@ class Session:
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         need_data(module)
-        self.layout = layout_of(str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device)
-        self.layout.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
+        self.strategy = strategy_of(
+            str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device
+        )
+        self.strategy.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
@@ -110,24 +112,24 @@ class Session:
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
             inflight=self._chosen("inflight", 1),
-            **self.layout.for_step(lambda: self.feed),
+            **self.strategy.for_step(lambda: self.loader),
         )
         self.step.reduction.overlap(self._chosen("overlap", False))
-        self.feed = self._open_feed()
+        self.loader = self._open_loader()
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
-    def _open_feed(self) -> Feed:
+    def _open_loader(self) -> BatchLoader:
         self.close()
         self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
         own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
-        return open_feed(self.job, self.source, device=self.device, **own)
+        return open_loader(self.job, self.source, device=self.device, **own)
 
     def close(self) -> None:
         """End what reads ahead; may be called twice, and before there is any."""
         if hasattr(self, "feed"):
-            self.feed.close()
+            self.loader.close()
 
     def release(self) -> None:
         """After `close`, give up what is large: weights, gradients and optimizer state. The session that follows may
@@ -138,16 +140,16 @@ class Session:
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self.step.reduction.gradients.release()
-        self.layout.release()
+        self.strategy.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def settle(self, **choices: Resolved) -> None:
+    def apply_choices(self, **choices: Resolved) -> None:
         """Take over what was measured of `fp32_layers`, `shares`, `inflight` or `overlap`: from now on, and in whatever
         session follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, **choices))
         self.layers.keep(kept_in_fp32(self.job.plan.fp32_layers))
-        self.feed.batches.shares = shares_in_force(self.job.plan.shares)
+        self.loader.batches.shares = shares_in_force(self.job.plan.shares)
         self.step.inflight = self._chosen("inflight", 1)
         self.step.reduction.overlap(self._chosen("overlap", False))
 
@@ -190,17 +192,17 @@ class Session:
         """What measures the step in force; needs `prepare`."""
         if self._probe is None or self._probe.step is not self.step:
             split = self.source.eval
-            self._probe = StepProbe(self.step, self.feed, cursor=self.state.cursor, eval_split=split)
+            self._probe = StepProbe(self.step, self.loader, cursor=self.state.cursor, eval_split=split)
         return self._probe
 
     def use_micro_batch(self, chosen: Resolved) -> None:
         """From now on, and in whatever session follows this one after a rewind."""
-        total, world = int(self.job.planned("global_batch_size")), self.workers.world
-        passes = most_passes(total, micro_batch=chosen.value, world=world)
-        accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world} workers")
+        total, world_size = int(self.job.planned("global_batch_size")), self.workers.world_size
+        passes = most_passes(total, micro_batch=chosen.value, world_size=world_size)
+        accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world_size} workers")
         plan = replace(self.job.plan, micro_batch_size=chosen, accumulation=accumulation)
         self.job = replace(self.job, plan=plan)
-        self.feed.micro_batch = chosen.value
+        self.loader.micro_batch = chosen.value
 
     # -- checkpoint: what a run consists of -------------------------------------------------------
 
@@ -228,16 +230,16 @@ class Session:
         Raises:
             CheckpointError: it belongs to another model (names and shapes of the first five differences).
         """
-        restore_elsewhere(self.trainable, loaded)
-        self.layout.load(loaded.parts["model"])
+        restore_remote(self.trainable, loaded)
+        self.strategy.load(loaded.parts["model"])
         for index, optimizer in enumerate(self.optimizers):
-            self.layout.load_optimizer(optimizer, loaded.parts["optimizer"][str(index)])
+            self.strategy.load_optimizer(optimizer, loaded.parts["optimizer"][str(index)])
         self.step.scale.load_state_dict(loaded.parts.get("scaler", {}))
         own = self.trainable.state_parts() if self.trainable.state_parts else {}
         for name, part in own.items():
             part.load_state_dict(loaded.parts[f"part_{name}"])
         self.state = LoopState.from_json(loaded.state["loop"])
-        if loaded.state["world_size"] == self.workers.world:
+        if loaded.state["world_size"] == self.workers.world_size:
             set_rng_state(loaded.parts["rng"][str(self.workers.rank)], self.device)
         else:
             seed_everything(self.job.seed + 1_000_003 * self.state.step + self.workers.rank)
@@ -258,9 +260,9 @@ class Session:
     ) -> TrainingLoop:
         """A loop over this session's step and batches; without a saver it never saves."""
         if self.sizing is None:
-            self.sizing = MicroBatchSize(self.feed.micro_batch, grow_after=self.job.loop.grow_after)
+            self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
-            self.step, feed=self.feed, evaluate=self.evaluate if self.source.eval is not None else None,
+            self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
             peak_memory=self.peak_memory, clock=clock, sizing=self.sizing, switches=self.switches,
         )  # fmt: skip
@@ -269,14 +271,14 @@ class Session:
         """Loss and metrics over the eval split, the same on every worker."""
         split, limit = self.source.eval, self.job.loop.eval_batches
         assert split is not None, "a loop evaluates only where there is an eval split"
-        batches, passes = self.feed.eval_batches(split, limit=limit), self.feed.eval_passes(split, limit=limit)
+        batches, passes = self.loader.eval_batches(split, limit=limit), self.loader.eval_passes(split, limit=limit)
         clear = self.job.loop.eval_clear_every
         return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
 
     def whole_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
         self.switches.end()
-        return self.layout.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
+        return self.strategy.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
 
     def peak_memory(self) -> int:
         """The most bytes of this worker since the last call: the device allocator's on a GPU, the process's resident

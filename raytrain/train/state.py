@@ -53,7 +53,7 @@ class LoopState:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoopOutcome:
     """Why a loop returned: "done", "plateau", "interrupted" or "rollback"; `reason` in words."""
 
     kind: str

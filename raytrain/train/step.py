@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from raytrain.train.device import Placement
+from raytrain.train.device import DeviceGuard
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
@@ -90,7 +90,7 @@ def _total(output: LossOutput) -> Tensor:
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
     """Without experts elsewhere: gradients were summed already, and only the counts (tokens per expert) are not."""
     if local.counts is not None:
-        workers.sum_([local.counts])
+        workers.all_reduce([local.counts])
     return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
 
 
@@ -138,7 +138,7 @@ class TrainingStep:
         self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
         self.gradients = self.reduction.gradients
         self.filler = filler
-        self.placement = Placement(trainable.module, device)
+        self.placement = DeviceGuard(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
     def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
@@ -192,15 +192,15 @@ class TrainingStep:
     @property
     def meets(self) -> bool:
         """Whether processes meet inside a pass, so that each worker takes part in as many as the busiest has."""
-        return self.trainable.elsewhere is not None or self.filler is not None
+        return self.trainable.remote is not None or self.filler is not None
 
     def _in_turns(self, totals: Iterator[Tensor]) -> None:
         """The backward of each pass beside the forward of the next."""
-        elsewhere = self.trainable.elsewhere
-        assert elsewhere is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
+        remote = self.trainable.remote
+        assert remote is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
         total = next(totals, None)
         while total is not None:
-            total = elsewhere.turns.beside(partial(self._take_back, total), partial(next, totals, None))
+            total = remote.turns.run_interleaved(partial(self._take_back, total), partial(next, totals, None))
 
     def _take_back(self, total: Tensor) -> None:
         if self.device.type == "cuda":  # in a thread that may never have been told
@@ -209,9 +209,9 @@ class TrainingStep:
 
     def idle(self) -> Tensor:
         """This worker's part in a micro-batch of the others, in eval mode with a filler; a zero to take backward."""
-        if self.trainable.elsewhere is not None:
+        if self.trainable.remote is not None:
             with self.policy.autocast(self.device):
-                return self.trainable.elsewhere.idle()
+                return self.trainable.remote.idle()
         assert self.filler is not None
         return _total(self.forward(self.filler(), global_weight=1)) * 0.0
 
@@ -269,8 +269,8 @@ class TrainingStep:
 
     def _waited(self) -> float:
         """Host seconds spent waiting for other processes, so far."""
-        elsewhere = self.trainable.elsewhere
-        return self.workers.wait_s + (0.0 if elsewhere is None else elsewhere.waited_s())
+        remote = self.trainable.remote
+        return self.workers.wait_s + (0.0 if remote is None else remote.waited_s())
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
         """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""

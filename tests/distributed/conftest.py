@@ -177,9 +177,9 @@ class Place:
         """Addresses on which processes of the commands started here listen."""
         sockets, found = _listening_sockets(), set()
         for pid in self.processes():
-            for link in Path(f"/proc/{pid}/fd").glob("*"):
+            for channel in Path(f"/proc/{pid}/fd").glob("*"):
                 try:
-                    target = os.readlink(link)
+                    target = os.readlink(channel)
                 except OSError:
                     continue
                 found |= {sockets[target[8:-1]]} if target[8:-1] in sockets else set()

@@ -26,8 +26,8 @@ def plain():
 
 
 def order_of(source: Any) -> list[int]:
-    handles = source.train.order(7, 0)[0:1000]
-    return source.train.gather(handles)["x"][:, 0].long().tolist()
+    indices = source.train.order(7, 0)[0:1000]
+    return source.train.gather(indices)["x"][:, 0].long().tolist()
 
 
 @pytest.mark.timeout(180)

@@ -61,8 +61,8 @@ def test_everything_is_on_the_workers_device_index_included(tiny_job: Callable[.
     moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = [*module.parameters(), *module.buffers(), *moments]
     assert tensors and {tensor.device for tensor in tensors if tensor.ndim} == {wanted}
-    handles, _ = session.feed.window(LoopState().cursor)
-    assert {value.device for value in next(iter(session.feed.micro_batches(handles))).batch.values()} == {wanted}
+    indices, _ = session.loader.window(LoopState().cursor)
+    assert {value.device for value in next(iter(session.loader.micro_batches(indices))).batch.values()} == {wanted}
 
 
 @pytest.mark.gpu
@@ -89,6 +89,6 @@ def test_rows_copied_ahead_give_equal_losses_and_no_copy_is_waited_for(
     assert ahead == resident
     copies = COPIES.since(before)
     if kind == "cuda":
-        assert (session.feed.uploads is not None) and copies.copied >= 10 and copies.waited_for == 0
+        assert (session.loader.uploads is not None) and copies.copied >= 10 and copies.waited_for == 0
     else:
         assert copies.copied == 0

@@ -27,14 +27,13 @@ from torch import Tensor
 import experts.hosts.host
 from experts.exchange.host import HostServer
 from experts.exchange.membership import Membership
-from experts.exchange.worker import ExpertPool
+from experts.exchange.worker import ExpertClient
 from experts.hosts.generation import connect, join_as_worker, open_store
 from experts.hosts.host import ExpertHost
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from experts.transport.protocol import Header, Op
-from raytrain.elsewhere import Death
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.rollback import Rewinds
@@ -42,6 +41,7 @@ from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import Clock
+from raytrain.trainable import Death
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (
     "before dispatch", "between dispatch and combine", "in backward", "between vote and commit", "during save",
@@ -333,7 +333,7 @@ class Asks:
             generation=self.generation, rank=self.rank, workers=self.story.workers,
             placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
             lost=lost, deaths=[Death(**row) for row in told["deaths"]],
-            heard=lambda: self.pipe.send(("heard", len(told["deaths"]))),
+            acknowledge_deaths=lambda: self.pipe.send(("heard", len(told["deaths"]))),
             balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
         )  # fmt: skip
 
@@ -346,7 +346,7 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
     rewinds = Rewinds(run, limit=3)
     fates = [fate for fate in fates if fate[2] == rank]
     while True:
-        plant(session.trainable.elsewhere.pool, fates, pipe)  # type: ignore[union-attr]
+        plant(session.trainable.remote.pool, fates, pipe)  # type: ignore[union-attr]
         saver = CheckpointSaver(
             session, run, every=story.every, keep="all", asynchronous=True, reporter=rows, clock=Clock(), fence=None
         )
@@ -381,10 +381,10 @@ class Events(Rows):
 def session_of(rank: int, story: Story, connection: Asks) -> Session:
     """A worker's session, as a run's."""
     workers = Workers()
-    workers.world, workers.rank = story.workers, rank
+    workers.world_size, workers.rank = story.workers, rank
     loop = {"max_steps": story.steps, "global_batch_size": 12, "micro_batch_size": 3, "eval_every": 7}
     job, source = make_job(
-        {**MOE, "dropout": 0.1}, DATA, world=story.workers, run=RunFolder(story.run_path), loop=loop,
+        {**MOE, "dropout": 0.1}, DATA, world_size=story.workers, run=RunFolder(story.run_path), loop=loop,
         optim={"max_grad_norm": 0.3}, precision={"dtype": "fp32"},
     )  # fmt: skip
     section = job.builder_sections["experts"].connected(connection)
@@ -394,7 +394,7 @@ def session_of(rank: int, story: Story, connection: Asks) -> Session:
     return session
 
 
-def plant(pool: ExpertPool, fates: list[Fate], pipe: Connection) -> None:
+def plant(pool: ExpertClient, fates: list[Fate], pipe: Connection) -> None:
     """This worker's mistakes, each once, before the first rows of its step."""
     inner = pool.begin_forward
 

@@ -158,7 +158,7 @@ def joint_group(scene: Scene, rank: int) -> JointGroup:
     )
 
 
-def play(rank: int, world: int, scenes: list[Scene]) -> list[Any]:
+def play(rank: int, world_size: int, scenes: list[Scene]) -> list[Any]:
     """Each scene in turn (all of one size); what this member made of it."""
     return [act(rank, replace(scene, number=number)) for number, scene in enumerate(scenes)]
 
@@ -192,7 +192,7 @@ def inject_into(session: Session, scene: Scene) -> None:
 
     def check() -> None:
         inner()
-        if session.state.step + 1 == at and session.workers.rank == session.workers.world - 1:
+        if session.state.step + 1 == at and session.workers.rank == session.workers.world_size - 1:
             chosen.grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
 
     session.step.gradients.check = check  # type: ignore[method-assign]
@@ -258,7 +258,7 @@ def scene_experts(scene: Scene) -> list[int]:
 def session_of(scene: Scene, rank: int) -> Session:
     """A worker's session, as a run's; the reference keeps its experts."""
     workers = Workers()
-    workers.world, workers.rank = scene.workers, rank
+    workers.world_size, workers.rank = scene.workers, rank
     group = None
     if scene.workers > 1:
         store = dist.distributed_c10d._get_default_store()
@@ -272,7 +272,7 @@ def session_of(scene: Scene, rank: int) -> Session:
     }  # fmt: skip
     sections["optim"] = {"max_grad_norm": 0.3, **sections.get("optim", {})}
     sections["precision"] = {"dtype": scene.precision}
-    job, source = make_job(MOE, DATA, world=scene.workers, **sections)
+    job, source = make_job(MOE, DATA, world_size=scene.workers, **sections)
     if scene.hosts != 0:
         connection = GangConnection(scene, rank, group)
         experts = job.builder_sections["experts"].connected(connection)

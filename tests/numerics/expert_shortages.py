@@ -15,7 +15,7 @@ from experts.exchange.host import HostServer
 from experts.layer import MoELayer
 from experts.member.shard import ExpertShard
 from raytrain.autotune.probe.precision import compare_precisions
-from raytrain.autotune.startup.micro_batch import settle_micro_batch
+from raytrain.autotune.startup.micro_batch import resolve_micro_batch
 from raytrain.autotune.startup.record import read_measured
 from raytrain.plan.plan import Deferred
 from raytrain.runs.folder import RunFolder
@@ -43,7 +43,7 @@ class Fates:
             raise torch.OutOfMemoryError(f"planted at {fate}")
 
 
-def play(rank: int, world: int, scenes: list[tuple[Scene, list[Fate]]]) -> list[Any]:
+def play(rank: int, world_size: int, scenes: list[tuple[Scene, list[Fate]]]) -> list[Any]:
     """Each scene in turn (all of one size); what this member made of it."""
     return [act(rank, replace(scene, number=number), fates) for number, (scene, fates) in enumerate(scenes)]
 
@@ -124,7 +124,7 @@ class planted_in_experts:
         ExpertShard._forward, ExpertShard._backward = self._kept  # type: ignore[method-assign]
 
 
-def probe(rank: int, world: int, scenes: list[tuple[Scene, dict[int, int]]]) -> list[Any]:
+def probe(rank: int, world_size: int, scenes: list[tuple[Scene, dict[int, int]]]) -> list[Any]:
     """Each scene in turn: the micro-batch that memory leaves, where a rank has room for so many rows at a time (a host:
     of an expert layer; a worker: of a micro-batch), and the run that follows."""
     numbered = enumerate(scenes)
@@ -146,16 +146,16 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
         session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
         # a folder of its own, as if nobody saw the others'
         run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
-        settle_micro_batch(session, run, reporter=reporter, push=lambda _status: None)
-        handles = session.feed.window(session.state.cursor).handles
+        resolve_micro_batch(session, run, reporter=reporter, push=lambda _status: None)
+        indices = session.loader.window(session.state.cursor).indices
         precisions = compare_precisions(
-            session.trainable, session.feed.one(handles[:6]), candidates=["fp64"], gradients=session.step.gradients,
+            session.trainable, session.loader.one(indices[:6]), candidates=["fp64"], gradients=session.step.gradients,
             workers=session.workers, device=session.device, budget_s=0.0,
         )  # fmt: skip
         trained, _ = train(session)
         made = record(session, trained)
         made["probe"] = read_measured(run).get("micro_batch")
-        made["micro"], made["refused"] = session.feed.micro_batch, precisions[0].error
+        made["micro"], made["refused"] = session.loader.micro_batch, precisions[0].error
         return made
 
 

@@ -43,7 +43,7 @@ def ordered(rank: int, _world: int, given: Scene) -> list[tuple[str, int, int]]:
         exchange.serve(rank, given)
         return []
     session, said = session_of(given, rank), []
-    pool = session.trainable.elsewhere.pool  # type: ignore[union-attr]
+    pool = session.trainable.remote.pool  # type: ignore[union-attr]
     say = pool.say
 
     def heard(op: Op, **words: Any) -> Any:

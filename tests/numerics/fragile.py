@@ -56,15 +56,15 @@ def losses(precision: str, layers: Any) -> list[float]:
     return train(session)[0].losses
 
 
-def settled(rank: int, world: int, folder: str) -> dict[str, Any]:
+def settled(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """What is measured, that nothing is changed by it, and that a second attempt takes it again."""
     run = RunFolder(folder)
     session = session_of(dropout=True, run=run)
     before, reporter = _everything(session), Rows()
-    settled_layers.settle_layers(session, run, precisions=["bf16", "fp32"], reporter=reporter, push=_silent)
+    settled_layers.resolve_layers(session, run, precisions=["bf16", "fp32"], reporter=reporter, push=_silent)
     again = session_of(run=run)
     measure, settled_layers.measure_layers = settled_layers.measure_layers, _not_again
-    settled_layers.settle_layers(again, run, precisions=["bf16"], reporter=reporter, push=_silent)
+    settled_layers.resolve_layers(again, run, precisions=["bf16"], reporter=reporter, push=_silent)
     settled_layers.measure_layers = measure
     return {
         "untouched": before == _everything(session),

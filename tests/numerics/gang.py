@@ -31,9 +31,9 @@ PRELOAD = [
 
 
 def run_gang(
-    function: Callable[..., Any], *arguments: Any, world: int, timeout: float = LIMIT_S, killed: bool = False
+    function: Callable[..., Any], *arguments: Any, world_size: int, timeout: float = LIMIT_S, killed: bool = False
 ) -> list[Any]:
-    """`function(rank, world, *arguments)` in `world` processes; what each returned, by rank.
+    """`function(rank, world, *arguments)` in `world_size` processes; what each returned, by rank.
 
     Args:
         function: a module's own, in a module that a new process can import; it returns no tensors.
@@ -49,10 +49,10 @@ def run_gang(
     with tempfile.TemporaryDirectory(prefix="gang-") as folder:
         ends: list[Connection] = []
         processes = []
-        for rank in range(world):
+        for rank in range(world_size):
             mine, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_live, args=(function, rank, world, f"{folder}/store", theirs, arguments), daemon=True
+                target=_live, args=(function, rank, world_size, f"{folder}/store", theirs, arguments), daemon=True
             )
             process.start()
             theirs.close()
@@ -98,7 +98,12 @@ def _collect(ends: list[Connection], *, timeout: float, killed: bool) -> list[An
 
 
 def _live(
-    function: Callable[..., Any], rank: int, world: int, store: str, connection: Connection, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    connection: Connection,
+    arguments: tuple[Any, ...],
 ) -> None:
     """Child: join the group, run, send what came of it."""
     from datetime import timedelta
@@ -108,15 +113,15 @@ def _live(
 
     torch.set_num_threads(1)
     try:
-        if world > 1:
+        if world_size > 1:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(store, world),
+                store=dist.FileStore(store, world_size),
                 rank=rank,
-                world_size=world,
+                world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
-        value = function(rank, world, *arguments)
+        value = function(rank, world_size, *arguments)
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
         raise SystemExit(1) from None

@@ -29,7 +29,7 @@ from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Outcome, Saver
+from raytrain.train.state import LoopOutcome, Saver
 
 ROOT = Path(raytrain.train.session.__file__).parents[2]
 PRODUCT = tuple(str(ROOT / package) for package in ("raytrain", "experts"))
@@ -85,13 +85,13 @@ def make_job(
     model: Mapping[str, Any],
     data: Mapping[str, Any],
     *,
-    world: int = 1,
+    world_size: int = 1,
     run: RunFolder | None = None,
     **sections: Mapping[str, Any] | int,
 ) -> tuple[TrainJob, Source]:
     """The orders of a worker, and its opened data. `sections` are laid over `FIXED`; `seed` may be among them."""
     mapping: dict[str, Any] = {"model": dict(model), "data": dict(data), **{k: dict(v) for k, v in FIXED.items()}}
-    mapping["scale"]["workers"] = world
+    mapping["scale"]["workers"] = world_size
     for name, section in sections.items():
         mapping[name] = {**mapping.get(name, {}), **section} if isinstance(section, Mapping) else section
     spec = load_spec(None, mapping=mapping).spec
@@ -116,7 +116,7 @@ def make_session(
     """A session on this process's workers (one, unless a group is up), prepared for `precision`."""
     workers = workers or Workers()
     sections["precision"] = {"dtype": precision} if isinstance(precision, str) else precision
-    job, source = make_job(model, data, world=workers.world, **sections)
+    job, source = make_job(model, data, world_size=workers.world_size, **sections)
     session = Session(job, workers=workers, source=source)
     if prepare:
         session.prepare(job.planned("precision"))
@@ -153,7 +153,7 @@ class Rows:
 
 def train(
     session: Session, *, saver: Saver | None = None, should_stop: Callable[[], bool] = lambda: False
-) -> tuple[Rows, Outcome]:
+) -> tuple[Rows, LoopOutcome]:
     """Run the session's loop from where its state stands."""
     reporter = Rows()
     outcome = session.loop(reporter=reporter, saver=saver, should_stop=should_stop).run(session.state)

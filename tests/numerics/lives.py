@@ -37,7 +37,9 @@ def split_models() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     }
 
 
-def split_run(rank: int, world: int, name: str, micro: int, steps: int, optimizer: str = "adamw") -> dict[str, Any]:
+def split_run(
+    rank: int, world_size: int, name: str, micro: int, steps: int, optimizer: str = "adamw"
+) -> dict[str, Any]:
     """Losses, norms and weights after `steps` steps in float64, as this worker has them."""
     made, rows = split_models()[name]
     session = make_session(
@@ -49,14 +51,14 @@ def split_run(rank: int, world: int, name: str, micro: int, steps: int, optimize
         **{key: value for key, value in made.items() if key != "model"},
     )
     shares: list[tuple[int, int]] = []
-    inner = session.feed.micro_batches
+    inner = session.loader.micro_batches
 
-    def counted(handles: np.ndarray) -> Iterator[MicroBatch]:
-        micros = list(inner(handles))
+    def counted(indices: np.ndarray) -> Iterator[MicroBatch]:
+        micros = list(inner(indices))
         shares.append((len(micros), sum(micro.weight == 0 for micro in micros)))
         yield from micros
 
-    session.feed.micro_batches = counted  # type: ignore[method-assign]
+    session.loader.micro_batches = counted  # type: ignore[method-assign]
     reporter, _ = train(session)
     return {
         "losses": reporter.losses,
@@ -69,12 +71,12 @@ def split_run(rank: int, world: int, name: str, micro: int, steps: int, optimize
     }
 
 
-def split_runs(rank: int, world: int, names: list[str], micro: int, steps: int) -> dict[str, Any]:
+def split_runs(rank: int, world_size: int, names: list[str], micro: int, steps: int) -> dict[str, Any]:
     """`split_run` of several models in one process."""
-    return {name: split_run(rank, world, name, micro, steps) for name in names}
+    return {name: split_run(rank, world_size, name, micro, steps) for name in names}
 
 
-def data_parallel(rank: int, world: int) -> dict[str, Any]:
+def data_parallel(rank: int, world_size: int) -> dict[str, Any]:
     """PAR-01 in float32: the reduced gradient beside single-process gradients; weights after 50 steps."""
     session = make_session(
         GPT,
@@ -85,16 +87,16 @@ def data_parallel(rank: int, world: int) -> dict[str, Any]:
     with torch.no_grad():  # somebody's builder that draws from a generator nobody seeds
         session.trainable.module.positions += 0.01 * rank
     session.prepare("fp32")
-    step, handles = session.step, session.feed.window(Cursor()).handles
+    step, indices = session.step, session.loader.window(Cursor()).indices
     single = []
-    for part in np.split(handles, world):
-        micro = session.feed.one(part)
+    for part in np.split(indices, world_size):
+        micro = session.loader.one(part)
         step.backward([micro], global_weight=micro.weight)
         single.append([flat.clone() for flat in step.gradients.buffers])
-    mine = list(session.feed.micro_batches(handles))
-    step.backward(mine, global_weight=session.feed.global_weight(handles) or 0)
+    mine = list(session.loader.micro_batches(indices))
+    step.backward(mine, global_weight=session.loader.global_weight(indices) or 0)
     local = [flat.clone() for flat in step.gradients.buffers]
-    session.workers.sum_(step.gradients.buffers)
+    session.workers.all_reduce(step.gradients.buffers)
     means = [torch.stack(parts).mean(0) for parts in zip(*single, strict=True)]
     gaps = [float((a - b).abs().max()) for a, b in zip(step.gradients.buffers, means, strict=True)]
     alone = [float((a - b).abs().max()) for a, b in zip(local, means, strict=True)]
@@ -124,7 +126,7 @@ def life_session(precision: str, *, steps: int = 24, optimizer: str = "adamw") -
     )
 
 
-def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
+def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt of a run.
 
     Orders: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing),
@@ -162,9 +164,9 @@ def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def lives(rank: int, world: int, several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def lives(rank: int, world_size: int, several: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Several lives in one process, one after the other."""
-    return [life(rank, world, orders) for orders in several]
+    return [life(rank, world_size, orders) for orders in several]
 
 
 def _trained(session: Session, run: RunFolder, *, every: int | None) -> tuple[Any, Any, CheckpointSaver | None]:
@@ -189,18 +191,18 @@ def _trained(session: Session, run: RunFolder, *, every: int | None) -> tuple[An
 def _watch_rows(session: Session, *, kill_at: int | None) -> dict[int, list[int]]:
     """Step -> the rows this worker trained on; at `kill_at` the process dies after its first micro-batch."""
     seen: dict[int, list[int]] = {}
-    inner = session.feed.micro_batches
+    inner = session.loader.micro_batches
 
-    def watched(handles: np.ndarray) -> Iterator[MicroBatch]:
+    def watched(indices: np.ndarray) -> Iterator[MicroBatch]:
         step = session.state.step + 1
-        mine = session.feed.batches.rank_handles(handles)
-        for number, (rows, micro) in enumerate(zip(mine, inner(handles), strict=True)):
+        mine = session.loader.batches.rank_indices(indices)
+        for number, (rows, micro) in enumerate(zip(mine, inner(indices), strict=True)):
             if step == kill_at and number == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen.setdefault(step, []).extend(int(row) for row in rows)
             yield micro
 
-    session.feed.micro_batches = watched  # type: ignore[method-assign]
+    session.loader.micro_batches = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -222,12 +224,12 @@ def _overflow(session: Session, *, at: int) -> None:
 FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is inf")
 
 
-def nonfinite(rank: int, world: int, several: list[tuple[str, str]]) -> list[dict[str, Any]]:
+def nonfinite(rank: int, world_size: int, several: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """Six steps for each (precision, fault); at step 3 the last rank's is not finite. What each step left behind."""
-    return [_nonfinite(rank, world, precision, fault) for precision, fault in several]
+    return [_nonfinite(rank, world_size, precision, fault) for precision, fault in several]
 
 
-def _nonfinite(rank: int, world: int, precision: str, fault: str) -> dict[str, Any]:
+def _nonfinite(rank: int, world_size: int, precision: str, fault: str) -> dict[str, Any]:
     session = make_session(
         MLP,
         {"train": class_rows(64), "eval_fraction": 0.0},
@@ -240,7 +242,7 @@ def _nonfinite(rank: int, world: int, precision: str, fault: str) -> dict[str, A
 
     def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
         out = inner(module, batch)
-        if rank != world - 1 or session.state.step + 1 != 3:
+        if rank != world_size - 1 or session.state.step + 1 != 3:
             return out
         broken = {
             "gradient is inf": lambda x: x * float("inf"),
@@ -278,26 +280,26 @@ def optimizer_state_but_lr(session: Session) -> list[Any]:
 # ---------------------------------------------------------------- what the workers tell each other
 
 
-def collectives(rank: int, world: int) -> dict[str, Any]:
+def collectives(rank: int, world_size: int) -> dict[str, Any]:
     """Every verb of `Workers`, with values that name the rank."""
     workers = Workers()
     pair = [torch.full((3,), float(rank + 1)), torch.tensor([2.0**rank])]
-    workers.sum_(pair)
+    workers.all_reduce(pair)
     shared = [torch.full((2,), float(rank)), torch.tensor([rank])]
-    workers.broadcast_(shared)
+    workers.broadcast(shared)
     return {
-        "place": (workers.rank, workers.world),
+        "place": (workers.rank, workers.world_size),
         "sum": [tensor.tolist() for tensor in pair],
-        "flags": workers.sum_flags([rank, 1, 2**40]),
-        "floats": workers.gather_floats([float(rank), 0.1]),
-        "bytes": workers.gather_bytes(b"" if rank == 1 else bytes([rank]) * (rank + 2)),
-        "nothing": workers.gather_bytes(b""),
+        "flags": workers.all_reduce_ints([rank, 1, 2**40]),
+        "floats": workers.all_gather_floats([float(rank), 0.1]),
+        "bytes": workers.all_gather_bytes(b"" if rank == 1 else bytes([rank]) * (rank + 2)),
+        "nothing": workers.all_gather_bytes(b""),
         "broadcast": [tensor.tolist() for tensor in shared],
         "waited": workers.wait_s > 0,
     }
 
 
-def aggregated(rank: int, world: int) -> dict[str, Any]:
+def aggregated(rank: int, world_size: int) -> dict[str, Any]:
     """A logged row of ten steps, and what each rank put into it; also what a rank without eval rows says."""
     session = make_session(
         MLP,
@@ -305,13 +307,13 @@ def aggregated(rank: int, world: int) -> dict[str, Any]:
         loop={"max_steps": 10, "log_every": 5, "micro_batch_size": 8},
     )
     told: list[list[float]] = []
-    inner = session.workers.gather_floats
+    inner = session.workers.all_gather_floats
 
     def watched(values: list[float]) -> list[list[float]]:
         told.append(values)
         return inner(values)
 
-    session.workers.gather_floats = watched  # type: ignore[method-assign]
+    session.workers.all_gather_floats = watched  # type: ignore[method-assign]
     reporter = Rows()
     loop = session.loop(reporter=reporter, should_stop=lambda: False)
     loop.peak_memory = lambda: 1000 * (rank + 1)

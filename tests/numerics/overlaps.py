@@ -16,7 +16,7 @@ from unequal import everything
 
 import raytrain.train.parallel.reduction
 from raytrain.autotune.search.shares import Shares
-from raytrain.autotune.startup.overlap import settle_overlap
+from raytrain.autotune.startup.overlap import resolve_overlap
 from raytrain.errors import CollectiveFailed
 from raytrain.plan.plan import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
@@ -42,7 +42,7 @@ def session_of(
     scale = {"overlap": overlap, **given.pop("scale", {})}
     session = make_session(model, data, loop=loop, scale=scale, optim={"max_grad_norm": 0.3}, **given)
     if shares is not None:
-        session.feed.batches.shares = Shares.from_json(shares)
+        session.loader.batches.shares = Shares.from_json(shares)
     return session
 
 
@@ -189,21 +189,21 @@ def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
     before = everything(session)
     overlapped = sums(session).overlaps
     reporter = Rows()
-    settle_overlap(session, run, reporter=reporter, push=said.append)
+    resolve_overlap(session, run, reporter=reporter, push=said.append)
     untouched = before == everything(session)
     plan = session.job.plan.overlap
     assert isinstance(plan, Resolved)
     value, reason = sums(session).overlaps, plan.reason
     again = session_of(True)
     defer(again)
-    settle_overlap(again, run, reporter=reporter, push=said.append)
-    session.workers.sum_flags([0])
+    resolve_overlap(again, run, reporter=reporter, push=said.append)
+    session.workers.all_reduce_ints([0])
     if rank == 0:
         run.write_json(run.memory_probe, {"overlap": {"value": True, "reason": "given"}})
-    session.workers.sum_flags([0])
+    session.workers.all_reduce_ints([0])
     other = session_of(False)
     defer(other)
-    settle_overlap(other, run, reporter=reporter, push=said.append)
+    resolve_overlap(other, run, reporter=reporter, push=said.append)
     told = {"other": (sums(other).overlaps, other.job.planned("overlap"))}
     other.prepare("fp64")
     assert sums(other).overlaps, "a session prepared anew, as after a roll-back, keeps it"
@@ -219,7 +219,7 @@ def refused(folder: str, rank: int, **sections: Any) -> str:
     os.makedirs(folder, exist_ok=True)
     session = session_of(True, **sections)
     defer(session)
-    settle_overlap(session, RunFolder(folder), reporter=Rows(), push=_unheard)
+    resolve_overlap(session, RunFolder(folder), reporter=Rows(), push=_unheard)
     assert not sums(session).overlaps
     plan = session.job.plan.overlap
     assert isinstance(plan, Resolved)

@@ -13,7 +13,7 @@ from cluster.telemetry.process import process_memory, reset_peak
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.startup import precision as settled
 from raytrain.autotune.startup.confirm import confirm_found, signature_of
-from raytrain.autotune.startup.micro_batch import memory_budget, settle_micro_batch
+from raytrain.autotune.startup.micro_batch import memory_budget, resolve_micro_batch
 from raytrain.autotune.startup.record import read_measured
 from raytrain.config.sections import TuneFound
 from raytrain.plan.plan import Deferred, Resolved
@@ -53,7 +53,7 @@ def silent(status: dict[str, Any]) -> None:
     """No driver listens."""
 
 
-def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
+def under_a_budget(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     """The search on a machine with so much memory for it, all sizes one by one, and what 50 further steps take."""
     run = RunFolder(run_path)
     first = by_brute_force(wide(), None)
@@ -62,9 +62,9 @@ def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
     memory.memory_bytes = lambda: (room, room - process_memory().rss)  # in this process, which is the test's own
     session = wide(steps=50)
     reporter = Rows()
-    settle_micro_batch(session, run, reporter=reporter, push=silent)
+    resolve_micro_batch(session, run, reporter=reporter, push=silent)
     again = wide()
-    settle_micro_batch(again, run, reporter=(later := Rows()), push=silent)
+    resolve_micro_batch(again, run, reporter=(later := Rows()), push=silent)
     reset_peak()
     train(session)
     return {
@@ -72,7 +72,7 @@ def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
         "room": room,
         "limit": int(MARGIN * room),
         "chosen": session.job.planned("micro_batch_size"),
-        "used": session.feed.batches.micro_batch,
+        "used": session.loader.batches.micro_batch,
         "accumulation": session.job.planned("accumulation"),
         "events": reporter.events,
         "again": (again.job.planned("micro_batch_size"), later.events),
@@ -83,7 +83,7 @@ def under_a_budget(rank: int, world: int, run_path: str) -> dict[str, Any]:
     }
 
 
-def precision_and_rows(rank: int, world: int, run_path: str) -> dict[str, Any]:
+def precision_and_rows(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     """Both left open, where a worker's share does not fit: how many rows the precisions were compared with."""
     peaks = by_brute_force(wide(), None)
     session = wide(limit=((peaks[16][1] or 0) + (peaks[32][1] or 0)) // 2)
@@ -92,20 +92,20 @@ def precision_and_rows(rank: int, world: int, run_path: str) -> dict[str, Any]:
     compare, rows = settled.compare_precisions, []
 
     def seen(*arguments: Any, **named: Any) -> Any:
-        rows.append(session.feed.micro_batch)
+        rows.append(session.loader.micro_batch)
         return compare(*arguments, **named)
 
     settled.compare_precisions = seen  # in this process, which is the test's own
     run, reporter = RunFolder(run_path), Rows()
-    chosen = settled.settle_precision(session, run, forced=None, loaded=None, reporter=reporter, push=silent)
-    settle_micro_batch(session, run, reporter=reporter, push=silent)
+    chosen = settled.resolve_precision(session, run, forced=None, loaded=None, reporter=reporter, push=silent)
+    resolve_micro_batch(session, run, reporter=reporter, push=silent)
     return {
-        "rows": rows, "chosen": chosen, "micro_batch": session.feed.micro_batch,
+        "rows": rows, "chosen": chosen, "micro_batch": session.loader.micro_batch,
         "record": read_measured(run)["micro_batch"], "decisions": [row["what"] for row in reporter.events],
     }  # fmt: skip
 
 
-def under_an_address_space_limit(rank: int, world: int, run_path: str) -> dict[str, Any]:
+def under_an_address_space_limit(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     """The same where nothing but RLIMIT_AS says no: allocations of this process really fail."""
     session = wide()
     peaks = by_brute_force(session, None)
@@ -114,7 +114,7 @@ def under_an_address_space_limit(rank: int, world: int, run_path: str) -> dict[s
     growth = (peaks[16][1] or 0) - (peaks[1][1] or 0)
     address_space_limit(mapped + int(1.5 * growth))
     limited = by_brute_force(session, None)
-    settle_micro_batch(session, RunFolder(run_path), reporter=Rows(), push=silent)
+    resolve_micro_batch(session, RunFolder(run_path), reporter=Rows(), push=silent)
     return {
         "fits": [size for size, (outcome, _) in limited.items() if outcome == "ok"],
         "outcomes": {outcome for outcome, _ in limited.values()},
@@ -129,7 +129,7 @@ def small(**sections: Any) -> Session:
     return make_session(MLP, data, loop=loop, **sections)
 
 
-def by_everybody(rank: int, world: int) -> dict[str, Any]:
+def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     """A candidate that fits, and one that does not on rank 1 alone; budgets of different ranks."""
     session = small(cluster={"memory_limit": 10_000_000_000 + rank})
     before = digest(dict(session.trainable.module.named_parameters()))
@@ -160,7 +160,7 @@ def by_everybody(rank: int, world: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def confirming(rank: int, world: int, run_path: str) -> dict[str, Any]:
+def confirming(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     """`tune.found` as it was found, with another time, and of another signature."""
     session = small()
     signature = signature_of(session)
@@ -191,6 +191,6 @@ def confirming(rank: int, world: int, run_path: str) -> dict[str, Any]:
         after.job = with_micro_batch(replace(after.job, found=case), Resolved(4, "half, after an out-of-memory"))
         after.prepare("fp32")
         confirm_found(after, run, reporter=reporter, push=silent)
-        told[name]["after an out-of-memory"] = after.feed.micro_batch
+        told[name]["after an out-of-memory"] = after.loader.micro_batch
     assert isinstance(session.job.plan.micro_batch_size, Resolved)
     return told

@@ -52,7 +52,7 @@ class Recount:
         ]
 
 
-def recounted(rank: int, world: int, scene: Scene) -> Any:
+def recounted(rank: int, world_size: int, scene: Scene) -> Any:
     """One scene in which every worker also counts for itself."""
     if rank >= scene.workers:
         return serve(rank, scene)

@@ -43,7 +43,7 @@ def found(session: Session) -> dict[str, Any]:
     rows, _ = train(session)
     module = session.whole_module()
     weights = {} if module is None else {k: v.numpy().copy() for k, v in module.state_dict().items()}
-    own = {} if session.job.planned("strategy") != "fsdp" else session.layout.facts()["sharded"]
+    own = {} if session.job.planned("strategy") != "fsdp" else session.strategy.facts()["sharded"]
     return {
         "losses": rows.losses, "norms": rows.of("train", "grad_norm"), "evals": rows.of("eval", "loss"),
         "scales": rows.of("train", "loss_scale"), "skipped": rows.of("train", "skipped_steps"),
@@ -127,7 +127,7 @@ def together(_rank: int, _world: int, sections: dict[str, Any]) -> dict[str, Any
     train(session)
     look()
     told = {"most": max(seen), "after": seen[-1], "looks": len(seen), "gradients": max(gradients)}
-    return {**told, **session.layout.facts()["sharded"]}
+    return {**told, **session.strategy.facts()["sharded"]}
 
 
 def _states(session: Session) -> list[Any]:
@@ -138,12 +138,12 @@ def _states(session: Session) -> list[Any]:
 # ---------------------------------------------------------------- checkpoints
 
 
-def saved(rank: int, world: int, strategy: str, path: str, until: int, resumed: bool) -> dict[str, Any]:
+def saved(rank: int, world_size: int, strategy: str, path: str, until: int, resumed: bool) -> dict[str, Any]:
     """Train, saving every second step, to the end or to one step after `until`."""
     run = RunFolder(path)
     session = session_of(strategy)
     if resumed:
-        loaded = newest_good(run, place=place_of(session.job, rank=rank, world=world)).checkpoint
+        loaded = newest_good(run, place=place_of(session.job, rank=rank, world_size=world_size)).checkpoint
         assert loaded is not None
         session.restore(loaded)
     begun, reporter = session.state.step, Rows()
@@ -184,14 +184,14 @@ def unwritable(rank: int, _world: int, path: str) -> str:
     return "nothing"
 
 
-def not_finite(rank: int, world: int, strategy: str, precision: str, fault: str) -> dict[str, Any]:
+def not_finite(rank: int, world_size: int, strategy: str, precision: str, fault: str) -> dict[str, Any]:
     """Six steps; at the third the last rank's loss or gradient is not finite. What each step left behind."""
     session = session_of(strategy, precision=precision, loop={"max_steps": 6}, optim={"warmup_steps": 0})
     inner, states = session.trainable.loss, [local_state(session)]
 
     def loss(module: nn.Module, batch: dict[str, Any], **count: Any) -> Any:
         out = inner(module, batch, **count)
-        if not module.training or rank != world - 1 or session.state.step != 2:
+        if not module.training or rank != world_size - 1 or session.state.step != 2:
             return out
         infinite = float("inf")
         return replace(out, loss=out.loss * infinite if fault == "gradient" else out.loss + infinite)
@@ -233,9 +233,9 @@ def waited(_rank: int, _world: int) -> dict[str, float]:
         return output
 
     session.step.run = run  # type: ignore[method-assign]
-    handles = session.feed.window(session.state.cursor).handles
+    indices = session.loader.window(session.state.cursor).indices
     train(session)
-    return {"communication": seen[0], "passes": session.feed.passes(handles)}
+    return {"communication": seen[0], "passes": session.loader.passes(indices)}
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -61,7 +61,7 @@ def fail(place: Where) -> Tensor:
     raise torch.OutOfMemoryError(f"planted at {place}")
 
 
-def places(seed: int, *, errors: int, steps: int, micro_batches: int, world: int) -> list[Where]:
+def places(seed: int, *, errors: int, steps: int, micro_batches: int, world_size: int) -> list[Where]:
     """`errors` of them, at different steps that are not next to each other; the fourth windows are small."""
     draw = np.random.default_rng(seed)
     free = [int(step) for step in draw.permutation(np.arange(1, steps + 1))]
@@ -74,7 +74,7 @@ def places(seed: int, *, errors: int, steps: int, micro_batches: int, world: int
     chosen.sort()
     micro = [int(draw.integers(micro_batches)) if step % 4 else 0 for step in chosen]
     return [
-        (step, number, int(draw.integers(world)), kinds[draw.integers(2)])
+        (step, number, int(draw.integers(world_size)), kinds[draw.integers(2)])
         for step, number in zip(chosen, micro, strict=True)
     ]
 
@@ -91,7 +91,7 @@ def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 
 
 def run(
-    rank: int, world: int, name: str, planted: Sequence[Where], steps: int, precision: str = "fp64", **loop: Any
+    rank: int, world_size: int, name: str, planted: Sequence[Where], steps: int, precision: str = "fp64", **loop: Any
 ) -> dict[str, Any]:
     """What a run with these shortages came to."""
     made, rows = models()[name]
@@ -108,15 +108,15 @@ def run(
     return found(session, reporter, mine) | {"outcome": outcome.kind}
 
 
-def runs(rank: int, world: int, names: list[str], planted: Sequence[Where], steps: int) -> dict[str, Any]:
+def runs(rank: int, world_size: int, names: list[str], planted: Sequence[Where], steps: int) -> dict[str, Any]:
     """`run` of several models, without shortages and with them."""
     return {
-        name: {"clean": run(rank, world, name, [], steps), "planted": run(rank, world, name, planted, steps)}
+        name: {"clean": run(rank, world_size, name, [], steps), "planted": run(rank, world_size, name, planted, steps)}
         for name in names
     }
 
 
-def halves(rank: int, world: int, planted: Sequence[Where], steps: int, switch_at: int) -> dict[str, Any]:
+def halves(rank: int, world_size: int, planted: Sequence[Where], steps: int, switch_at: int) -> dict[str, Any]:
     """A GPT with dropout: micro-batches of 4, and from a shortage at `switch_at` on of 2; and the same by hand."""
     both = {}
     for name in ("planted", "by hand"):
@@ -126,15 +126,15 @@ def halves(rank: int, world: int, planted: Sequence[Where], steps: int, switch_a
             loop={"max_steps": steps, "micro_batch_size": 4, "grow_after": None},
         )
         mine = Planted(session, [place for place in planted if place[2] == rank and name == "planted"])
-        inner = session.feed.window
+        inner = session.loader.window
 
         def window(cursor: Any, session: Session = session, inner: Any = inner) -> Any:
             if session.state.step + 1 == switch_at:
-                session.feed.micro_batch = 2
+                session.loader.micro_batch = 2
             return inner(cursor)
 
         if name == "by hand":
-            session.feed.window = window  # type: ignore[method-assign]
+            session.loader.window = window  # type: ignore[method-assign]
         reporter, _ = train(session)
         both[name] = found(session, reporter, mine)
     return both
@@ -152,22 +152,22 @@ def found(session: Session, reporter: Rows, planted: Planted) -> dict[str, Any]:
         "generators": digest(session.generator_state()),
         "events": [event for event in reporter.events if event["kind"] in ("out_of_memory", "decision")],
         "met": planted.met,
-        "size": session.feed.micro_batch,
+        "size": session.loader.micro_batch,
     }
 
 
-def others(rank: int, world: int) -> dict[str, Any]:
+def others(rank: int, world_size: int) -> dict[str, Any]:
     """Single shortages of each kind, with what they are compared with."""
     both_ranks = [(3, 0, 0, "forward"), (3, 1, 1, "backward")]
     evaluation = [(4, 0, 1, "evaluation"), (8, 0, 0, "evaluation"), (8, 0, 1, "evaluation")]
     fp16 = [(5, 1, 0, "backward"), (9, 0, 1, "forward")]
     return {
-        "clean": run(rank, world, "gpt", [], 8, eval_every=4),
-        "both ranks": run(rank, world, "gpt", both_ranks, 8, eval_every=4),
-        "evaluation": run(rank, world, "gpt", evaluation, 8, eval_every=4, eval_batches=None),
-        "limited": run(rank, world, "gpt", [], 8, eval_every=4, eval_batches=1),
-        "limited, short": run(rank, world, "gpt", evaluation, 8, eval_every=4, eval_batches=1),
-        "fp16": run(rank, world, "gpt", [], 12, "fp16"),
-        "fp16, short": run(rank, world, "gpt", fp16, 12, "fp16"),
-        "halves": halves(rank, world, [(5, 1, 1, "backward")], 10, switch_at=5),
+        "clean": run(rank, world_size, "gpt", [], 8, eval_every=4),
+        "both ranks": run(rank, world_size, "gpt", both_ranks, 8, eval_every=4),
+        "evaluation": run(rank, world_size, "gpt", evaluation, 8, eval_every=4, eval_batches=None),
+        "limited": run(rank, world_size, "gpt", [], 8, eval_every=4, eval_batches=1),
+        "limited, short": run(rank, world_size, "gpt", evaluation, 8, eval_every=4, eval_batches=1),
+        "fp16": run(rank, world_size, "gpt", [], 12, "fp16"),
+        "fp16, short": run(rank, world_size, "gpt", fp16, 12, "fp16"),
+        "halves": halves(rank, world_size, [(5, 1, 1, "backward")], 10, switch_at=5),
     }

@@ -44,7 +44,7 @@ def played(scenes: dict[str, Scene]) -> dict[str, list[Any]]:
     made: dict[str, list[Any]] = {}
     for size in sorted({scene.size for scene in scenes.values()}):
         group = {name: scene for name, scene in scenes.items() if scene.size == size}
-        members = run_gang(play, list(group.values()), world=size)
+        members = run_gang(play, list(group.values()), world_size=size)
         made |= {name: [member[index] for member in members] for index, name in enumerate(group)}
     return made
 
@@ -165,7 +165,7 @@ def test_every_kind_of_router_expert_and_optimizer(variants: dict[str, list[Any]
 def test_an_overflow_anywhere_is_skipped_by_everybody_and_halves_the_scale_once(where: str) -> None:
     """DESIGN 4.6, in fp16: planted in the last worker's trunk gradient, and in an expert's, on its host."""
     alone = act(0, Scene(1, 0, steps=8, precision="fp16", inject=(where, 4)))
-    hosts = run_gang(play, [Scene(2, 2, steps=8, precision="fp16", inject=(where, 4))], world=4)
+    hosts = run_gang(play, [Scene(2, 2, steps=8, precision="fp16", inject=(where, 4))], world_size=4)
     for made in [alone, *(member[0] for member in hosts[:2])]:
         assert made["loss_scale"][:3] == [65536.0] * 3 and made["loss_scale"][4:] == [32768.0] * 4
         assert not np.isfinite(made["grad_norm"][3]) and np.isfinite(made["grad_norm"][4:]).all()
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None
     With experts of four sizes and with biases, so that nothing may be taken for one stack of matrices.
     """
     run, sections = str(tmp_path / "run"), VARIANTS[DRAWN]
-    (first,) = run_gang(play, [Scene(1, 3, steps=12, sections=sections, run_path=run, every=5)], world=4)[0]
+    (first,) = run_gang(play, [Scene(1, 3, steps=12, sections=sections, run_path=run, every=5)], world_size=4)[0]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_00000005").iterdir()) == [
         "COMPLETE", "experts-00000.safetensors", "experts-00001.safetensors", "experts-00002.safetensors",
         "manifest.json", "model.safetensors", "optimizer.safetensors", "part_load.safetensors", "rng.safetensors",
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None
         "5 hosts": Scene(1, 5, steps=12, sections=sections, run_path=run, from_step=10),
         "colocated": Scene(2, "colocated", steps=12, sections=sections, run_path=run, from_step=5, micro=2),
     }.items():
-        made = run_gang(play, [scene], world=scene.size)[0][0]
+        made = run_gang(play, [scene], world_size=scene.size)[0][0]
         rows = first["loss"][scene.from_step :]
         np.testing.assert_allclose(made["loss"], rows, rtol=0, atol=EXACT, err_msg=name)
         for key, value in first["weights"].items():
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None
 
 def test_a_checkpoint_with_a_missing_or_doubled_expert_is_refused_by_name(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    run_gang(play, [Scene(1, 2, steps=4, run_path=run, every=4)], world=3)
+    run_gang(play, [Scene(1, 2, steps=4, run_path=run, every=4)], world_size=3)
     folder = RunFolder(run).checkpoint_dir(4)
     manifest = read_manifest(folder)
     located = locate(manifest, [4, 4])

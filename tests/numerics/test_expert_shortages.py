@@ -57,7 +57,7 @@ def runs() -> dict[str, list[Any]]:
     made: dict[str, list[Any]] = {}
     for size in sorted({scene.size for scene, _ in SCENES.values()}):
         group = {name: scene for name, scene in SCENES.items() if scene[0].size == size}
-        members = run_gang(play, list(group.values()), world=size, timeout=240.0)
+        members = run_gang(play, list(group.values()), world_size=size, timeout=240.0)
         made |= {name: [member[index] for member in members] for index, name in enumerate(group)}
     return made
 
@@ -116,7 +116,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     for size in sorted({scene.size for scene, _, _ in PROBED.values()}):
         group = {name: one for name, one in PROBED.items() if one[0].size == size}
         scenes = [(replace(scene, run_path=folder), rooms) for scene, rooms, _ in group.values()]
-        members = run_gang(probe, scenes, world=size)
+        members = run_gang(probe, scenes, world_size=size)
         made |= {name: [member[index] for member in members] for index, name in enumerate(group)}
     return made
 

@@ -103,7 +103,7 @@ def test_sharded_and_whole_models_learn_the_same_and_leave_the_same(folder: Path
     losses, held, left = [], [], []
     for strategy in ("data_parallel", "fsdp"):
         run = RunFolder.create(str(tmp_path / strategy), "run")
-        told = run_gang(fine_tune, model, data, strategy, run.path, world=2, timeout=200.0)
+        told = run_gang(fine_tune, model, data, strategy, run.path, world_size=2, timeout=200.0)
         losses.append(told[0][0])
         held.append(max(one[1] for one in told))
         made, report = transformers.AutoModelForCausalLM.from_pretrained(

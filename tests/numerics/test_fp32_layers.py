@@ -24,7 +24,7 @@ def test_the_fragile_layer_is_found_and_with_it_in_fp32_the_loss_stays_in_the_ba
     assert f"with {fragile.FRAGILE} in fp32 the loss is in the band, 93% of 14 layers in bf16" in chosen.reason
     others = [change.score for change in changes if change.layer != fragile.FRAGILE]
     assert max(change.score for change in changes) > 5 * max(others)
-    session.settle(fp32_layers=chosen)
+    session.apply_choices(fp32_layers=chosen)
     exact = fragile.losses("fp32", [])
     kept, plain = train(session)[0].losses, fragile.losses("bf16", [])
     beyond = [max(abs(one / base - 1) for one, base in zip(losses, exact, strict=True)) for losses in (kept, plain)]
@@ -35,7 +35,7 @@ def test_the_fragile_layer_is_found_and_with_it_in_fp32_the_loss_stays_in_the_ba
 
 
 def test_two_workers_measure_without_a_trace_once_and_alike(tmp_path: Path) -> None:
-    first, second = run_gang(fragile.settled, str(tmp_path / "run"), world=2)
+    first, second = run_gang(fragile.settled, str(tmp_path / "run"), world_size=2)
     for made in (first, second):
         assert made["untouched"] and made["chosen"] == [[fragile.FRAGILE]] * 2
     (event,) = first["events"]
@@ -81,7 +81,7 @@ def test_a_model_of_which_nothing_breaks_stays_in_half_precision_whole() -> None
 def test_rows_that_fit_in_half_precision_alone_are_halved_until_fp32_has_room(room: int, taken: int) -> None:
     session = fragile.session_of()
     inner, sizes = session.trainable.loss, []
-    assert session.feed.batches.micro_batch == 16
+    assert session.loader.batches.micro_batch == 16
 
     def loss(module: torch.nn.Module, batch: Any) -> Any:
         rows = len(batch["x"])

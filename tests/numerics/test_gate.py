@@ -43,8 +43,8 @@ def test_a_budget_of_tokens_bounds_what_the_gate_computes_and_changes_no_step() 
     for budget in (None, 24):
         data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": budget}
         session = make_session(GPT, data)
-        one, sizes = session.feed.one, []
-        session.feed.one = lambda rows: sizes.append(len(rows)) or one(rows)  # noqa: B023
+        one, sizes = session.loader.one, []
+        session.loader.one = lambda rows: sizes.append(len(rows)) or one(rows)  # noqa: B023
         found.append(run_gate(session, Candidate("bf16", 8), reference="fp32", steps=3).reference_losses)
         most.append(max(sizes))
     assert found[0] == pytest.approx(found[1], rel=1e-5) and most == [8, 2]

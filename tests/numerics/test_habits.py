@@ -18,7 +18,7 @@ from raytrain.data.loading.prepare import DataPlan, prepare_source
 from raytrain.data.loading.transfer import COPIES, to_device
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}
 
@@ -125,10 +125,14 @@ def copies_of_an_epoch(storage: Any) -> int:
     source = memory_source(class_rows(64), None, fraction=0.0)
     source = prepare_source(source, DataPlan(storage), device=device, say=lambda kind, **fields: None)
     batches = StepBatches(source.train, seed=0, global_batch=16, micro_batch=8, device="meta")
-    feed, before, cursor = Feed(batches, device=device, weight=None, dtype=torch.float32), replace(COPIES), Cursor()
+    loader, before, cursor = (
+        BatchLoader(batches, device=device, weight=None, dtype=torch.float32),
+        replace(COPIES),
+        Cursor(),
+    )
     while cursor.epoch == 0:
-        handles, cursor = feed.window(cursor)
-        assert all(micro.batch["x"].is_meta for micro in feed.micro_batches(handles))
+        indices, cursor = loader.window(cursor)
+        assert all(micro.batch["x"].is_meta for micro in loader.micro_batches(indices))
     return COPIES.since(before).copied
 
 

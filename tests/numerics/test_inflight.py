@@ -17,7 +17,7 @@ from lab import DeviceReads, Rows, train
 import raytrain.autotune.startup.precision
 from experts.exchange.call import Call
 from experts.transport.protocol import Op
-from raytrain.autotune.startup.precision import settle_inflight
+from raytrain.autotune.startup.precision import resolve_inflight
 from raytrain.errors import StateLost
 from raytrain.plan.plan import Deferred
 from raytrain.runs.folder import RunFolder
@@ -51,7 +51,7 @@ def pairs() -> dict[str, list[Any]]:
     for size in sorted({given.size for given in PLAIN.values()}):
         group = {name: given for name, given in PLAIN.items() if given.size == size}
         played = [part for given in group.values() for part in (one_at_a_time(given), given)]
-        members = run_gang(play, played, world=size)
+        members = run_gang(play, played, world_size=size)
         made |= {name: [m[2 * n : 2 * n + 2] for m in members] for n, name in enumerate(group)}
     return made
 
@@ -73,7 +73,7 @@ def test_two_in_flight_are_one_at_a_time_to_the_last_bit(pairs: dict[str, list[A
 def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_every_worker(hosts: int | str) -> None:
     """Two micro-batches for the first worker, one for the second, which takes part in both."""
     given = scene(2, hosts, steps=2)
-    first, second = run_gang(ordered, given, world=given.size)[:2]
+    first, second = run_gang(ordered, given, world_size=given.size)[:2]
     assert first == second
     assert first == [
         ("FORWARD", 0, 0), ("FORWARD", 0, 1),
@@ -86,8 +86,8 @@ def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_ever
 @pytest.mark.parametrize("op", ["FORWARD", "BACKWARD"])
 def test_a_host_that_goes_in_mid_flight_is_an_error_on_every_worker_and_the_next_generation_works(op: str) -> None:
     given = scene(2, 2, micro=2)
-    made = run_gang(lose_a_host, given, op, world=given.size, timeout=40.0)
-    reference = run_gang(play, [one_at_a_time(given)], world=given.size)[0][0]
+    made = run_gang(lose_a_host, given, op, world_size=given.size, timeout=40.0)
+    reference = run_gang(play, [one_at_a_time(given)], world_size=given.size)[0][0]
     for lasted, after in made[: given.workers]:
         assert lasted == 2, "it did not end in the step in which the host went"
         assert after["loss"] == reference["loss"] and after["grad_norm"] == reference["grad_norm"]
@@ -110,11 +110,11 @@ def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_ta
     with pytest.raises(ValueError, match="no room"):
         train(session)
     assert session.state.step == 0 and len(calls) == 2
-    pool = session.trainable.elsewhere.pool  # type: ignore[union-attr]
+    pool = session.trainable.remote.pool  # type: ignore[union-attr]
     assert pool.shard._kept, "the backward beside it had not ended"
     for router in session.trainable.commit.__self__.routers:  # type: ignore[union-attr]
         router.pending_counts.zero_()
-    session.trainable.elsewhere.discard()  # type: ignore[union-attr]
+    session.trainable.remote.discard()  # type: ignore[union-attr]
     rows, _ = train(session)
     assert record(session, rows)["loss"] == reference["loss"]
 
@@ -143,10 +143,10 @@ def test_a_backward_that_fails_is_raised_and_ends_the_forward_beside_it(monkeypa
 @pytest.mark.parametrize("hosts", [1, "colocated"])
 def test_measuring_changes_nothing_and_is_decided_alike(hosts: int | str) -> None:
     given = one_at_a_time(scene(2, hosts, sections=NOISY, steps=4))
-    first, second = run_gang(measured, given, world=given.size)[:2]
+    first, second = run_gang(measured, given, world_size=given.size)[:2]
     assert first[:2] == second[:2] and first[0].value in (1, 2) and "times as fast as 1" in first[0].reason
     assert set(first[1]) == {1, 2} and all(0 < seconds < 60 for seconds in first[1].values())
-    plain = run_gang(play, [given], world=given.size)[0][0]
+    plain = run_gang(play, [given], world_size=given.size)[0][0]
     assert first[2]["loss"] == plain["loss"] and len(plain["loss"]) == 4
     for name, value in plain["weights"].items():
         assert np.array_equal(value, first[2]["weights"][name]), name
@@ -157,7 +157,7 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     session = session_of(scene(1, "colocated", steps=2), 0)
     plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
     session.job = job = replace(session.job, plan=plan)
-    settle_inflight(session, run, reporter=reporter, push=said.append)
+    resolve_inflight(session, run, reporter=reporter, push=said.append)
     (event,) = reporter.events
     written = run.read_json(run.memory_probe)["inflight"]
     assert (event["kind"], event["what"], event["value"]) == ("decision", "inflight", session.step.inflight)
@@ -165,7 +165,7 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
     session.job = job
     monkeypatch.setattr(raytrain.autotune.startup.precision, "measure_inflight", None)
-    settle_inflight(session, run, reporter=reporter, push=said.append)
+    resolve_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
     assert session.step.inflight == 2, "a session prepared anew, as after a rewind, keeps it"
@@ -178,11 +178,11 @@ def test_where_memory_runs_out_with_two_in_flight_one_is_taken_and_the_attempt_g
 ) -> None:
     """One of two workers has no memory in the middle of its passes; with 1, already for one in flight."""
     given = one_at_a_time(scene(2, hosts, steps=4))
-    first, second = run_gang(short_of_memory, given, limit, world=given.size)[:2]
+    first, second = run_gang(short_of_memory, given, limit, world_size=given.size)[:2]
     assert first[0].value == second[0].value == 1
     assert first[0].reason == f"{limit} in flight failed while measured: on another worker"
     assert second[0].reason == f"{limit} in flight failed while measured: planted"
-    plain = run_gang(play, [given], world=given.size)[0][0]
+    plain = run_gang(play, [given], world_size=given.size)[0][0]
     assert first[1]["loss"] == plain["loss"] and len(plain["loss"]) == 4, "the attempt goes on as if nothing had been"
 
 
@@ -205,12 +205,12 @@ def test_when_a_host_goes_while_two_are_measured_one_worker_writes_that_the_next
         patch.setattr(raytrain.autotune.startup.precision, "shared_record", lambda *_given: None)
         patch.setattr(session.workers, "rank", rank)
         with pytest.raises(StateLost):
-            settle_inflight(session, run, reporter=reporter, push=said.append)
+            resolve_inflight(session, run, reporter=reporter, push=said.append)
     assert run.exists(run.memory_probe) == (rank == 0) and len(reporter.events) == int(rank == 0)
     if rank:
         return
     monkeypatch.setattr(raytrain.autotune.startup.precision, "measure_inflight", None)
-    settle_inflight(session, run, reporter=reporter, push=said.append)
+    resolve_inflight(session, run, reporter=reporter, push=said.append)
     assert session.step.inflight == session.job.planned("inflight") == 1
     assert "2 in flight failed" in reporter.events[0]["reason"]
     assert "(StateLost: expert host 0 is gone)" in reporter.events[0]["reason"]

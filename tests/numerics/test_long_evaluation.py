@@ -8,7 +8,7 @@ from lab import MLP, class_rows, make_session
 
 from cluster.telemetry.process import process_memory
 from raytrain.train.evaluation import evaluate
-from raytrain.train.feed import EVAL_MICRO_BATCHES
+from raytrain.train.loader import EVAL_MICRO_BATCHES
 
 
 @pytest.mark.covers("MEM-06")
@@ -20,7 +20,7 @@ def test_a_thousand_batches_take_no_more_memory_than_the_first(clear_every: int 
     resident: list[int] = []
 
     def watched():
-        for number, micro in enumerate(session.feed.eval_batches(session.source.eval, limit=None)):
+        for number, micro in enumerate(session.loader.eval_batches(session.source.eval, limit=None)):
             if number % 20 == 0:
                 resident.append(process_memory().rss)
             yield micro

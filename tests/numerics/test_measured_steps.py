@@ -20,7 +20,7 @@ from probes import (
 )
 
 from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.startup.precision import settle_precision
+from raytrain.autotune.startup.precision import resolve_precision
 from raytrain.autotune.startup.record import read_measured
 from raytrain.errors import RunError
 from raytrain.plan.plan import Deferred
@@ -32,7 +32,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 @pytest.mark.covers("TUNE-03", "TUNE-09")
 def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None:
     """Nine tenths of the memory there is lie between the peaks of 16 and 32 rows."""
-    (found,) = run_gang(under_a_budget, str(tmp_path), world=1)
+    (found,) = run_gang(under_a_budget, str(tmp_path), world_size=1)
     peaks, limit = found["peaks"], found["limit"]
     best = max(size for size, peak in peaks.items() if peak <= limit)
     assert best == 16
@@ -58,13 +58,13 @@ def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None
 
 @pytest.mark.covers("TUNE-01", "FUT-02")
 def test_real_failures_to_allocate_are_answered_as_brute_force_does(tmp_path: Path) -> None:
-    (found,) = run_gang(under_an_address_space_limit, str(tmp_path), world=1)
+    (found,) = run_gang(under_an_address_space_limit, str(tmp_path), world_size=1)
     assert found["outcomes"] == {"ok", "out_of_memory"}
     assert abs(SIZES.index(found["chosen"]) - SIZES.index(max(found["fits"]))) <= 1
 
 
 def test_precisions_are_compared_with_rows_that_fit(tmp_path: Path) -> None:
-    (found,) = run_gang(precision_and_rows, str(tmp_path), world=1)
+    (found,) = run_gang(precision_and_rows, str(tmp_path), world_size=1)
     (rows,) = found["rows"]
     assert 8 <= rows <= 32 and found["record"]["settings"]["precision"] == found["chosen"]
     assert found["micro_batch"] == found["record"]["value"] < 64
@@ -90,16 +90,16 @@ def test_where_fp32_fits_not_a_row_a_precision_that_does_is_taken_and_told(
     orders: dict[str, Any] = {"forced": None, "loaded": None, "reporter": reporter, "push": silent}
     if fits == "nothing":
         with pytest.raises(RunError, match="not even a micro-batch of 1 rows fits"):
-            settle_precision(session, run, **orders)
+            resolve_precision(session, run, **orders)
         return
-    assert settle_precision(session, run, **orders) == "bf16" == session.precision
+    assert resolve_precision(session, run, **orders) == "bf16" == session.precision
     (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
     assert "in fp32 not even a micro-batch of 1 rows fits" in told and "could not be held against it" in told
     assert read_measured(run)["precision"]["value"] == "bf16" and read_measured(run)["micro_batch"]["value"] >= 1
 
 
 def test_workers_measure_as_one() -> None:
-    first, second = run_gang(by_everybody, world=2)
+    first, second = run_gang(by_everybody, world_size=2)
     assert first["good"] == second["good"] and first["good"]["outcome"] == "ok"
     assert len(first["good"]["pass_s"]) == 2 and first["good"]["grad_norm"] > 0
     for told, reason in ((first, "on another worker"), (second, "from a test")):
@@ -113,7 +113,7 @@ def test_workers_measure_as_one() -> None:
 
 
 def test_what_a_search_found_is_held_against_the_run(tmp_path: Path) -> None:
-    (told,) = run_gang(confirming, str(tmp_path / "run"), world=1)
+    (told,) = run_gang(confirming, str(tmp_path / "run"), world_size=1)
     (event,) = told["slower"]["events"]
     assert "the search found" in event["reason"] and "ms" in event["reason"]
     record = told["slower"]["record"]

@@ -69,7 +69,7 @@ def test_hosts_hold_what_the_last_placement_says(runs: dict[str, list[Any]]) -> 
 
 
 def test_without_replicas_moves_change_no_bit(runs: dict[str, list[Any]], reference: dict[str, Any]) -> None:
-    still = run_gang(play, [Scene(1, 3)], world=4)[0][0]
+    still = run_gang(play, [Scene(1, 3)], world_size=4)[0][0]
     moved = runs["1 worker, 3 hosts, homes"][0]
     assert moved["loss"] == still["loss"] and moved["grad_norm"] == still["grad_norm"]
     for name, value in still["weights"].items():
@@ -78,7 +78,7 @@ def test_without_replicas_moves_change_no_bit(runs: dict[str, list[Any]], refere
 
 def test_a_move_that_arrives_spoilt_is_refused_by_all_and_training_goes_on(reference: dict[str, Any]) -> None:
     scene = Scene(1, 3, moves=((3, 11), (5, 12)), spoil=1)
-    made = run_gang(play, [scene], world=4)
+    made = run_gang(play, [scene], world_size=4)
     check_equal([made[0][0]], reference, workers=1, where="spoilt")
     homes = [[layer.copies[e][0] for layer in p.layers for e in range(4)] for p in placements(scene)]
     arrives = any(old != new == 1 for old, new in zip(homes[0], homes[1], strict=True))

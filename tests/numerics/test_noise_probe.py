@@ -26,7 +26,7 @@ def test_measuring_changes_nothing(build: Any) -> None:
 
 
 def squares_of(session: Session, rows: Any) -> float:
-    micro = session.feed.one(rows)
+    micro = session.loader.one(rows)
     loss = session.trainable.loss(session.trainable.module, micro.batch).loss
     gradients = torch.autograd.grad(loss, list(session.trainable.module.parameters()))
     return float(sum(gradient.square().sum() for gradient in gradients))
@@ -37,8 +37,8 @@ def test_a_budget_of_tokens_bounds_what_is_computed_and_changes_no_norm() -> Non
     for budget in (None, 24):
         data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": budget}
         session = make_session(GPT, data, precision="fp64")
-        one, sizes = session.feed.one, []
-        session.feed.one = lambda rows: sizes.append(len(rows)) or one(rows)  # noqa: B023
+        one, sizes = session.loader.one, []
+        session.loader.one = lambda rows: sizes.append(len(rows)) or one(rows)  # noqa: B023
         pairs = measure_norms(session, micro_batch_size=4, micro_batches=3, draws=2)
         found.append([value for pair in pairs for value in (pair.small_squares, pair.big_squares)])
         most.append(max(sizes))
@@ -49,7 +49,7 @@ def test_they_are_the_norms_of_the_mean_gradients() -> None:
     data = {"train": class_rows(64), "eval_fraction": 0.0}
     session = make_session(MLP, data, precision="fp64")
     pairs = measure_norms(session, micro_batch_size=4, micro_batches=4, draws=2)
-    rows = session.feed.batches.rows_from(session.state.cursor, 32)
+    rows = session.loader.batches.rows_from(session.state.cursor, 32)
     for pair, part in zip(pairs, (rows[:16], rows[16:]), strict=True):
         assert pair.small_squares == pytest.approx(squares_of(session, part[:4]), rel=1e-12)
         assert pair.big_squares == pytest.approx(squares_of(session, part), rel=1e-12)

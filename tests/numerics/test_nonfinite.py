@@ -18,7 +18,7 @@ CASES = [(precision, fault) for precision in ("fp32", "fp16") for fault in lives
 @pytest.fixture(scope="module")
 def made() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """(precision, fault) -> what each of two ranks has seen; the fault is rank 1's, at step 3."""
-    ranks = run_gang(lives.nonfinite, CASES, world=2)
+    ranks = run_gang(lives.nonfinite, CASES, world_size=2)
     return {case: [rank[index] for rank in ranks] for index, case in enumerate(CASES)}
 
 

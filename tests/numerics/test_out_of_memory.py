@@ -10,14 +10,14 @@ import shortages
 from gang import run_gang
 
 STEPS, ERRORS = 70, 20
-PLANTED = shortages.places(7, errors=ERRORS, steps=STEPS, micro_batches=2, world=2)
+PLANTED = shortages.places(7, errors=ERRORS, steps=STEPS, micro_batches=2, world_size=2)
 MODELS = ["gpt", "moe_gpt", "mlp"]
 
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
     """What two workers made of each model, without shortages and with them."""
-    return run_gang(shortages.runs, MODELS, PLANTED, STEPS, world=2)
+    return run_gang(shortages.runs, MODELS, PLANTED, STEPS, world_size=2)
 
 
 def alike(made: dict[str, Any], clean: dict[str, Any], where: str, atol: float = 1e-12) -> None:
@@ -57,7 +57,7 @@ def test_each_error_is_an_event_and_sizes_grow_back(two: list[dict[str, Any]], n
 
 @pytest.fixture(scope="module")
 def others() -> list[dict[str, Any]]:
-    return run_gang(shortages.others, world=2)
+    return run_gang(shortages.others, world_size=2)
 
 
 def test_two_ranks_at_once_are_one_event(others: list[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def three() -> list[dict[str, Any]]:
     """Of three workers, whose sums show in their last bits in which order they were made."""
-    return run_gang(overlaps.both, CASES, world=3)
+    return run_gang(overlaps.both, CASES, world_size=3)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -66,7 +66,7 @@ PLANTED = [(2, 1, 0, "backward"), (4, 0, 1, "forward"), (6, 0, 0, "backward"), (
 
 
 def test_a_shortage_on_one_worker_drops_the_step_of_all_with_sums_on_their_way() -> None:
-    ranks = run_gang(overlaps.short, PLANTED, world=2)
+    ranks = run_gang(overlaps.short, PLANTED, world_size=2)
     for rank in ranks:
         assert rank["with"]["digest"] == rank["without"]["digest"]
         assert rank["with"]["losses"] == rank["without"]["losses"] and len(rank["with"]["losses"]) == STEPS
@@ -80,11 +80,11 @@ def test_a_shortage_on_one_worker_drops_the_step_of_all_with_sums_on_their_way()
 
 
 def test_an_exception_inside_a_backward_ends_everybody() -> None:
-    assert run_gang(overlaps.broken, world=2, timeout=40.0) == ["CollectiveFailed", "ValueError"]
+    assert run_gang(overlaps.broken, world_size=2, timeout=40.0) == ["CollectiveFailed", "ValueError"]
 
 
 def test_auto_measures_both_and_keeps_what_it_took(tmp_path: Path) -> None:
-    for rank in run_gang(overlaps.settled, str(tmp_path), world=2):
+    for rank in run_gang(overlaps.settled, str(tmp_path), world_size=2):
         assert rank["untouched"] and rank["before"] is False
         assert rank["taken"] == rank["value"] == rank["again"] and rank["said"] == 1
         assert "measured" in rank["reason"] and rank["other"] == (True, True)

@@ -94,7 +94,7 @@ def traced_moe() -> Session:
 def state_of(session: Session) -> dict[str, Any]:
     """Hashes of everything a run consists of."""
     module = session.trainable.module
-    order = [session.feed.window(Cursor(epoch, 0)).handles.tolist() for epoch in (0, 1)]
+    order = [session.loader.window(Cursor(epoch, 0)).indices.tolist() for epoch in (0, 1)]
     return {
         "parameters": digest(dict(module.named_parameters())),
         "buffers": digest(dict(module.named_buffers())),
@@ -108,7 +108,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "groups": repr([{**group, "params": 0} for o in session.optimizers for group in o.param_groups]),
         "counts": digest(session.trainable.counts()) if session.trainable.counts else "",
         "seen": [part.seen for part in module.modules() if isinstance(part, TopKRouter)],
-        "micro": session.feed.batches.micro_batch,
+        "micro": session.loader.batches.micro_batch,
         "policy": (session.step.policy.name, torch.get_float32_matmul_precision(), session.step.inflight),
         "moments": [len(optimizer.state) for optimizer in session.optimizers],
     }

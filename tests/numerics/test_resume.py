@@ -37,7 +37,7 @@ def unbroken(folder: Path) -> dict[str, list[dict[str, Any]]]:
         }
         for name in PRECISIONS
     ]
-    ranks = run_gang(lives.lives, orders, world=3)
+    ranks = run_gang(lives.lives, orders, world_size=3)
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(PRECISIONS)}
 
 
@@ -61,10 +61,10 @@ def test_three_workers_killed_between_two_micro_batches_go_on_bit_for_bit(
 ) -> None:
     run = str(folder / "killed")
     life = {"run": run, "precision": "fp32", "every": EVERY}
-    run_gang(lives.life, {**life, "kill_at": 11}, world=3, killed=True)
+    run_gang(lives.life, {**life, "kill_at": 11}, world_size=3, killed=True)
     steps = sorted(int(entry.name[5:]) for entry in RunFolder(run).store.entries("checkpoints"))
     assert steps and max(steps) <= 9, "it lived longer than it should"
-    resumed = run_gang(lives.life, {**life, "resume": "newest"}, world=3)
+    resumed = run_gang(lives.life, {**life, "resume": "newest"}, world_size=3)
     step = resumed[0]["from_step"]
     assert step in (6, 9), "of 9 the write may not have ended when the process died"
     for rank, made in enumerate(resumed):
@@ -78,7 +78,7 @@ def test_each_precision_resumes_and_only_fp16_has_a_scaler(
 ) -> None:
     """In the middle of an epoch, three workers, new processes."""
     orders = [{"run": str(folder / name), "precision": name, "resume": 9} for name in PRECISIONS]
-    ranks = run_gang(lives.lives, orders, world=3)
+    ranks = run_gang(lives.lives, orders, world_size=3)
     for index, name in enumerate(PRECISIONS):
         for rank, made in enumerate(life[index] for life in ranks):
             assert_goes_on(made, unbroken[name][rank], step=9)
@@ -91,9 +91,9 @@ def test_each_precision_resumes_and_only_fp16_has_a_scaler(
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_worker_goes_on_bit_for_bit_with_its_dropout(folder: Path, optimizer: str) -> None:
     life = {"run": str(folder / f"one-{optimizer}"), "precision": "fp32", "every": 5, "optimizer": optimizer}
-    (whole,) = run_gang(lives.life, life, world=1)
+    (whole,) = run_gang(lives.life, life, world_size=1)
     for step in (5, 15):
-        (resumed,) = run_gang(lives.life, {**life, "resume": step, "every": None}, world=1)
+        (resumed,) = run_gang(lives.life, {**life, "resume": step, "every": None}, world_size=1)
         assert_goes_on(resumed, whole, step=step)
     assert len(set(whole["losses"].values())) == STEPS
 
@@ -101,7 +101,7 @@ def test_one_worker_goes_on_bit_for_bit_with_its_dropout(folder: Path, optimizer
 def test_at_another_world_size_every_row_is_seen_once_in_each_epoch(
     unbroken: dict[str, list[dict[str, Any]]], folder: Path
 ) -> None:
-    fewer = run_gang(lives.life, {"run": str(folder / "fp32"), "precision": "fp32", "resume": 9}, world=2)
+    fewer = run_gang(lives.life, {"run": str(folder / "fp32"), "precision": "fp32", "resume": 9}, world_size=2)
     assert [made["from_step"] for made in fewer] == [9, 9]
     seen = {step: Counter() for step in range(1, STEPS + 1)}
     for made in unbroken["fp32"]:

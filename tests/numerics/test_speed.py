@@ -169,7 +169,7 @@ def test_recomputed_gradients_are_the_same_with_dropout_and_fewer_bytes_are_kept
         assert kept <= most * all_kept, (every, kept, all_kept)
 
 
-def two_workers(rank: int, world: int, again: bool) -> tuple[list[float], str]:
+def two_workers(rank: int, world_size: int, again: bool) -> tuple[list[float], str]:
     """Losses of a GPT in bf16 with dropout on the workers of a gang, and a hash of the weights."""
     model = {**GPT, "dropout": 0.1}
     session = make_session(model, TOKENS, precision="bf16", loop={"max_steps": 4, "activation_checkpointing": again})
@@ -201,7 +201,7 @@ print(*peaks)
 
 @pytest.mark.covers("MEM-11", "FUT-04")
 def test_recomputing_24_blocks_lowers_the_peak_and_works_under_bf16_with_two_workers() -> None:
-    plain, again = (run_gang(two_workers, flag, world=2)[0] for flag in (False, True))
+    plain, again = (run_gang(two_workers, flag, world_size=2)[0] for flag in (False, True))
     assert plain == again, "losses and weights, bit for bit"
     paths = [os.path.dirname(__file__), os.getcwd()]
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

@@ -21,9 +21,9 @@ def runs() -> dict[str, list[dict[str, Any]]]:
     return {
         "1 x 4": [one],
         "1 x 1": [whole],
-        "2 x 2": run_gang(lives.split_runs, MODELS, 4, STEPS, world=2),
-        "3 x uneven": run_gang(lives.split_runs, MODELS, 4, STEPS, world=3),
-        "4 x 1": run_gang(lives.split_runs, MODELS, 4, STEPS, world=4),
+        "2 x 2": run_gang(lives.split_runs, MODELS, 4, STEPS, world_size=2),
+        "3 x uneven": run_gang(lives.split_runs, MODELS, 4, STEPS, world_size=3),
+        "4 x 1": run_gang(lives.split_runs, MODELS, 4, STEPS, world_size=4),
     }
 
 
@@ -63,7 +63,7 @@ def test_a_micro_batch_without_a_label_changes_nothing(runs: dict[str, list[dict
 @pytest.mark.parametrize(("model", "optimizer"), [("gpt", "sgd"), ("moe_gpt", "muon")])
 def test_other_optimizers_split_too(model: str, optimizer: str) -> None:
     reference = lives.split_run(0, 1, model, 4, STEPS, optimizer)
-    ranks = run_gang(lives.split_run, model, 4, STEPS, optimizer, world=3)
+    ranks = run_gang(lives.split_run, model, 4, STEPS, optimizer, world_size=3)
     assert len({made["digest"] for made in ranks}) == 1
     for made in ranks:
         for key, value in reference["weights"].items():
@@ -72,7 +72,7 @@ def test_other_optimizers_split_too(model: str, optimizer: str) -> None:
 
 @pytest.mark.covers("PAR-01", "LOOP-03", "TEST-06")
 def test_reduced_gradients_are_the_mean_and_every_rank_holds_the_same_weights() -> None:
-    first, second = run_gang(lives.data_parallel, world=2)
+    first, second = run_gang(lives.data_parallel, world_size=2)
     for made in (first, second):
         assert made["micro_batches"] == 1 and made["size"] > 1e-3
         assert made["gap"] < 1e-6 * max(1.0, made["size"])

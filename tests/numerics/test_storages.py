@@ -96,7 +96,7 @@ def test_every_storage_gives_bit_equal_losses(kind: str, opened: Any) -> None:
             continue
         session = opened(kind, storage)
         losses[storage] = series(train(session)[0])
-        assert (session.feed.pool is not None) == ("process" in storage)
+        assert (session.loader.pool is not None) == ("process" in storage)
     assert len(losses["resident"]) == STEPS + 3
     assert all(found == losses["resident"] for found in losses.values()), losses
 
@@ -116,11 +116,11 @@ def test_who_reads_changes_neither_what_items_draw_nor_what_the_model_draws(open
 def test_any_position_is_where_an_unbroken_run_would_be(storage: str, opened: Any) -> None:
     late, unbroken, cursor = opened("items", storage), opened("items", storage), Cursor()
     for _ in range(7):
-        handles, cursor = unbroken.feed.window(cursor)
-        before = [micro.batch for micro in unbroken.feed.micro_batches(handles)]
+        indices, cursor = unbroken.loader.window(cursor)
+        before = [micro.batch for micro in unbroken.loader.micro_batches(indices)]
     assert cursor == Cursor(1, 48), "49 rows in windows of 16"
-    handles, _ = late.feed.window(Cursor(1, 32))
-    after = [micro.batch for micro in late.feed.micro_batches(handles)]
+    indices, _ = late.loader.window(Cursor(1, 32))
+    after = [micro.batch for micro in late.loader.micro_batches(indices)]
     assert len(before) == len(after) == 2
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(before, after, strict=True))
 

@@ -23,8 +23,8 @@ THREE = Shares(unequal.MICRO, (3 * unequal.MICRO, unequal.MICRO, unequal.MICRO),
 
 def test_unequal_shares_take_the_steps_of_one_process_within_1e_12() -> None:
     reference = unequal.steps_taken(0, 1, None, STEPS)
-    ways = {"two": run_gang(unequal.steps_taken, TWO, STEPS, world=2)}
-    ways["three"] = run_gang(unequal.steps_taken, THREE, STEPS, world=3)
+    ways = {"two": run_gang(unequal.steps_taken, TWO, STEPS, world_size=2)}
+    ways["three"] = run_gang(unequal.steps_taken, THREE, STEPS, world_size=3)
     assert [made["rows"] for made in ways["two"]] == [[2] * 6, [2, 2]]
     assert [made["rows"] for made in ways["three"]] == [[6, 4], [2, 2], [2]]
     for way, ranks in ways.items():
@@ -41,12 +41,12 @@ def test_unequal_shares_take_the_steps_of_one_process_within_1e_12() -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
     """(run folder, what each of three ranks did) of a run that nothing stopped."""
     folder = str(tmp_path_factory.mktemp("runs") / "whole")
-    return folder, run_gang(unequal.life, {"run": folder, "shares": THREE, "steps": 10}, world=3)
+    return folder, run_gang(unequal.life, {"run": folder, "shares": THREE, "steps": 10}, world_size=3)
 
 
 def test_a_run_with_shares_resumes_bit_for_bit(whole: tuple[str, list[dict[str, Any]]]) -> None:
     folder, unbroken = whole
-    resumed = run_gang(unequal.life, {"run": folder, "shares": THREE, "steps": 10, "resume": 6}, world=3)
+    resumed = run_gang(unequal.life, {"run": folder, "shares": THREE, "steps": 10, "resume": 6}, world_size=3)
     for made, then in zip(resumed, unbroken, strict=True):
         assert made["losses"] == {step: loss for step, loss in then["losses"].items() if step > 6}
         assert made["rows"] == {step: rows for step, rows in then["rows"].items() if step > 6}
@@ -55,7 +55,7 @@ def test_a_run_with_shares_resumes_bit_for_bit(whole: tuple[str, list[dict[str, 
 
 def test_other_shares_and_another_world_see_each_row_once_an_epoch(whole: tuple[str, list[dict[str, Any]]]) -> None:
     folder, unbroken = whole
-    resumed = run_gang(unequal.life, {"run": folder, "shares": TWO, "steps": 10, "resume": 6}, world=2)
+    resumed = run_gang(unequal.life, {"run": folder, "shares": TWO, "steps": 10, "resume": 6}, world_size=2)
     for step in range(7, 11):
         now, then = ([row for made in ranks for row in made["rows"][step]] for ranks in (resumed, unbroken))
         assert now == then, "the order of rows is a function of seed, epoch and position alone"
@@ -65,7 +65,7 @@ def test_other_shares_and_another_world_see_each_row_once_an_epoch(whole: tuple[
 
 
 def test_a_slow_worker_is_measured_without_a_trace_and_once(tmp_path: Path) -> None:
-    first, last = run_gang(unequal.measured, str(tmp_path / "run"), world=2)
+    first, last = run_gang(unequal.measured, str(tmp_path / "run"), world_size=2)
     for made in (first, last):
         assert made["untouched"] and made["same"]
         assert made["rows"] == first["rows"] and sum(made["rows"]) == unequal.GLOBAL
@@ -78,10 +78,10 @@ def test_a_slow_worker_is_measured_without_a_trace_and_once(tmp_path: Path) -> N
 def test_a_pass_that_has_no_room_is_left_out_and_leaves_no_trace() -> None:
     session = unequal.session_of(precision="fp32", steps=4, shares=None, dropout=0.1)
     before = unequal.everything(session)
-    order = session.feed.batches.split.order(0, 0)
+    order = session.loader.batches.split.order(0, 0)
     (pace,) = measure_paces(
         session.step,
-        lambda size: session.feed.one(order[:size]),
+        lambda size: session.loader.one(order[:size]),
         sizes=[2, 4, 8],
         workers=session.workers,
         device=session.device,

@@ -49,7 +49,7 @@ def test_counts_and_last_use_equal_a_recount_of_every_token() -> None:
     ids=["2 workers, 3 hosts with replicas", "2 workers, colocated"],
 )
 def test_the_rows_of_all_workers_and_hosts_add_up(scene: Scene) -> None:
-    members = run_gang(recounted, scene, world=scene.size)[: scene.workers]
+    members = run_gang(recounted, scene, world_size=scene.size)[: scene.workers]
     windows = members[0]["windows"]
     placement = placement_of(scene, scene_experts(scene))
     for index, row in enumerate(windows):
@@ -71,7 +71,7 @@ def test_rows_and_bytes_of_hosts_are_those_that_travelled() -> None:
     """One worker, two hosts, one micro-batch, the evaluation after the row: everything can be told by hand."""
     quiet = (("loop", (("log_every", 3), ("eval_every", 100))),)
     scene = Scene(1, 2, micro=12, steps=3, sections=quiet)
-    made = run_gang(recounted, scene, world=scene.size)[0]
+    made = run_gang(recounted, scene, world_size=scene.size)[0]
     (row,) = made["windows"]
     rows, choices = np.array(row["hosts"]["rows"]), np.array(row["layers"])
     assert rows.sum(1).tolist() == [3 * 12 * MOE["context"] * 2] * MOE["layers"]  # padding travels too

@@ -13,7 +13,7 @@ from raytrain.train.parallel.collectives import Workers
 
 
 def test_the_verbs_of_three_workers_and_of_one() -> None:
-    for rank, made in enumerate(run_gang(lives.collectives, world=3)):
+    for rank, made in enumerate(run_gang(lives.collectives, world_size=3)):
         assert made["place"] == (rank, 3)
         assert made["sum"] == [[6.0, 6.0, 6.0], [7.0]]
         assert made["flags"] == [3, 3, 3 * 2**40]
@@ -28,7 +28,7 @@ def test_the_verbs_of_three_workers_and_of_one() -> None:
 
 @pytest.mark.covers("MON-14")
 def test_a_row_holds_least_mean_and_most_over_the_workers() -> None:
-    ranks = run_gang(lives.aggregated, world=2)
+    ranks = run_gang(lives.aggregated, world_size=2)
     own = list(zip(ranks[0]["own"], ranks[1]["own"], strict=True))  # by row: (seconds, data seconds, peak) of each
     assert len(own) == len(ranks[0]["rows"]) == 2
     for row, told in zip(ranks[0]["rows"], own, strict=True):
@@ -42,7 +42,7 @@ def test_a_row_holds_least_mean_and_most_over_the_workers() -> None:
 
 
 def test_two_workers_score_the_eval_split_as_one_does_though_one_of_them_has_no_row_of_it() -> None:
-    one, two = run_gang(lives.aggregated, world=2)
+    one, two = run_gang(lives.aggregated, world_size=2)
     assert one["alone"] == two["alone"] and one["evals"][-1]["loss"] == two["evals"][-1]["loss"]
     session = make_session(
         MLP,

@@ -11,10 +11,10 @@ from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 
 
-def fine_tune(rank: int, world: int, model: dict[str, Any], data: dict[str, Any], strategy: str, run: str) -> Any:
+def fine_tune(rank: int, world_size: int, model: dict[str, Any], data: dict[str, Any], strategy: str, run: str) -> Any:
     """The losses of four steps in float64 under a strategy, and the bytes of parameters that this worker holds."""
     session = make_session(
-        model, data, workers=Workers(), precision="fp64", scale={"strategy": strategy, "workers": world},
+        model, data, workers=Workers(), precision="fp64", scale={"strategy": strategy, "workers": world_size},
         loop={"global_batch_size": 12, "micro_batch_size": 3, "max_steps": 4},
     )  # fmt: skip
     held = [getattr(parameter, "_local_tensor", parameter) for parameter in session.trainable.module.parameters()]

@@ -37,17 +37,17 @@ def session_of(
         run=run,
     )
     if shares is not None:
-        session.settle(shares=Resolved(shares, "given"))
+        session.apply_choices(shares=Resolved(shares, "given"))
     return session
 
 
-def steps_taken(rank: int, world: int, shares: dict[str, Any] | None, steps: int) -> dict[str, Any]:
+def steps_taken(rank: int, world_size: int, shares: dict[str, Any] | None, steps: int) -> dict[str, Any]:
     """Losses, norms, evaluations and weights after AdamW steps in float64."""
     session = session_of(precision="fp64", steps=steps, shares=shares)
-    handles = session.feed.window(session.state.cursor).handles
+    indices = session.loader.window(session.state.cursor).indices
     reporter, _ = train(session)
     return {
-        "rows": [len(own) for own in session.feed.batches.rank_handles(handles)],
+        "rows": [len(own) for own in session.loader.batches.rank_indices(indices)],
         "losses": reporter.losses,
         "norms": reporter.of("train", "grad_norm"),
         "evals": reporter.of("eval", "loss"),
@@ -56,21 +56,21 @@ def steps_taken(rank: int, world: int, shares: dict[str, Any] | None, steps: int
     }
 
 
-def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
+def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt with dropout and a checkpoint every 3 steps. Orders: run (folder), shares, steps, resume (a step)."""
     run = RunFolder(orders["run"])
     session = session_of(precision="fp32", steps=orders["steps"], shares=orders["shares"], dropout=0.1)
     if orders.get("resume"):
         session.restore(load(run.checkpoint_dir(orders["resume"])))
     seen: dict[int, list[int]] = {}
-    inner = session.feed.micro_batches
+    inner = session.loader.micro_batches
 
-    def watched(handles: Any) -> Any:
-        mine = session.feed.batches.rank_handles(handles)
+    def watched(indices: Any) -> Any:
+        mine = session.loader.batches.rank_indices(indices)
         seen[session.state.step + 1] = [int(row) for rows in mine for row in rows]
-        return inner(handles)
+        return inner(indices)
 
-    session.feed.micro_batches = watched  # type: ignore[method-assign]
+    session.loader.micro_batches = watched  # type: ignore[method-assign]
     reporter = Rows()
     loop = session.loop(reporter=reporter, should_stop=lambda: False)
     loop.saver = saver = CheckpointSaver(
@@ -85,28 +85,28 @@ def life(rank: int, world: int, orders: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
+def measured(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Shares measured where the last rank computes everything many times; then found again by a second attempt."""
     run = RunFolder(folder)
     if rank == 0:
         os.makedirs(folder, exist_ok=True)
     session = session_of(precision="fp32", steps=4, shares=None, dropout=0.1, run=run)
-    if rank == world - 1:
+    if rank == world_size - 1:
         _slow_down(session)
     before = everything(session)
     reporter = Rows()
-    settled_shares.settle_shares(session, run, reporter=reporter)
+    settled_shares.resolve_shares(session, run, reporter=reporter)
     after = everything(session)
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
     settled_shares.measure_shares = _not_again
-    settled_shares.settle_shares(again, run, reporter=reporter)
-    batches = session.feed.batches
+    settled_shares.resolve_shares(again, run, reporter=reporter)
+    batches = session.loader.batches
     shares = batches.shares
     spans = [] if shares is None else shares.spans(batches.global_batch, micro_batch=batches.micro_batch)
     return {
         "untouched": before == after,
         "rows": [len(span) for span in spans],
-        "same": shares == again.feed.batches.shares and isinstance(shares, Shares),
+        "same": shares == again.loader.batches.shares and isinstance(shares, Shares),
         "events": reporter.events,
         "record": run.read_json(run.memory_probe)["shares"] if rank == 0 else None,
     }

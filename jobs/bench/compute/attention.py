@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jobs.bench.harness.measuring import Check, Measurement, Say, alternate, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
 from jobs.bench.harness.speed_options import AttentionOptions
 from raytrain.models.attention import windowed_attention
 from raytrain.models.mask_cache import MaskCache
@@ -35,9 +35,9 @@ STRAIGHT = 0.999
 PROMISED_GAIN, PROMISED_BYTES = 1.05, 2**20
 
 
-def run(options: AttentionOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: AttentionOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure each way; see `AttentionOptions`."""
-    found = Measurement("attention", quick, options.model_dump(), "seconds of one forward pass through the layers")
+    found = BenchMeasurement("attention", quick, options.model_dump(), "seconds of one forward pass through the layers")
     threads = torch.get_num_threads()
     if options.threads != "auto":
         torch.set_num_threads(options.threads)
@@ -86,7 +86,7 @@ def _mask(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def _gate(found: Measurement, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor]) -> None:
+def _gate(found: BenchMeasurement, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor]) -> None:
     with torch.no_grad():
         expected = ways[BUILT](*heads)
         for name, way in ways.items():
@@ -95,7 +95,11 @@ def _gate(found: Measurement, ways: dict[str, Way], heads: tuple[Tensor, Tensor,
 
 
 def _time(
-    found: Measurement, options: AttentionOptions, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor], say: Say
+    found: BenchMeasurement,
+    options: AttentionOptions,
+    ways: dict[str, Way],
+    heads: tuple[Tensor, Tensor, Tensor],
+    say: Say,
 ) -> None:
     def forward(way: Way, times: int) -> float:
         began = time.perf_counter()
@@ -116,7 +120,7 @@ def _time(
 # -- bytes ----------------------------------------------------------------------------------------
 
 
-def _bytes(found: Measurement, options: AttentionOptions, ways: dict[str, Way], say: Say) -> None:
+def _bytes(found: BenchMeasurement, options: AttentionOptions, ways: dict[str, Way], say: Say) -> None:
     say(f"bytes at lengths {', '.join(map(str, options.lengths))}")
     peaks = {
         name: [peak_bytes(way, _drawn(options, rows=1, length=length)) for length in options.lengths]
@@ -159,7 +163,7 @@ def shape_of(lengths: list[int], values: list[int]) -> dict[str, Any]:
 # -- what follows ---------------------------------------------------------------------------------
 
 
-def _claims(found: Measurement, options: AttentionOptions, cache: MaskCache) -> None:
+def _claims(found: BenchMeasurement, options: AttentionOptions, cache: MaskCache) -> None:
     ratios = {ratio.name: ratio for ratio in found.ratios}
     gain, fused = ratios[f"{BUILT} / {KEPT}"], ratios[f"{FUSED_BUILT} / {FUSED_KEPT}"]
     found.values["mask_cache"] = MaskCache.total([cache])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import Check, Measurement, Say, alternate, compare, equal_series, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare, equal_series, median_interval
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.harness.speed_options import CompileOptions
 from raytrain.train.compute.toolchain import missing_for_compile
@@ -23,9 +23,9 @@ MAX_STEPS = 100_000
 PROMISED_TOGETHER = 2.0
 
 
-def run(options: CompileOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: CompileOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure every mode; see `CompileOptions`."""
-    found = Measurement("compile", quick, options.model_dump(), "seconds per step, the mean of one block")
+    found = BenchMeasurement("compile", quick, options.model_dump(), "seconds per step, the mean of one block")
     missing = missing_for_compile("cpu")
     if not found.gate(Check("this machine can compile", missing is None, missing or "a C++ compiler is there")):
         return found
@@ -63,7 +63,7 @@ def _arm(options: CompileOptions, *, fused: bool | str = "auto", **loop: Any) ->
     )  # fmt: skip
 
 
-def _compare(found: Measurement, options: CompileOptions, arms: dict[str, SessionArm], say: Say) -> None:
+def _compare(found: BenchMeasurement, options: CompileOptions, arms: dict[str, SessionArm], say: Say) -> None:
     first: dict[str, float] = {}
     for name, arm in arms.items():
         say(f"{name}: the first steps")
@@ -95,7 +95,7 @@ def _compare(found: Measurement, options: CompileOptions, arms: dict[str, Sessio
     found.values["first_blocks_s"] = first
 
 
-def _together(found: Measurement, options: CompileOptions, say: Say) -> None:
+def _together(found: BenchMeasurement, options: CompileOptions, say: Say) -> None:
     """Every default against the plain path, and against itself without fused kernels, in blocks of their own."""
     say("every default against loop.reference")
     arms = {

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.harness.measuring import Goal, Measurement, Say, alternate, compare, equal_series
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series
 from jobs.bench.harness.options import MemoryOptions
 from raytrain.errors import InputError, RunError
 
@@ -28,7 +28,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 TIMEOUT_S = 300.0
 
 
-def run(options: MemoryOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: MemoryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure each way; see `MemoryOptions`.
 
     Raises:
@@ -37,7 +37,7 @@ def run(options: MemoryOptions, *, quick: bool, say: Say) -> Measurement:
     """
     if options.rows % options.accumulation:
         raise InputError("rows", seen=str(options.rows), expected=f"a multiple of accumulation {options.accumulation}")
-    found = Measurement(
+    found = BenchMeasurement(
         "memory", quick, options.model_dump(), "bytes that a step adds to the floor, in one process", unit="bytes"
     )
     micro = options.rows // options.accumulation
@@ -111,12 +111,12 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "scale": {"workers": 1, "mode": "cpu", "threads": local_inventory().cpus if threads == "auto" else threads},
     }  # fmt: skip
     arm = SessionArm(job, precision=settings.get("precision", "fp32"))
-    batches = arm.session.feed.batches
+    batches = arm.session.loader.batches
     batches.global_batch = batches.micro_batch = 1
     arm.run(FLOOR_STEPS)
     floor = process_memory().rss
     batches.global_batch, batches.micro_batch = rows, settings["micro"]
-    handles, _ = arm.session.feed.window(arm.session.state.cursor)
+    indices, _ = arm.session.loader.window(arm.session.state.cursor)
     arm.run(2)
     exact = reset_peak()
     arm.run(max(1, settings["steps"] - 2))
@@ -124,7 +124,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "floor": floor,
         "peak": max(arm.reporter.peaks[FLOOR_STEPS + 2 :]),  # each row's own: the loop sets it back
         "exact_peak": exact,
-        "micro_batches": len(batches.rank_handles(handles)),
+        "micro_batches": len(batches.rank_indices(indices)),
         "losses": arm.losses[FLOOR_STEPS:],
     }
 

@@ -16,8 +16,8 @@ import torch
 from cluster.devices.inventory import local_inventory
 from jobs.bench.compute.precision_arms import PlainArm, gpt_job, perceptron_job
 from jobs.bench.harness.measuring import (
+    BenchMeasurement,
     Goal,
-    Measurement,
     Ratio,
     Say,
     alternate,
@@ -38,9 +38,9 @@ PROMISED_SPEED, PROMISED_MEMORY = 1.5, 0.25
 WARM_STEPS = 5
 
 
-def run(options: PrecisionOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: PrecisionOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure every width, then the small GPT; see `PrecisionOptions`."""
-    found = Measurement("precision", quick, options.model_dump(), "seconds per step, the mean of one block")
+    found = BenchMeasurement("precision", quick, options.model_dump(), "seconds per step, the mean of one block")
     units = matrix_units(local_inventory().cpu_flags)
     found.values |= {"matrix_units": units, "models": {}}
     say(f"this CPU has for bf16: {units}")
@@ -61,7 +61,7 @@ def run(options: PrecisionOptions, *, quick: bool, say: Say) -> Measurement:
 # -- one model ------------------------------------------------------------------------------------
 
 
-def _model(found: Measurement, options: PrecisionOptions, name: str, job: dict[str, Any], *, plain: bool) -> None:
+def _model(found: BenchMeasurement, options: PrecisionOptions, name: str, job: dict[str, Any], *, plain: bool) -> None:
     arms = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
     turns: dict[str, Callable[[int], float]] = {precision: arm.run for precision, arm in arms.items()}
     rivals = {f"plain {precision}": PlainArm(job, precision) for precision in ("fp32", "bf16")} if plain else {}
@@ -93,7 +93,7 @@ def _model(found: Measurement, options: PrecisionOptions, name: str, job: dict[s
         _gain_against_plain(found, name, times)
 
 
-def _gate(found: Measurement, name: str, arms: dict[str, SessionArm], rivals: dict[str, PlainArm]) -> None:
+def _gate(found: BenchMeasurement, name: str, arms: dict[str, SessionArm], rivals: dict[str, PlainArm]) -> None:
     for rival, arm in rivals.items():
         ours = arms[rival.removeprefix("plain ")].losses
         found.gate(equal_series(f"{name}: ours equals {rival}", ours, arm.losses, relative=1e-6))
@@ -106,8 +106,8 @@ def _gate(found: Measurement, name: str, arms: dict[str, SessionArm], rivals: di
 def _touched_share(arm: SessionArm, times: list[float]) -> float:
     """Part of a full fp32 step that is forward and backward: what a precision can touch at all."""
     session = arm.session
-    handles, _ = session.feed.window(session.state.cursor)
-    micro = next(iter(session.feed.micro_batches(handles)))
+    indices, _ = session.loader.window(session.state.cursor)
+    micro = next(iter(session.loader.micro_batches(indices)))
     trial = compare_precisions(
         session.trainable,
         micro,
@@ -124,14 +124,14 @@ def _saved_bytes(arm: SessionArm) -> dict[str, float]:
     """Bytes kept for the backward pass: of one micro-batch (`total`, a lower precision's copies of the weights
     included), and what each further row adds (`per_row`, activations alone)."""
     session = arm.session
-    handles, _ = session.feed.window(session.state.cursor)
+    indices, _ = session.loader.window(session.state.cursor)
 
     def kept(rows: int) -> int:
-        micro = session.feed.one(handles[:rows])
+        micro = session.loader.one(indices[:rows])
         counter = SavedForBackward(session.trainable.module)
         return counter.during(lambda: session.step.forward(micro.batch, global_weight=micro.weight))
 
-    full, half = len(handles), len(handles) // 2
+    full, half = len(indices), len(indices) // 2
     total = kept(full)
     return {"total": total, "per_row": (total - kept(half)) / (full - half)}
 
@@ -142,7 +142,7 @@ def _agrees(chosen: str, gain: Ratio) -> bool:
     return tie or chosen == ("bf16" if gain.median >= 1 + WORTHWHILE_GAIN else "fp32")
 
 
-def _gain_against_plain(found: Measurement, name: str, times: dict[str, list[float]]) -> None:
+def _gain_against_plain(found: BenchMeasurement, name: str, times: dict[str, list[float]]) -> None:
     """Our gain from bf16 over the plain loop's own, repetition by repetition."""
     ours = [a / b for a, b in zip(times["fp32"], times["bf16"], strict=True)]
     theirs = [a / b for a, b in zip(times["plain fp32"], times["plain bf16"], strict=True)]
@@ -183,7 +183,7 @@ def break_even(gains: dict[int, float]) -> float | None:
     return math.exp(math.log(last) + part * (math.log(following) - math.log(last)))
 
 
-def _claims(found: Measurement, options: PrecisionOptions, units: str) -> None:
+def _claims(found: BenchMeasurement, options: PrecisionOptions, units: str) -> None:
     gains = {ratio.name: ratio for ratio in found.ratios}
     models: dict[str, Any] = found.values["models"]
     by_width = {width: gains[f"mlp {width}: fp32 / bf16"].median for width in options.widths}

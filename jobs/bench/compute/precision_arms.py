@@ -82,7 +82,12 @@ class PlainArm:
 
 
 def _rows(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
-    split, seed, batch, epoch = arm.session.source.train, arm.session.job.seed, arm.session.feed.batches.global_batch, 0
+    split, seed, batch, epoch = (
+        arm.session.source.train,
+        arm.session.job.seed,
+        arm.session.loader.batches.global_batch,
+        0,
+    )
     while True:
         order = split.order(seed, epoch)
         for begin in range(0, len(order), batch):

@@ -16,9 +16,9 @@ from cluster.devices.inventory import local_inventory
 from jobs.bench.data.data_arms import CLASSES, Perceptron
 from jobs.bench.harness.data_options import CloneOptions
 from jobs.bench.harness.measuring import (
+    BenchMeasurement,
     Check,
     Goal,
-    Measurement,
     Say,
     alternate,
     compare,
@@ -29,15 +29,15 @@ from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.loading.transfer import to_device
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.map_style import DatasetSplit
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 
 #: Part of the time of reading that one process should hide.
 HIDDEN = Goal(at_least=0.6)
 
 
-def run(options: CloneOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: CloneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure the three apart; see `CloneOptions`."""
-    found = Measurement("clone", quick, options.model_dump(), "seconds of one block")
+    found = BenchMeasurement("clone", quick, options.model_dump(), "seconds of one block")
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus - 1))
     try:
@@ -54,7 +54,7 @@ def run(options: CloneOptions, *, quick: bool, say: Say) -> Measurement:
 # -- clones ---------------------------------------------------------------------------------------
 
 
-def _clones(options: CloneOptions, found: Measurement) -> None:
+def _clones(options: CloneOptions, found: BenchMeasurement) -> None:
     """The set is larger than the caches, and a light model reads each row little more than once: who touches the rows
     first waits for memory. A clone does so in order, and leaves the step its rows in the cache (measured on one thread:
     1.12 ms a step as they are; 0.12 of clone and 0.98 of step), so that not cloning need not be faster here.
@@ -97,7 +97,7 @@ def _clones(options: CloneOptions, found: Measurement) -> None:
                 f"{check.median:.3f} [{check.low:.3f}, {check.high:.3f}]: torch looks itself")  # fmt: skip
 
 
-def _moves(options: CloneOptions, found: Measurement) -> None:
+def _moves(options: CloneOptions, found: BenchMeasurement) -> None:
     batch = {name: torch.zeros(options.batch, 4) for name in "abcdefgh"}
 
     def looked() -> float:
@@ -172,7 +172,7 @@ class _Spent(NamedTuple):
         return self.waiting + self.stepping
 
 
-def _loader(options: CloneOptions, found: Measurement) -> None:
+def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
     """Steps of as much work as the reading of their batch, so that all of it could be hidden where two cores are free.
 
     Both are a fixed amount of work, not a time to pass: what the processes take from each other shows. The process is
@@ -186,23 +186,23 @@ def _loader(options: CloneOptions, found: Measurement) -> None:
     begin = time.perf_counter()
     pool = LoaderPool({"train": split}, workers=1, prefetch=2, seed=options.seed)
     started = time.perf_counter() - begin
-    feeds = {name: Feed(
+    loaders = {name: BatchLoader(
         StepBatches(split, seed=options.seed, global_batch=options.load_batch, micro_batch=options.load_batch,
                     storage="stream"),
         device=torch.device("cpu"), weight=None, dtype=torch.float32, pool=pool if name == "1 process" else None,
     ) for name in seen}  # fmt: skip
 
     def block(name: str) -> float:
-        feed, cursor, times = feeds[name], Cursor(), [time.perf_counter()]
+        loader, cursor, times = loaders[name], Cursor(), [time.perf_counter()]
         for _ in range(options.load_batches):
-            handles, cursor = feed.window(cursor)
-            for micro in feed.micro_batches(handles):
+            indices, cursor = loader.window(cursor)
+            for micro in loader.micro_batches(indices):
                 times.append(time.perf_counter())
                 seen[name].append(micro.batch["x"][:, 0].tolist())
                 _multiply(step[0])
                 times.append(time.perf_counter())
-        if feed._ahead is not None:
-            feed._ahead.stop()
+        if loader._ahead is not None:
+            loader._ahead.stop()
         parts = [b - a for a, b in pairwise(times)]
         spent[name].append(_Spent(parts[0], sum(parts[2::2]), sum(parts[3::2])))
         return spent[name][-1].steady
@@ -212,8 +212,8 @@ def _loader(options: CloneOptions, found: Measurement) -> None:
     step[0] = max(1, round(step[0] * alone.waiting / alone.stepping))  # as it is among all else that a step does
     seen["0 processes"].clear()
     times = alternate({name: (lambda name=name: block(name)) for name in seen}, blocks=options.load_blocks)
-    for feed in feeds.values():
-        feed.close()
+    for loader in loaders.values():
+        loader.close()
     same = seen["0 processes"] == seen["1 process"]
     found.gate(Check("one process reads the rows in the same order", same, f"{len(seen['1 process'])} batches"))
     found.arms |= {f"data set read in {name}": values for name, values in times.items()}

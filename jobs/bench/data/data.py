@@ -16,7 +16,7 @@ import torch
 from cluster.devices.inventory import local_inventory
 from jobs.bench.data.data_arms import PARTS, Annotations, Perceptron, Seconds, clone_and_copy, order_of, resident
 from jobs.bench.harness.data_options import DataOptions
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare, equal_series
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, equal_series
 
 GOAL = Goal(at_least=4.2)
 OLD, NEW = "clone and copy", "resident"
@@ -24,10 +24,10 @@ OLD, NEW = "clone and copy", "resident"
 UNTOLD = 0.02
 
 
-def run(options: DataOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: DataOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Train both arms in turn; see `DataOptions`."""
     block = f"seconds of {options.epochs} epochs, preparation included"
-    found = Measurement("data", quick, options.model_dump(), block)
+    found = BenchMeasurement("data", quick, options.model_dump(), block)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads if isinstance(options.threads, int) else local_inventory().cpus)
@@ -38,7 +38,7 @@ def run(options: DataOptions, *, quick: bool, say: Say) -> Measurement:
     return found
 
 
-def _measure(options: DataOptions, found: Measurement, device: torch.device, say: Say) -> None:
+def _measure(options: DataOptions, found: BenchMeasurement, device: torch.device, say: Say) -> None:
     data = Annotations(options.rows, options.values, seed=options.seed)
     order = order_of(options.rows, options.batch, options.epochs, seed=options.seed)
     spent: dict[str, list[Seconds]] = {OLD: [], NEW: []}
@@ -82,7 +82,7 @@ def _near(converted: dict[str, int], once: int, each: int) -> bool:
     return once <= converted[NEW] <= once + 8 and converted[OLD] == each
 
 
-def _ratios(found: Measurement, walls: dict[str, list[float]], kept: dict[str, list[Seconds]]) -> None:
+def _ratios(found: BenchMeasurement, walls: dict[str, list[float]], kept: dict[str, list[Seconds]]) -> None:
     def epoch(number: int, *, prepared: bool) -> dict[str, list[float]]:
         return {
             name: [(one.preparation if prepared else 0.0) + sum(one.epochs[number].values()) for one in seconds]
@@ -111,7 +111,7 @@ def _ratios(found: Measurement, walls: dict[str, list[float]], kept: dict[str, l
                 0.5 < prepared < 1.5, f"{prepared:.2f} of an epoch of the old path")  # fmt: skip
 
 
-def _values(found: Measurement, kept: dict[str, list[Seconds]], say: Say) -> None:
+def _values(found: BenchMeasurement, kept: dict[str, list[Seconds]], say: Say) -> None:
     """Parts, and by epoch how much of the time is the model's."""
     parts: dict[str, Any] = {}
     busy: dict[str, list[float]] = {}

@@ -16,7 +16,7 @@ from raytrain.data.loading.prepare import DataPlan, prepare_source
 from raytrain.data.loading.transfer import to_device
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 
 CLASSES = 4
 PARTS = ("conversion", "clone", "copy", "check", "compute")
@@ -102,9 +102,9 @@ def synchronize(device: torch.device) -> None:
 
 def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.ndarray]]:
     """The handles of every step of every epoch, as training draws them."""
-    feed = StepBatches(memory_source({"x": torch.zeros(rows)}, None, fraction=0.0).train,
+    loader = StepBatches(memory_source({"x": torch.zeros(rows)}, None, fraction=0.0).train,
                        seed=seed, global_batch=batch, micro_batch=batch)  # fmt: skip
-    return [list(feed.epoch_handles(epoch)) for epoch in range(epochs)]
+    return [list(loader.epoch_handles(epoch)) for epoch in range(epochs)]
 
 
 def clone_and_copy(
@@ -114,9 +114,9 @@ def clone_and_copy(
     spent = Seconds()
     for epoch in order:
         spent.begin_epoch()
-        for handles in epoch:
+        for indices in epoch:
             with spent.of("conversion"):
-                rows = [data[index] for index in handles.tolist()]
+                rows = [data[index] for index in indices.tolist()]
                 batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
             with spent.of("clone"):
                 batch = {name: tensor.clone() for name, tensor in batch.items()}
@@ -140,14 +140,14 @@ def resident(
     )
     spent.preparation = time.perf_counter() - begin
     batches = StepBatches(source.train, seed=seed, global_batch=batch, micro_batch=batch, storage=None)
-    feed = Feed(batches, device=device, weight=None, dtype=torch.float32)
+    loader = BatchLoader(batches, device=device, weight=None, dtype=torch.float32)
     cursor = Cursor()
     for epoch in range(epochs):
         spent.begin_epoch()
         while cursor.epoch == epoch:
             with spent.of("copy"):  # rows gathered on the device
-                handles, cursor = feed.window(cursor)
-                (micro,) = feed.micro_batches(handles)
+                indices, cursor = loader.window(cursor)
+                (micro,) = loader.micro_batches(indices)
                 synchronize(device)
             with spent.of("check"):
                 there = to_device(micro.batch, device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jobs.bench.harness.measuring import Check, Measurement, Say, alternate, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
 from jobs.bench.harness.speed_options import PinnedOptions
 from raytrain.data.loading.transfer import pin, to_device
 
@@ -16,10 +16,10 @@ BEFORE, NEVER, ON_THE_WAY = "pinned before", "pageable", "pinned on the way"
 SAID = "copies out of pinned memory are 1.1 to 1.2 times as fast, or 2 to 3 times: the guide has both"
 
 
-def run(options: PinnedOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: PinnedOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Copy the same batches in three ways; without a GPU nothing is timed, and no ratio is made up."""
     block = f"seconds to copy {options.batches} batches"
-    found = Measurement("pinned", quick, options.model_dump(), block)
+    found = BenchMeasurement("pinned", quick, options.model_dump(), block)
     if not torch.cuda.is_available():
         found.cannot(SAID, "torch sees no GPU: what is on the host already is not copied at all")
         return found

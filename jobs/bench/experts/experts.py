@@ -20,9 +20,9 @@ from torch import Tensor
 from cluster.devices.inventory import local_inventory
 from jobs.bench.experts.experts_layers import Case, can_group, product_device
 from jobs.bench.experts.experts_train import measure_inflight
-from jobs.bench.harness.experts_gang import Gang, Layout
+from jobs.bench.harness.experts_gang import Gang, GangLayout
 from jobs.bench.harness.lines import ADDRESS, Arms
-from jobs.bench.harness.measuring import Check, Claim, Goal, Measurement, Ratio, Say, alternate, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Claim, Goal, Ratio, Say, alternate, compare
 from jobs.bench.harness.options import ExpertsOptions
 from jobs.bench.training.loop_arms import borrowed_environment
 from raytrain.errors import InputError
@@ -31,7 +31,7 @@ from raytrain.errors import InputError
 HOSTS_GOAL, HOSTS_BOUND = Goal(at_most=1.25), 1.4
 #: Two workers of one thread each that share the experts and the tokens, over one process of one thread.
 COLOCATED_GOAL = Goal(at_most=0.65)
-REMOTE, COLOCATED = Layout(1, 2), Layout(2)
+REMOTE, COLOCATED = GangLayout(1, 2), GangLayout(2)
 #: A round counts where the lone process is within this factor of its best.
 CALM = 1.15
 #: Largest difference over the largest value: sums in another order, bf16 with its 8 bits.
@@ -39,7 +39,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 DTYPES = ("fp32", "bf16")
 
 
-def run(options: ExpertsOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: ExpertsOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure the exchange, by layout and by size, then the ways to compute experts in one process.
 
     Raises:
@@ -47,7 +47,7 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> Measurement:
         RunError: a process died.
     """
     layouts = _layouts(options)
-    found = Measurement("experts", quick, options.model_dump(), "seconds of one forward and backward pass")
+    found = BenchMeasurement("experts", quick, options.model_dump(), "seconds of one forward and backward pass")
     found.values |= {"exchange": {}, "in_process": {}}
     widths = sorted({options.width, *options.widths})
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
@@ -57,8 +57,8 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> Measurement:
         gangs: list[Gang] = []
         done = False
         try:
-            for layout in (Layout(0), *layouts):
-                own = widths if layout in (Layout(0), REMOTE) else [options.width]
+            for layout in (GangLayout(0), *layouts):
+                own = widths if layout in (GangLayout(0), REMOTE) else [options.width]
                 gangs.append(Gang(arms, layout, {**sizes, "widths": own}, Path(folder)))
             for gang in gangs:
                 gang.await_ready()
@@ -72,13 +72,13 @@ def run(options: ExpertsOptions, *, quick: bool, say: Say) -> Measurement:
     return found
 
 
-def _layouts(options: ExpertsOptions) -> list[Layout]:
+def _layouts(options: ExpertsOptions) -> list[GangLayout]:
     layouts = []
     for text in options.layouts:
         workers, plus, hosts = text.partition("+")
         if not (plus and workers.isdigit() and hosts.isdigit() and int(workers)):
             raise InputError("layouts", seen=text, expected="WORKERS+HOSTS such as 1+2; 2+0 is two workers, colocated")
-        layouts.append(Layout(int(workers), int(hosts)))
+        layouts.append(GangLayout(int(workers), int(hosts)))
         if (int(hosts) or int(workers)) > options.experts:
             raise InputError("layouts", seen=text, expected=f"at most {options.experts} to hold as many experts")
         for tokens in (options.tokens, *options.token_counts):
@@ -90,7 +90,9 @@ def _layouts(options: ExpertsOptions) -> list[Layout]:
 class _Rounds:
     """The measurements, with the processes they take."""
 
-    def __init__(self, found: Measurement, options: ExpertsOptions, alone: Gang, gangs: list[Gang], say: Say) -> None:
+    def __init__(
+        self, found: BenchMeasurement, options: ExpertsOptions, alone: Gang, gangs: list[Gang], say: Say
+    ) -> None:
         self.found, self.options, self.alone, self.gangs, self.say = found, options, alone, gangs, say
         threads = options.threads
         self.threads = threads if isinstance(threads, int) else local_inventory().cpus

@@ -25,15 +25,15 @@ from experts.config import ExpertsConfig
 from experts.distribute import distribute
 from experts.exchange.dispatch import PooledExperts
 from experts.exchange.host import HostServer
-from experts.exchange.interval_log import LoadWindow
-from experts.exchange.worker import ExpertPool, Membership
+from experts.exchange.interval_log import LoadLog
+from experts.exchange.worker import ExpertClient, Membership
 from experts.member.shard import ExpertShard
 from experts.placement.starting import PlacementRules, first_placement
 from experts.routing.load import LoadBook
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from jobs.bench.experts.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
-from jobs.bench.experts.experts_train import Trainer
+from jobs.bench.experts.experts_train import HostsTrainer
 from jobs.bench.harness.lines import dial
 from raytrain.config.sections import OptimConfig
 from raytrain.train.memory.allocator import keep_freed_memory
@@ -106,7 +106,7 @@ class Meter:
         return timed
 
 
-class Worker:
+class BenchWorker:
     """One worker of a gang, with its part of every case's tokens."""
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
@@ -116,7 +116,7 @@ class Worker:
         self.first = [dict(layer.experts.named_parameters()) for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
-        trainable.window = LoadWindow(LoadBook([layer.router for layer in layers]))
+        trainable.window = LoadLog(LoadBook([layer.router for layer in layers]))
         distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
         self.pool = _pool(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
@@ -176,7 +176,7 @@ class Worker:
         return made
 
 
-def _pool(experts: torch.nn.Module) -> ExpertPool:
+def _pool(experts: torch.nn.Module) -> ExpertClient:
     assert isinstance(experts, PooledExperts)
     return experts.pool
 
@@ -187,7 +187,7 @@ def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
 
 def train(settings: dict[str, Any], rank: int) -> None:
     """A worker that takes real steps."""
-    trainer = Trainer(settings["job"], GangConnection(settings, rank), inflight=settings["inflight"])
+    trainer = HostsTrainer(settings["job"], GangConnection(settings, rank), inflight=settings["inflight"])
     line = dial(arm=settings["arm"], rank=rank)
     while (order := line.receive())["steps"]:
         line.send(trainer.block(order["steps"]))
@@ -196,7 +196,7 @@ def train(settings: dict[str, Any], rank: int) -> None:
 
 def work(settings: dict[str, Any], rank: int) -> None:
     """A worker: obey the bench until it says goodbye, then let the hosts go."""
-    worker = Worker(settings, rank)
+    worker = BenchWorker(settings, rank)
     line = dial(arm=settings["arm"], rank=rank)
     while (order := line.receive())["steps"]:
         if "prepare" in order:

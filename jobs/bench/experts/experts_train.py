@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.harness.experts_gang import Gang, Layout
+from jobs.bench.harness.experts_gang import Gang, GangLayout
 from jobs.bench.harness.lines import Arms
-from jobs.bench.harness.measuring import Measurement, Say, alternate, compare, equal_series
+from jobs.bench.harness.measuring import BenchMeasurement, Say, alternate, compare, equal_series
 from jobs.bench.harness.options import ExpertsOptions
 from jobs.bench.harness.sessions import Losses, session_of
 
-LAYOUT = Layout(1, 2)
+LAYOUT = GangLayout(1, 2)
 
 
-class Trainer:
+class HostsTrainer:
     """The worker: a real session of `job`, its experts wherever `connection` has them.
 
     Args:
@@ -69,7 +69,7 @@ def job_of(options: ExpertsOptions, text: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_inflight(found: Measurement, options: ExpertsOptions, arms: Arms, folder: Path, say: Say) -> None:
+def measure_inflight(found: BenchMeasurement, options: ExpertsOptions, arms: Arms, folder: Path, say: Say) -> None:
     """Start both arms, gate, then blocks in turn.
 
     Raises:

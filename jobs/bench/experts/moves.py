@@ -22,7 +22,7 @@ from experts.placement.starting import PlacementRules
 from experts.plan.sizes import hidden_widths
 from experts.shapes import LayerShape
 from jobs.bench.harness.lines import ADDRESS, Arms, await_end
-from jobs.bench.harness.measuring import Goal, Measurement, Say, alternate, compare, equal_series
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series
 from jobs.bench.harness.options import LoopOptions, MovesOptions
 from jobs.bench.training.loop_arms import borrowed_environment, make_text
 from raytrain.errors import RunError
@@ -35,17 +35,19 @@ AROUND = 10
 ROUND_ROBIN, MOVING = "round-robin", "moving"
 
 
-def run(options: MovesOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `MovesOptions`.
 
     Raises:
         RunError: a process died.
     """
-    found = Measurement("moves", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
+    found = BenchMeasurement(
+        "moves", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
+    )
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
         os.environ[ADDRESS] = arms.address
         text = _text(options, Path(folder))
-        gangs = {name: Gang(arms, name, options, Path(folder), text) for name in (ROUND_ROBIN, MOVING)}
+        gangs = {name: MovesGang(arms, name, options, Path(folder), text) for name in (ROUND_ROBIN, MOVING)}
         try:
             for gang in gangs.values():
                 gang.await_ready()
@@ -89,7 +91,7 @@ def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> d
     }  # fmt: skip
 
 
-class Gang:
+class MovesGang:
     """The processes of one arm."""
 
     def __init__(self, arms: Arms, name: str, options: MovesOptions, folder: Path, text: Path) -> None:
@@ -133,7 +135,7 @@ class Gang:
             await_end(process)
 
 
-def _measure(options: MovesOptions, found: Measurement, gangs: dict[str, Gang], say: Say) -> None:
+def _measure(options: MovesOptions, found: BenchMeasurement, gangs: dict[str, MovesGang], say: Say) -> None:
     say(f"{options.blocks} blocks of {options.block_steps} steps, two arms")
     turns = {name: (lambda gang=gang: gang.block(options.block_steps)) for name, gang in gangs.items()}
     times = alternate(turns, blocks=options.blocks, dropped=0)

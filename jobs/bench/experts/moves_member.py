@@ -30,8 +30,8 @@ from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from jobs.bench.harness.lines import dial
 from jobs.bench.harness.sessions import Losses, session_of
-from raytrain.elsewhere import Notice
 from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.trainable import Notice
 
 TIMEOUT_S = 170.0
 
@@ -78,7 +78,7 @@ class Rows(Losses):
         self.notices.append((kind, fields))
 
 
-class Trainer:
+class MovesTrainer:
     """The worker: a real session whose routers are pushed towards some experts, others after every shift."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def slow_down(factor: int) -> None:
 
 def train(settings: dict[str, Any]) -> None:
     """The worker: obey the bench until it says goodbye."""
-    trainer = Trainer(settings)
+    trainer = MovesTrainer(settings)
     line = dial(arm=settings["arm"], rank=0)
     while steps := (line.receive())["steps"]:
         trainer.rows.notices.clear()

@@ -17,7 +17,7 @@ from experts.placement.policy import Load, Policy, place
 from experts.placement.rebalance import predict
 from experts.placement.shares import reshare
 from experts.placement.values import ExpertCost, HostSpec, LayerPlacement, Placement
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, compare
 from jobs.bench.harness.options import PlacementOptions
 from jobs.bench.harness.traces import Window, draw_trace, read_trace
 from raytrain.errors import InputError
@@ -56,7 +56,7 @@ class Arm:
     lost: float = 0.0
 
 
-def run(options: PlacementOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: PlacementOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Score every policy; see `PlacementOptions`.
 
     Raises:
@@ -68,7 +68,7 @@ def run(options: PlacementOptions, *, quick: bool, say: Say) -> Measurement:
     )  # fmt: skip
     blocks = min(options.blocks, len(windows) - 1)
     settings = {**options.model_dump(), "blocks": blocks}
-    found = Measurement("placement", quick, settings, "slowest host over even hosts, one window", unit="x")
+    found = BenchMeasurement("placement", quick, settings, "slowest host over even hosts, one window", unit="x")
     _readme(found)
     speeds = {"equal": [1.0], "unequal": options.speeds}
     for title, pattern in speeds.items():
@@ -111,7 +111,7 @@ def _arms(hosts: Sequence[HostSpec], experts: int, replicas: int) -> dict[str, A
 
 
 def _scenario(
-    found: Measurement, title: str, windows: list[Window], hosts: list[HostSpec], replicas: int, *, first: int
+    found: BenchMeasurement, title: str, windows: list[Window], hosts: list[HostSpec], replicas: int, *, first: int
 ) -> None:
     experts = max(map(len, windows[0]))
     if any(len(row) != experts for row in windows[0]):
@@ -140,7 +140,7 @@ def _scenario(
     _compare(found, title, unequal=len({host.speed for host in hosts}) > 1)
 
 
-def _compare(found: Measurement, title: str, *, unequal: bool) -> None:
+def _compare(found: BenchMeasurement, title: str, *, unequal: bool) -> None:
     """Ours against the others; on equal hosts with many slots EPLB's packing leaves nothing to win but bytes."""
     ratios = {
         (other, ours): compare(
@@ -207,7 +207,7 @@ def _bound(window: Window, hosts: list[HostSpec]) -> float:
 # ---------------------------------------------------------------- EPLB's example, and seconds
 
 
-def _readme(found: Measurement) -> None:
+def _readme(found: BenchMeasurement) -> None:
     """Both policies on EPLB's own example, scored on the load they were planned on."""
     theirs = eplb_physical(README_LOAD, 16, 4, 2, 8)
     found.gate(Check("EPLB gives its published plan", theirs == README_PLAN, "README example, 16 slots on 8 GPUs"))
@@ -225,7 +225,7 @@ def _readme(found: Measurement) -> None:
     )
 
 
-def _timing(found: Measurement, options: PlacementOptions, say: Say) -> None:
+def _timing(found: BenchMeasurement, options: PlacementOptions, say: Say) -> None:
     """Seconds to plan a large model anew, and again from there after a drift."""
     number, hosts_n, layers = options.plan_experts, options.plan_hosts, options.plan_layers
     slots = -(-(number + options.plan_replicas) // hosts_n)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.harness.measuring import Check, Measurement, Say
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
 from jobs.bench.harness.options import BENCHES, AllOptions
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
@@ -22,13 +22,13 @@ VERDICTS = ("reproduced", "not reproduced", "not measurable here")
 SAID_AT_MOST = 2000
 
 
-def run(options: AllOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Run the benches and gather their claims; see `AllOptions`.
 
     Raises:
         InputError: `only` or `changes` name something that is no bench of this kind.
     """
-    found = Measurement("all", quick, options.model_dump(), "a bench of its own")
+    found = BenchMeasurement("all", quick, options.model_dump(), "a bench of its own")
     folder = Path(options.dir)
     names = chosen(options)
     keys = keys_by_bench(options.changes, names)

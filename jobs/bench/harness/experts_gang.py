@@ -20,7 +20,7 @@ from raytrain.errors import RunError
 
 
 @dataclass(frozen=True)
-class Layout:
+class GangLayout:
     """Where the experts live: in `hosts` hosts of `workers` workers, or (hosts 0) inside the workers; no workers is one
     process without any exchange."""
 
@@ -47,7 +47,7 @@ class Gang:
         name: where there are several of one layout.
     """
 
-    def __init__(self, arms: Arms, layout: Layout, sizes: dict[str, Any], folder: Path, *, name: str = "") -> None:
+    def __init__(self, arms: Arms, layout: GangLayout, sizes: dict[str, Any], folder: Path, *, name: str = "") -> None:
         self.arms, self.layout, self.folder = arms, layout, folder
         self.name = name or str(layout).replace(" ", "")
         self.case: Case | None = None

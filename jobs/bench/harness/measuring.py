@@ -154,7 +154,7 @@ class Claim:
 
 
 @dataclass
-class Measurement:
+class BenchMeasurement:
     """The document of one bench; filled while it runs.
 
     Attributes:

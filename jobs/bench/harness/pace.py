@@ -12,7 +12,7 @@ from typing import Any
 from jobs.bench.harness.lines import Line, dial
 
 
-class Pace:
+class PaceObserver:
     """One per run, in the worker of rank 0; silent until the attempt begins."""
 
     def __init__(self) -> None:

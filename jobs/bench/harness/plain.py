@@ -105,7 +105,7 @@ class PlainLoop:
         return losses
 
 
-def text_batches(settings: dict[str, Any], *, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor]]:
+def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Windows of the text in the order of the job's epochs, this rank's part of each step."""
     from raytrain.data.sources.text import text_source
 
@@ -113,7 +113,7 @@ def text_batches(settings: dict[str, Any], *, rank: int, world: int) -> Iterator
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     windows = tokens.unfold(0, context, 1)
     orders = text_source(text, context=context, eval_fraction=0.0).train  # only who comes when
-    each, epoch = batch // world, 0
+    each, epoch = batch // world_size, 0
     while True:
         order = torch.from_numpy(orders.order(settings["seed"], epoch))
         for begin in range(0, len(order) - batch + 1, batch):
@@ -127,16 +127,16 @@ def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model(input_ids=batch[0], labels=batch[1])["loss"]
 
 
-def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world: int) -> PlainLoop:
+def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int) -> PlainLoop:
     """The bench's GPT under the plain loop, with the weights that the same seed gives ours."""
     from raytrain.models.gpt import gpt
 
     torch.manual_seed(settings["seed"])
     sizes = {name: settings[name] for name in ("layers", "heads", "width", "context")}
     module = gpt(**sizes, vocab_size=256).module
-    batches = text_batches(settings, rank=rank, world=world)
+    batches = text_batches(settings, rank=rank, world_size=world_size)
     return PlainLoop(
-        module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world > 1
+        module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world_size > 1
     )  # fmt: skip
 
 
@@ -144,19 +144,19 @@ def main(path: str) -> None:
     """Obey the bench's orders: `{"steps": n, "clip": ...}` runs n steps of that loop and tells the seconds."""
     settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if world > 1:
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world_size > 1:
         dist.init_process_group("gloo")
-    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world=world) for clip in ("float64", "torch")}
+    loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("float64", "torch")}
     line = dial(arm="plain", rank=rank)
     while (order := line.receive())["steps"]:
-        if world > 1:
+        if world_size > 1:
             dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
         losses = loops[order["clip"]].run(order["steps"])
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
         line.send({"seconds": seconds, "cpu_s": cpu_s, "losses": losses})
-    if world > 1:
+    if world_size > 1:
         dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare, matrix_units
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, matrix_units
 from jobs.bench.harness.options import TuneOptions
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.search.tune_arms import PRECISIONS, Bench, Found, gpt_job
@@ -64,7 +64,7 @@ def _score(space: BatchSpace, point: Candidate, times: list[float], updates: lis
     return space.score(point.micro_batch_size, statistics.median(times), statistics.median(updates))
 
 
-def run(options: TuneOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: TuneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure the wide model and the narrow one, then the injected ceilings; see `TuneOptions`.
 
     Raises:
@@ -72,7 +72,7 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> Measurement:
     """
     if options.rows & (options.rows - 1):
         raise InputError("rows", seen=str(options.rows), expected="a power of two")
-    found = Measurement("tune", quick, options.model_dump(), "seconds of one search, or of one row of training")
+    found = BenchMeasurement("tune", quick, options.model_dump(), "seconds of one search, or of one row of training")
     found.values["matrix_units"] = matrix_units(local_inventory().cpu_flags)
     threads = torch.get_num_threads()
     try:
@@ -85,7 +85,7 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> Measurement:
     return found
 
 
-def _model(found: Measurement, options: TuneOptions, width: int, say: Say) -> _Model:
+def _model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) -> _Model:
     job = gpt_job(options, width=width, size=options.rows)
     bench = Bench(job, sizes_free(options.rows, 1), options.gate_steps, options.free)
     name = f"gpt {width}"
@@ -128,7 +128,7 @@ def _hash(bench: Bench) -> str:
     return total.hexdigest()
 
 
-def _against_the_best(found: Measurement, options: TuneOptions, model: _Model, say: Say) -> None:
+def _against_the_best(found: BenchMeasurement, options: TuneOptions, model: _Model, say: Say) -> None:
     """Train at the chosen point and at the grid's best, in turn: the seconds of a row."""
     scores = model.grid_scores()
     best = max(scores, key=lambda point: scores[point])
@@ -161,7 +161,7 @@ def _named(point: Candidate) -> str:
 def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[], float]:
     """A block of real training steps at one point; returns the seconds of a row."""
     arm = SessionArm(gpt_job(options, width=width, size=point.micro_batch_size), precision=point.precision)
-    rows = arm.session.feed.batches.global_batch
+    rows = arm.session.loader.batches.global_batch
     arm.run(1)
     steps = max(1, min(1000, round(options.block_s / arm.run(1))))
     return lambda: arm.run(steps) / (steps * rows)
@@ -170,7 +170,7 @@ def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[]
 # -- ceilings -------------------------------------------------------------------------------------
 
 
-def _ceilings(found: Measurement, options: TuneOptions, model: _Model, say: Say) -> list[dict[str, Any]]:
+def _ceilings(found: BenchMeasurement, options: TuneOptions, model: _Model, say: Say) -> list[dict[str, Any]]:
     """A budget that so many rows just fit into, and what the search makes of it; fp32, the narrow model."""
     bench, told = model.bench, []
     peaks, again, scores = bench.peaks(), bench.peaks(), model.grid_scores()
@@ -202,7 +202,7 @@ def _ceilings(found: Measurement, options: TuneOptions, model: _Model, say: Say)
 # -- what follows ---------------------------------------------------------------------------------
 
 
-def _claims(found: Measurement, models: list[_Model], ceilings: list[dict[str, Any]]) -> None:
+def _claims(found: BenchMeasurement, models: list[_Model], ceilings: list[dict[str, Any]]) -> None:
     ratios = {ratio.name: ratio for ratio in found.ratios}
     for model in models:
         rate = ratios[f"{model.name}: throughput at the choice / at the grid's best"]

@@ -157,7 +157,7 @@ class Bench:
         with untouched(session.trainable, session.device), restored_steps(session.optimizers):
             began = time.perf_counter()
             for size in (size for size in self.sizes if size >= 2):
-                micro = session.feed.one(session.feed.batches.rows_from(session.state.cursor, size))
+                micro = session.loader.one(session.loader.batches.rows_from(session.state.cursor, size))
                 session.trainable.module.train()
                 for number in range(DOUBLING_STEPS):
                     session.step.run(iter([micro]), global_weight=micro.weight, step=number + 1, passes=1)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare
 from jobs.bench.harness.options import CheckpointOptions
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.checkpoint.retention import solve_interval
@@ -35,9 +35,9 @@ CLASSES = 10
 KINDS = ("asynchronous", "synchronous")
 
 
-def run(options: CheckpointOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure every model size; see `CheckpointOptions`."""
-    found = Measurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
+    found = BenchMeasurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
     found.values["models"] = {}
     threads = torch.get_num_threads()
     folder = tempfile.mkdtemp(prefix="rtb-", dir=options.dir)
@@ -119,7 +119,7 @@ class _Arm:
         return writer
 
 
-def _size(found: Measurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
+def _size(found: BenchMeasurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
     session_arm = SessionArm(_job(options, millions, folder=folder), precision="fp32")
     session_arm.run(3)  # AdamW's moments exist from the first step on
     arms = {

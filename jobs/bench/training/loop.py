@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from jobs.bench.harness.lines import ADDRESS, Arms
-from jobs.bench.harness.measuring import Goal, Measurement, Say, alternate, compare, equal_series, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series, median_interval
 from jobs.bench.harness.options import LoopOptions
 from jobs.bench.training.loop_arms import (
     LOG_EVERY,
@@ -36,7 +36,7 @@ DDP_TOLERANCE = 1e-4
 ENDING_S = 120.0
 
 
-def run(options: LoopOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure each world size; see `LoopOptions`.
 
     Raises:
@@ -44,7 +44,7 @@ def run(options: LoopOptions, *, quick: bool, say: Say) -> Measurement:
         RunError: an arm died.
     """
     _check(options)
-    found = Measurement(
+    found = BenchMeasurement(
         "loop", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps} steps"
     )
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
@@ -60,38 +60,40 @@ def run(options: LoopOptions, *, quick: bool, say: Say) -> Measurement:
 def _check(options: LoopOptions) -> None:
     if options.block_steps % LOG_EVERY:
         raise InputError("block_steps", seen=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
-    for world in options.workers:
-        if options.batch % world:
-            raise InputError("batch", seen=f"{options.batch} for {world} workers", expected="a multiple of workers")
+    for world_size in options.workers:
+        if options.batch % world_size:
+            raise InputError(
+                "batch", seen=f"{options.batch} for {world_size} workers", expected="a multiple of workers"
+            )
 
 
 # -- steady state ---------------------------------------------------------------------------------
 
 
-def _steady(options: LoopOptions, found: Measurement, arms: Arms, *, folder: Path, text: Path, say: Say) -> None:
+def _steady(options: LoopOptions, found: BenchMeasurement, arms: Arms, *, folder: Path, text: Path, say: Say) -> None:
     from jobs.driver.runtime import connected
 
     say("starting Ray")
     with connected("local", num_cpus=max(options.workers) + 1, num_gpus=0, verbose=False):
-        for world in options.workers:
-            if not _one_world(options, found, arms, world=world, folder=folder, text=text, say=say):
+        for world_size in options.workers:
+            if not _one_world(options, found, arms, world_size=world_size, folder=folder, text=text, say=say):
                 return
 
 
 def _one_world(
-    options: LoopOptions, found: Measurement, arms: Arms, *, world: int, folder: Path, text: Path, say: Say
+    options: LoopOptions, found: BenchMeasurement, arms: Arms, *, world_size: int, folder: Path, text: Path, say: Say
 ) -> bool:
     """Gate, then blocks in turn; False where the gate failed."""
-    say(f"{world} worker(s), {threads_of(options, world)} thread(s) each: starting both arms")
-    plain = start_plain(options, world=world, text=text, folder=folder)
-    ours = OurRun(job_of(options, world=world, text=text, save_dir=folder / "runs"))
+    say(f"{world_size} worker(s), {threads_of(options, world_size)} thread(s) each: starting both arms")
+    plain = start_plain(options, world_size=world_size, text=text, folder=folder)
+    ours = OurRun(job_of(options, world_size=world_size, text=text, save_dir=folder / "runs"))
     try:
-        arms.await_arm("plain", processes=world, alive=lambda: plain.poll() is None)
+        arms.await_arm("plain", processes=world_size, alive=lambda: plain.poll() is None)
         ours.start()
         arms.await_arm("ours", processes=1, alive=ours.is_alive)
-        passed = _blocks(options, found, arms, world=world, say=say)
+        passed = _blocks(options, found, arms, world_size=world_size, say=say)
     except RunError as error:
-        log = (folder / f"plain-{world}.log").read_text(errors="replace")[-2000:]
+        log = (folder / f"plain-{world_size}.log").read_text(errors="replace")[-2000:]
         raise RunError(f"{error}; ours: {ours.error or 'running'}; the plain loop's log ends with:\n{log}") from error
     finally:
         arms.dismiss("plain")
@@ -104,8 +106,8 @@ def _one_world(
     return passed
 
 
-def _blocks(options: LoopOptions, found: Measurement, arms: Arms, *, world: int, say: Say) -> bool:
-    peer = "plain loop" if world == 1 else "plain DDP"
+def _blocks(options: LoopOptions, found: BenchMeasurement, arms: Arms, *, world_size: int, say: Say) -> bool:
+    peer = "plain loop" if world_size == 1 else "plain DDP"
     orders = {peer: ("plain", "float64"), f"{peer}, torch's clip": ("plain", "torch"), "ours": ("ours", "")}
     losses: dict[str, list[float]] = {name: [] for name in orders}
     cpu: dict[str, list[float]] = {name: [] for name in orders}
@@ -119,29 +121,29 @@ def _blocks(options: LoopOptions, found: Measurement, arms: Arms, *, world: int,
 
     turns = {name: (lambda name=name: block(name)) for name in orders}
     alternate(turns, blocks=options.dropped, dropped=0)
-    tolerance = 0.0 if world == 1 else DDP_TOLERANCE
-    label = f"losses of {world} worker(s) equal those of the {peer}"
+    tolerance = 0.0 if world_size == 1 else DDP_TOLERANCE
+    label = f"losses of {world_size} worker(s) equal those of the {peer}"
     if not found.gate(equal_series(label, losses["ours"], losses[peer], relative=tolerance)):
         return False
-    say(f"{world} worker(s): {options.blocks} blocks of {len(orders)} arms")
+    say(f"{world_size} worker(s): {options.blocks} blocks of {len(orders)} arms")
     times = alternate(turns, blocks=options.blocks, dropped=0)
-    if world == 1:
+    if world_size == 1:
         found.gate(equal_series(f"{label}, whole run", losses["ours"], losses[peer]))
     for name in orders:
         key = "ours" if name == "ours" else name
-        found.arms[f"{key}, {world} worker(s)"] = times[name]
+        found.arms[f"{key}, {world_size} worker(s)"] = times[name]
     for name in orders:
         if name != "ours":
-            label = f"{name} / ours, {world} worker(s)"
+            label = f"{name} / ours, {world_size} worker(s)"
             found.ratios.append(compare(times, of=name, to="ours", name=label, goal=GOAL))
-    first = next(ratio for ratio in found.ratios if ratio.name == f"{peer} / ours, {world} worker(s)")
+    first = next(ratio for ratio in found.ratios if ratio.name == f"{peer} / ours, {world_size} worker(s)")
     found.claim(
-        f"with {world} worker(s), Ray, logging and votes cost at most 2 % of a steady step",
+        f"with {world_size} worker(s), Ray, logging and votes cost at most 2 % of a steady step",
         bool(first.met),
         f"{first.median:.3f} of the {peer}'s rate, interval [{first.low:.3f}, {first.high:.3f}]",
     )
-    found.values[f"{world} worker(s)"] = {
-        "threads": threads_of(options, world),
+    found.values[f"{world_size} worker(s)"] = {
+        "threads": threads_of(options, world_size),
         "samples_per_s": {name: options.batch / statistics.median(times[name]) for name in orders},
         "cpu_s_per_step": {name: statistics.median(values) for name, values in cpu.items()},
         "losses": losses,
@@ -152,37 +154,41 @@ def _blocks(options: LoopOptions, found: Measurement, arms: Arms, *, world: int,
 # -- start-up -------------------------------------------------------------------------------------
 
 
-def _startups(options: LoopOptions, found: Measurement, *, folder: Path, text: Path, say: Say) -> None:
+def _startups(options: LoopOptions, found: BenchMeasurement, *, folder: Path, text: Path, say: Say) -> None:
     """Seconds from the start of the process to the first step, each arm alone, in turn."""
-    for world in options.workers:
-        say(f"{world} worker(s): start-up, {options.startups} times each")
+    for world_size in options.workers:
+        say(f"{world_size} worker(s): start-up, {options.startups} times each")
         turns = {
-            "plain": lambda world=world: _plain_startup(options, world=world, text=text, folder=folder),
-            "ours": lambda world=world: _our_startup(options, world=world, text=text, folder=folder),
+            "plain": lambda world_size=world_size: _plain_startup(
+                options, world_size=world_size, text=text, folder=folder
+            ),
+            "ours": lambda world_size=world_size: _our_startup(
+                options, world_size=world_size, text=text, folder=folder
+            ),
         }
         times = alternate(turns, blocks=options.startups, dropped=0)
-        found.values[f"{world} worker(s)"]["startup_s"] = {
+        found.values[f"{world_size} worker(s)"]["startup_s"] = {
             name: {"values": values, "median": median_interval(values).median} for name, values in times.items()
         }
 
 
-def _plain_startup(options: LoopOptions, *, world: int, text: Path, folder: Path) -> float:
+def _plain_startup(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> float:
     with borrowed_environment(), Arms() as arms:
         os.environ[ADDRESS] = arms.address
         began = time.time()
-        process = start_plain(options, world=world, text=text, folder=folder)
-        ready = arms.await_arm("plain", processes=world, alive=lambda: process.poll() is None)
+        process = start_plain(options, world_size=world_size, text=text, folder=folder)
+        ready = arms.await_arm("plain", processes=world_size, alive=lambda: process.poll() is None)
         arms.dismiss("plain")
         process.wait(timeout=ENDING_S)
     return ready - began
 
 
-def _our_startup(options: LoopOptions, *, world: int, text: Path, folder: Path) -> float:
+def _our_startup(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> float:
     """`raytrain train` for a single step: the attempt's event comes right before it."""
     from raytrain.config.decode import dump_yaml
     from raytrain.runs.folder import RunFolder
 
-    job = job_of(options, world=world, text=text, save_dir=folder / "startup")
+    job = job_of(options, world_size=world_size, text=text, save_dir=folder / "startup")
     path = folder / "job.yaml"
     path.write_text(dump_yaml({**job, "loop": {**job["loop"], "max_steps": 1}}))
     began = time.time()

@@ -51,9 +51,9 @@ def make_text(options: LoopOptions, folder: Path) -> Path:
     return path
 
 
-def threads_of(options: LoopOptions, world: int) -> int:
+def threads_of(options: LoopOptions, world_size: int) -> int:
     """Threads of one process, the same for both arms: the cores shared among the workers."""
-    return options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus // world)
+    return options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus // world_size)
 
 
 def total_steps(options: LoopOptions) -> int:
@@ -61,38 +61,38 @@ def total_steps(options: LoopOptions) -> int:
     return (options.dropped + options.blocks) * options.block_steps
 
 
-def job_of(options: LoopOptions, *, world: int, text: Path, save_dir: Path) -> dict[str, Any]:
+def job_of(options: LoopOptions, *, world_size: int, text: Path, save_dir: Path) -> dict[str, Any]:
     """The job of our arm, as anybody would write it; a checkpoint at its end only (bench `checkpoint` has those)."""
     sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "context")}
     steps = total_steps(options)
     return {
-        "name": f"bench-loop-{world}",
+        "name": f"bench-loop-{world_size}",
         "seed": options.seed,
         "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
         "data": {"source": "text", "path": str(text), "eval_fraction": 0.0},
         "precision": {"dtype": "fp32"},
         "loop": {"max_steps": steps, "global_batch_size": options.batch, "log_every": LOG_EVERY},
         "save": {"every": steps + 1, "dir": str(save_dir)},
-        "scale": {"workers": world, "mode": "cpu", "threads": threads_of(options, world)},
+        "scale": {"workers": world_size, "mode": "cpu", "threads": threads_of(options, world_size)},
     }
 
 
-def start_plain(options: LoopOptions, *, world: int, text: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """The plain loop in a process of its own, or in `world` of them under torchrun."""
+def start_plain(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """The plain loop in a process of its own, or in `world_size` of them under torchrun."""
     keys = ("layers", "heads", "width", "context", "batch", "seed")
     settings = {name: getattr(options, name) for name in keys}
-    settings |= {"text": str(text), "threads": threads_of(options, world), "max_steps": total_steps(options)}
-    path = folder / f"plain-{world}.json"
+    settings |= {"text": str(text), "threads": threads_of(options, world_size), "max_steps": total_steps(options)}
+    path = folder / f"plain-{world_size}.json"
     path.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "jobs.bench.harness.plain", str(path)]
-    if world > 1:
+    if world_size > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", "--master-addr=127.0.0.1"]
+        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1"]
         command = [command[0], *torchrun, f"--master-port={port}", *command[1:]]
     own = {"OMP_NUM_THREADS": str(settings["threads"]), "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / f"plain-{world}.log").open("ab") as log:
+    with (folder / f"plain-{world_size}.log").open("ab") as log:
         return subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
 
 

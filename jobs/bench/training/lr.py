@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from jobs.bench.harness.measuring import Check, Measurement, Say
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
 from jobs.bench.harness.options import LrOptions
 from jobs.bench.harness.sessions import session_of
 from jobs.job.spec import load_spec, refuse_later
@@ -52,7 +52,7 @@ class Advice:
     suggested: float | None
 
 
-def run(options: LrOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Take the ramp; see `LrOptions`.
 
     Raises:
@@ -61,7 +61,7 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> Measurement:
     """
     if options.lowest >= options.highest:
         raise InputError("lowest", seen=str(options.lowest), expected=f"below highest, {options.highest}")
-    found = Measurement("lr", quick, options.model_dump(), "one step of the ramp")
+    found = BenchMeasurement("lr", quick, options.model_dump(), "one step of the ramp")
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")

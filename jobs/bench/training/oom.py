@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, compare, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, compare, median_interval
 from jobs.bench.harness.options import OomOptions
 from raytrain.errors import RunError
 
@@ -28,13 +28,13 @@ ERROR, CLEAN = "step with an error", "the same step without"
 PATIENCE_S = 1800.0
 
 
-def run(options: OomOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: OomOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `OomOptions`.
 
     Raises:
         RunError: a process died, or the two did not come to an end.
     """
-    found = Measurement("oom", quick, options.model_dump(), "one optimizer step of two workers")
+    found = BenchMeasurement("oom", quick, options.model_dump(), "one optimizer step of two workers")
     errors = plan_errors(options)
     say(f"{len(errors)} errors in {options.steps} steps, beside as many steps without any")
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder:

@@ -35,7 +35,7 @@ def main(path: str, rank: int) -> None:
     for step in range(settings["blocks"] * settings["steps_between"]):
         for name in arms if step % 2 else reversed(arms):
             seconds[name].append(arms[name].run(1))
-        sizes.append(arms["errors"].session.feed.micro_batch)
+        sizes.append(arms["errors"].session.loader.micro_batch)
     states = [arm.session.trainable.module.state_dict() for arm in arms.values()]
     reporter = arms["errors"].reporter
     assert isinstance(reporter, Told)

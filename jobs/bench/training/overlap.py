@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.harness.measuring import Check, Measurement, Say, alternate, compare, equal_series
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare, equal_series
 from jobs.bench.harness.options import LoopOptions
 from jobs.bench.harness.pair import Pair, training_pair
 from jobs.bench.harness.speed_options import OverlapOptions
@@ -20,9 +20,11 @@ from raytrain.autotune.search.precision import WORTHWHILE_GAIN
 AFTER, DURING, UNDIVIDED = "after", "during", "undivided"
 
 
-def run(options: OverlapOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: OverlapOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `OverlapOptions`. Raises RunError where a process died."""
-    found = Measurement("overlap", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
+    found = BenchMeasurement(
+        "overlap", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
+    )
     with training_pair("overlap", lambda folder: settings_of(options, folder)) as pair:
         _measure(options, found, pair, say)
     return found
@@ -49,7 +51,7 @@ def settings_of(options: OverlapOptions, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(options: OverlapOptions, found: Measurement, pair: Pair, say: Say) -> None:
+def _measure(options: OverlapOptions, found: BenchMeasurement, pair: Pair, say: Say) -> None:
     (facts, _) = pair.ask("facts")
     found.values |= {name: facts[name] for name in ("buckets", "gradient_bytes", "accumulation")}
     several = Check("the gradients are more than one bucket", facts["buckets"] > 1, f"{facts['buckets']} buckets")

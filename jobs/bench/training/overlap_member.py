@@ -28,8 +28,8 @@ def main() -> None:
     keep_freed_memory()
     store = dist.FileStore(settings["store"], 2)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    divided = Member(settings["job"], bucket_bytes=settings["bucket_bytes"])
-    undivided = Member(settings["job"], bucket_bytes=BUCKET_BYTES)
+    divided = OverlapMember(settings["job"], bucket_bytes=settings["bucket_bytes"])
+    undivided = OverlapMember(settings["job"], bucket_bytes=BUCKET_BYTES)
     line = dial(arm="overlap", rank=rank)
     while (order := line.receive())["steps"]:
         line.send((undivided if order["what"] == "undivided" else divided).obey(order))
@@ -37,7 +37,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-class Member:
+class OverlapMember:
     """One of the two, with one model, which trains on through all blocks; its own losses begin at its first step."""
 
     def __init__(self, job: dict[str, Any], *, bucket_bytes: int) -> None:
@@ -62,7 +62,7 @@ class Member:
         session.step.reduction.overlap(order["what"] == "during")
         state, before = session.state, len(self._losses.losses)
         self._loop.limits = replace(self._loop.limits, max_steps=state.step + order["steps"])
-        session.workers.sum_flags([0])  # both begin together
+        session.workers.all_reduce_ints([0])  # both begin together
         began, waited = time.perf_counter(), session.workers.wait_s
         self._loop.run(state)
         spent, waited = time.perf_counter() - began, session.workers.wait_s - waited

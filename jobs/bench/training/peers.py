@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cluster.environment import package_version
 from jobs.bench.harness.lines import ADDRESS, Arms, await_end
-from jobs.bench.harness.measuring import Goal, Measurement, Say, alternate, compare, equal_series, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series, median_interval
 from jobs.bench.harness.options import PeersOptions
 from jobs.bench.training.loop_arms import (
     LOG_EVERY,
@@ -37,7 +37,7 @@ PEERS = ("lightning", "accelerate")
 ENDING_S = 120.0
 
 
-def run(options: PeersOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure whichever peers are installed; see `PeersOptions`.
 
     Raises:
@@ -46,7 +46,9 @@ def run(options: PeersOptions, *, quick: bool, say: Say) -> Measurement:
     """
     if options.block_steps % LOG_EVERY:
         raise InputError("block_steps", seen=str(options.block_steps), expected=f"a multiple of {LOG_EVERY}")
-    found = Measurement("peers", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
+    found = BenchMeasurement(
+        "peers", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
+    )
     here = [peer for peer in PEERS if importlib.util.find_spec(peer) is not None]
     if here:
         with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
@@ -57,14 +59,14 @@ def run(options: PeersOptions, *, quick: bool, say: Say) -> Measurement:
 
 
 def _measure(
-    options: PeersOptions, found: Measurement, arms: Arms, peers: list[str], *, folder: Path, say: Say
+    options: PeersOptions, found: BenchMeasurement, arms: Arms, peers: list[str], *, folder: Path, say: Say
 ) -> None:
     from jobs.driver.runtime import connected
 
     text = make_text(options, folder)
     say(f"starting Ray, the plain loop, {' and '.join(peers)}")
     members = {name: _start(name, options, text=text, folder=folder) for name in ("plain", *peers)}
-    ours = OurRun(job_of(options, world=1, text=text, save_dir=folder / "runs"))
+    ours = OurRun(job_of(options, world_size=1, text=text, save_dir=folder / "runs"))
     try:
         with connected("local", num_cpus=2, num_gpus=0, verbose=False):
             for name, process in members.items():
@@ -99,7 +101,7 @@ def _start(name: str, options: PeersOptions, *, text: Path, folder: Path) -> sub
         )  # fmt: skip
 
 
-def _blocks(options: PeersOptions, found: Measurement, arms: Arms, peers: list[str], *, say: Say) -> None:
+def _blocks(options: PeersOptions, found: BenchMeasurement, arms: Arms, peers: list[str], *, say: Say) -> None:
     names = ["ours", "plain", *peers]
     losses: dict[str, list[float]] = {name: [] for name in names}
 
@@ -124,7 +126,7 @@ def _blocks(options: PeersOptions, found: Measurement, arms: Arms, peers: list[s
     found.ratios.append(compare(found.arms, of=better, to="ours", name=label, goal=GOAL))
 
 
-def _note(found: Measurement, here: list[str]) -> None:
+def _note(found: BenchMeasurement, here: list[str]) -> None:
     found.values["versions"] = {peer: package_version(peer) for peer in here}
     missing = [peer for peer in PEERS if peer not in here]
     if missing:

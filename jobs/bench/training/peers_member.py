@@ -22,7 +22,7 @@ from jobs.bench.harness.plain import PlainLoop, gpt_loop, language_loss
 from jobs.bench.training.loop_arms import LOG_EVERY
 
 
-class Turns:
+class BlockTurns:
     """Orders and answers around steps that somebody else's loop takes; `begin` before the first, `end` after each.
 
     Attributes:
@@ -53,14 +53,14 @@ class Turns:
             self.begin()
 
 
-def plain(loop: PlainLoop, turns: Turns) -> None:
+def plain(loop: PlainLoop, turns: BlockTurns) -> None:
     """The loop itself, with torch's clip."""
     turns.begin()
     while not turns.over:
         turns.end(loop.step())
 
 
-def accelerate(loop: PlainLoop, turns: Turns) -> None:
+def accelerate(loop: PlainLoop, turns: BlockTurns) -> None:
     """Accelerate's loop."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
@@ -78,7 +78,7 @@ def accelerate(loop: PlainLoop, turns: Turns) -> None:
         turns.end(loss.detach())
 
 
-def lightning(loop: PlainLoop, turns: Turns) -> None:
+def lightning(loop: PlainLoop, turns: BlockTurns) -> None:
     """Lightning's loop."""
     import lightning as L  # pyright: ignore[reportMissingImports]
 
@@ -117,8 +117,8 @@ def main(path: str) -> None:
     """Obey the bench's orders until the last."""
     settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
-    loop = gpt_loop(settings, clip="torch", rank=0, world=1)
-    turns = Turns(dial(arm=settings["arm"], rank=0))
+    loop = gpt_loop(settings, clip="torch", rank=0, world_size=1)
+    turns = BlockTurns(dial(arm=settings["arm"], rank=0))
     {"plain": plain, "accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, turns)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.bench.harness.lines import await_end
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, median_interval
 from jobs.bench.harness.options import RecoveryOptions
 from jobs.bench.training.loop_arms import borrowed_environment
 from raytrain.errors import RunError
@@ -35,16 +35,18 @@ HOST, WORKER = "expert host", "worker"
 TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 
 
-def run(options: RecoveryOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `RecoveryOptions`.
 
     Raises:
         RunError: the run ended, or did not go on in time.
     """
-    found = Measurement("recovery", quick, options.model_dump(), "seconds from the kill to the next committed step")
+    found = BenchMeasurement(
+        "recovery", quick, options.model_dump(), "seconds from the kill to the next committed step"
+    )
     with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment():
         os.environ[MARK] = uuid.uuid4().hex
-        command = Command(options, Path(folder))
+        command = RecoveryCommand(options, Path(folder))
         try:
             say("starting a run")
             command.await_step(options.steps_between)
@@ -74,7 +76,7 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> Measurement:
     return found
 
 
-class Command:
+class RecoveryCommand:
     """A run of the default recipe, every step on record."""
 
     def __init__(self, options: RecoveryOptions, folder: Path) -> None:

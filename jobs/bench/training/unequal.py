@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.harness.measuring import Check, Goal, Measurement, Say, alternate, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare
 from jobs.bench.harness.options import LoopOptions, UnequalOptions
 from jobs.bench.harness.pair import Pair, training_pair
 from jobs.bench.training.loop_arms import make_text
@@ -23,7 +23,7 @@ GRADIENT_GAP = 1e-12
 EQUAL, MEASURED = "equal shares", "measured shares"
 
 
-def run(options: UnequalOptions, *, quick: bool, say: Say) -> Measurement:
+def run(options: UnequalOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `UnequalOptions`.
 
     Raises:
@@ -33,7 +33,9 @@ def run(options: UnequalOptions, *, quick: bool, say: Say) -> Measurement:
     if options.batch < 4 * options.micro_batch:
         expected = f"at least four micro-batches, {4 * options.micro_batch} rows"
         raise InputError("batch", seen=str(options.batch), expected=expected)
-    found = Measurement("unequal", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}")
+    found = BenchMeasurement(
+        "unequal", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
+    )
     with training_pair("unequal", lambda folder: settings_of(options, folder)) as pair:
         _measure(options, found, pair, say)
     return found
@@ -60,7 +62,7 @@ def settings_of(options: UnequalOptions, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(options: UnequalOptions, found: Measurement, pair: Pair, say: Say) -> None:
+def _measure(options: UnequalOptions, found: BenchMeasurement, pair: Pair, say: Say) -> None:
     for name in (EQUAL, MEASURED):
         pair.ask(name)  # optimizer state, allocator
     say("measuring the two workers")

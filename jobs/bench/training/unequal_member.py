@@ -32,7 +32,7 @@ def main() -> None:
     keep_freed_memory()
     store = dist.FileStore(settings["store"], 2)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    member = Member(settings, slowness=settings["slowness"] if rank else 1)
+    member = UnequalMember(settings, slowness=settings["slowness"] if rank else 1)
     line = dial(arm="unequal", rank=rank)
     while (order := line.receive())["steps"]:
         line.send(member.obey(order))
@@ -40,7 +40,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-class Member:
+class UnequalMember:
     """One of the two."""
 
     def __init__(self, settings: dict[str, Any], *, slowness: int) -> None:
@@ -60,18 +60,18 @@ class Member:
             return {**self._measure(), "seconds": time.perf_counter() - began}
         if order["what"] == "check":
             return {"gap": self._gradient_gap(), "seconds": time.perf_counter() - began}
-        self.session.feed.batches.shares = self._measured if order["what"] == "measured shares" else None
+        self.session.loader.batches.shares = self._measured if order["what"] == "measured shares" else None
         state, before = self.session.state, len(self._losses.losses)
         self._loop.limits = replace(self._loop.limits, max_steps=state.step + order["steps"])
-        self.session.workers.sum_flags([0])  # both begin together
+        self.session.workers.all_reduce_ints([0])  # both begin together
         began = time.perf_counter()
         self._loop.run(state)
         return {"seconds": time.perf_counter() - began, "losses": self._losses.losses[before:]}
 
     def _measure(self) -> dict[str, Any]:
-        batches = self.session.feed.batches
+        batches = self.session.loader.batches
         chosen, paces = measure_shares(self.session, [batches.micro_batch])
-        self.session.settle(shares=chosen)
+        self.session.apply_choices(shares=chosen)
         self._measured = batches.shares
         pass_s = [pace.pass_s[batches.micro_batch] for pace in paces]
         spans = self._measured.spans(batches.global_batch, micro_batch=batches.micro_batch) if self._measured else []
@@ -82,17 +82,17 @@ class Member:
         alone over all rows."""
         session, _ = session_of({**self._job, "precision": {"dtype": "fp64"}})
         session.prepare("fp64")
-        session.feed.batches.shares = self._measured
-        handles = session.feed.window(session.state.cursor).handles
-        weight = session.feed.global_weight(handles) or 0
-        size = session.feed.batches.micro_batch
+        session.loader.batches.shares = self._measured
+        indices = session.loader.window(session.state.cursor).indices
+        weight = session.loader.global_weight(indices) or 0
+        size = session.loader.batches.micro_batch
         alone: list[MicroBatch] = [
-            session.feed.one(handles[begin : begin + size]) for begin in range(0, len(handles), size)
+            session.loader.one(indices[begin : begin + size]) for begin in range(0, len(indices), size)
         ]
         session.step.backward(alone, global_weight=weight)
         single = [flat.clone() for flat in session.step.gradients.buffers]
-        session.step.backward(session.feed.micro_batches(handles), global_weight=weight)
-        session.workers.sum_(session.step.gradients.buffers)
+        session.step.backward(session.loader.micro_batches(indices), global_weight=weight)
+        session.workers.all_reduce(session.step.gradients.buffers)
         pairs = zip(single, session.step.gradients.buffers, strict=True)
         return max(float((one - other).abs().max()) for one, other in pairs)
 

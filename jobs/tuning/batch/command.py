@@ -223,13 +223,13 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
     from ray import cloudpickle, tune
 
     from jobs.tuning.batch.trial import BatchOrders, batch_trial
-    from jobs.tuning.sweep import make_tuner, run_trials, stop_link
-    from raytrain.execution.trainer import make_link
+    from jobs.tuning.sweep import close_channel, make_tuner, run_trials
+    from raytrain.execution.trainer import open_channel
 
     sweep = command.the_sweep
     say_search(command, search)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
-    link = make_link()
+    channel = open_channel()
     orders = BatchOrders(
         job=ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
         data=None if checked.handed is None else ray.put(checked.handed),
@@ -239,7 +239,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
         budgets={one.name: one.budget_bytes for one in search.kinds},
         workers=search.workers,
         goodput=search.goodput,
-        link=link,
+        channel=channel,
     )
     reserved = {one.name: one.resources(on_gpu=search.on_gpu, local=cluster.local) for one in search.kinds}
     columns = ("kind", *BATCH_COLUMNS) if search.kinds[0].name else BATCH_COLUMNS
@@ -255,7 +255,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
 
         def stop() -> None:
             trials.stop()
-            stop_link(link)
+            close_channel(channel)
 
         run_trials(tuner, sweep=sweep, signals=command.signals, show=table.show, stop=stop, grace_s=LEAVE_S)
 

@@ -17,7 +17,7 @@ import ray.exceptions
 import torch
 from ray import cloudpickle, tune
 
-from jobs.tuning.batch.trials import Wanted
+from jobs.tuning.batch.trials import TrialRequest
 from raytrain.autotune.probe.gradient_noise import measure_norms
 from raytrain.autotune.probe.loaders import measure_loaders
 from raytrain.autotune.probe.run_proposal import carry_out
@@ -47,7 +47,7 @@ class BatchOrders:
         budgets: kind of device -> what a process may take there; None: nobody knows.
         workers: of the run that the figures are for.
         goodput: the noise scale decides, and is not advice alone.
-        link: the `RunLink` actor by which the driver has trials leave.
+        link: the `DriverChannel` actor by which the driver has trials leave.
     """
 
     job: Any
@@ -58,18 +58,18 @@ class BatchOrders:
     budgets: dict[str, int | None]
     workers: int
     goodput: bool
-    link: Any
+    channel: Any
 
 
 def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"}, {"noise"}, {"loaders"}, a contest with the
     measurement of its winner's peak where that was wanted; running out of memory is a measurement."""
     keep_freed_memory()
-    threading.Thread(target=leave_when_asked, args=(orders.link,), daemon=True, name="stop-watch").start()
+    threading.Thread(target=leave_when_asked, args=(orders.channel,), daemon=True, name="stop-watch").start()
     if os.path.isdir(orders.folder):
         os.chdir(orders.folder)
     make_importable(orders.folder)
-    wanted = Wanted.of(config)
+    wanted = TrialRequest.of(config)
     job: TrainJob = cloudpickle.loads(ray.get(orders.job))
     data: Any = None if orders.data is None else ray.get(orders.data)
     if job.planned("device") == "cuda":
@@ -80,7 +80,7 @@ def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     tune.report(_measured(session, wanted, orders))
 
 
-def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str, Any]:
+def _measured(session: Session, wanted: TrialRequest, orders: BatchOrders) -> dict[str, Any]:
     if wanted.noise:
         size = wanted.candidate.micro_batch_size
         few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
@@ -94,10 +94,10 @@ def _measured(session: Session, wanted: Wanted, orders: BatchOrders) -> dict[str
     return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
 
 
-def leave_when_asked(link: Any) -> None:
+def leave_when_asked(channel: Any) -> None:
     """A measurement that was broken off is worth nothing: the process ends at once."""
     with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
-        if ray.get(link.wait_stop.remote()):
+        if ray.get(channel.wait_for_stop.remote()):
             os._exit(1)
 
 

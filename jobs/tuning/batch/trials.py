@@ -20,7 +20,7 @@ from raytrain.runs.sweep import SweepFolder
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrialRequest:
     """One trial: a proposal of the search with its number, a reading of the gradient noise scale, or one of 0 to
     `loaders` loader processes (`passes`: of a step); on which `kind` of device, where there are several."""
 
@@ -35,7 +35,7 @@ class Wanted:
     kind: str = ""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Wanted:
+    def of(cls, config: Mapping[str, Any]) -> TrialRequest:
         """The inverse of `to_json`."""
         names = ("number", "passes", "with_memory", "gate_steps", "noise", "loaders", "kind")
         points = {"candidate": Candidate(**config["candidate"]),
@@ -97,7 +97,7 @@ class BatchTrials:
         self.space, self.known = space, known
         self._sweep, self._table, self._noise_at, self._most = sweep, table, noise_at, most
         self._goodput, self.stopping, self._loaders = goodput, False, loaders
-        self._running: dict[int, Wanted] = {}
+        self._running: dict[int, TrialRequest] = {}
         self._began: dict[int, float] = {}
         self._numbers, self._kind = numbers, kind
         for row in of_kind(sweep.standing(), kind):
@@ -128,7 +128,7 @@ class BatchTrials:
         self._running[wanted.number] = wanted
         return wanted.to_json()
 
-    def next(self) -> Wanted | None:
+    def next(self) -> TrialRequest | None:
         """The next trial; None where nothing is to be started now."""
         noise = self._noise()
         if noise is not None and self.awaits_noise:
@@ -137,26 +137,26 @@ class BatchTrials:
         space = weighed(self.space, self.known, goodput=self._goodput)
         found = next_proposals(space, self.known.measurements, running, self.known.gates, self.known.contests)
         if found:
-            return self._numbered(Wanted(0, **vars(found[0])))
+            return self._numbered(TrialRequest(0, **vars(found[0])))
         if self._running or not any(one.outcome == "ok" for one in self.known.measurements):
             return None
         last = noise or self._reading()
         return None if last is None else self._numbered(last)
 
-    def _reading(self) -> Wanted | None:
+    def _reading(self) -> TrialRequest | None:
         """Of loader processes, with what has been chosen."""
         chosen = self._loaders.ask(self.space, self.known, self._goodput)
         if chosen is None:
             return None
         rows = self.space.rows_per_step or chosen.micro_batch_size
-        return Wanted(0, chosen, passes=math.ceil(rows / chosen.micro_batch_size), loaders=self._loaders.most)
+        return TrialRequest(0, chosen, passes=math.ceil(rows / chosen.micro_batch_size), loaders=self._loaders.most)
 
-    def _noise(self) -> Wanted | None:
+    def _noise(self) -> TrialRequest | None:
         if self._noise_at is None or self.known.noise is not None:
             return None
-        return Wanted(0, self._noise_at, noise=True)
+        return TrialRequest(0, self._noise_at, noise=True)
 
-    def _numbered(self, wanted: Wanted) -> Wanted | None:
+    def _numbered(self, wanted: TrialRequest) -> TrialRequest | None:
         """With its number: that of an earlier command's trial where that one died, else the next; None beyond the
         most."""
         number = self._dead.get(_what(wanted), self._numbers.last + 1)
@@ -165,7 +165,7 @@ class BatchTrials:
 
     def started(self, config: dict[str, Any]) -> None:
         """It has its process."""
-        wanted = Wanted.of(config)
+        wanted = TrialRequest.of(config)
         self._began[wanted.number] = time.time()
         one = wanted.candidate
         known = [wanted.what, one.precision, str(one.micro_batch_size)]
@@ -173,7 +173,7 @@ class BatchTrials:
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
         """Writes its line; a crash is a measurement as well, that says so."""
-        wanted = Wanted.of(config)
+        wanted = TrialRequest.of(config)
         self._running.pop(wanted.number, None)
         if self.stopping:
             return
@@ -202,7 +202,7 @@ class BatchTrials:
         self.known.add(row)
         self._table.end(wanted.number, batch_cells(row, self.space), batch_text(row, self.space))
 
-    def _failed(self, wanted: Wanted, error: BaseException | None, *, again: bool) -> dict[str, Any]:
+    def _failed(self, wanted: TrialRequest, error: BaseException | None, *, again: bool) -> dict[str, Any]:
         reason = "it ended without a result" if error is None else why(error)
         reason += ", and once before" if again else ""
         if wanted.noise:
@@ -253,7 +253,7 @@ class KindTrials:
             one.stopping = True
 
 
-def _what(wanted: Wanted) -> What:
+def _what(wanted: TrialRequest) -> What:
     """What is measured, however many passes it takes."""
     point = wanted.candidate
     return What(

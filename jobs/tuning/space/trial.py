@@ -42,14 +42,14 @@ class WholeOrders:
         sweep: path of the sweep's folder.
         folder: the directory of the command, where users' code is.
         visible: CUDA_VISIBLE_DEVICES of the command; None where it is not set. Ray hides the GPUs from a trial.
-        link: the `RunLink` actor by which the driver asks trials to stop.
+        link: the `DriverChannel` actor by which the driver asks trials to stop.
     """
 
     mapping: dict[str, Any]
     sweep: str
     folder: str
     visible: str | None
-    link: Any
+    channel: Any
 
 
 class WholeTrial(tune.Trainable):
@@ -66,7 +66,7 @@ class WholeTrial(tune.Trainable):
         self._orders = orders
         self._trial = _Trial(orders, int(config["number"]), list(config["overrides"]))
         self._rows = self._trial.evaluations()
-        _stop_when_asked(orders.link, self._trial.signals)
+        _stop_when_asked(orders.channel, self._trial.signals)
 
     def step(self) -> dict[str, Any]:
         """{"step", "eval_loss"} of the next evaluation; at the end with all there is to know.
@@ -191,12 +191,12 @@ def _as_on_the_driver(orders: WholeOrders) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = orders.visible
 
 
-def _stop_when_asked(link: Any, signals: StopSignals) -> None:
+def _stop_when_asked(channel: Any, signals: StopSignals) -> None:
     """Have the driver's word reach the run."""
 
     def wait() -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
-            if ray.get(link.wait_stop.remote()):
+            if ray.get(channel.wait_for_stop.remote()):
                 signals.asked.set()
 
     threading.Thread(target=wait, daemon=True, name="stop-watch").start()

@@ -1,6 +1,6 @@
 """Work of a measurement that may fail on one worker or where parts of the model live: tried by all, and agreed on.
 
-Whoever fails in the middle of passes leaves them to the others (`StateElsewhere.end_passes`), so that a failure is a
+Whoever fails in the middle of passes leaves them to the others (`RemoteState.end_passes`), so that a failure is a
 result for everybody and not the end of the attempt.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 
 from raytrain.autotune.search.measurement import Outcome
-from raytrain.elsewhere import StateElsewhere
 from raytrain.errors import OutOfMemory, first_line
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.memory.oom import let_go
 from raytrain.train.parallel.collectives import Workers
+from raytrain.trainable import RemoteState
 
 
 def tried(
@@ -23,7 +23,7 @@ def tried(
     *,
     workers: Workers,
     device: torch.device,
-    elsewhere: StateElsewhere | None,
+    remote: RemoteState | None,
     meets: bool = False,
     budget: int | None = None,
 ) -> tuple[Outcome, str]:
@@ -43,19 +43,19 @@ def tried(
     try:
         work()
     except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
-        if meets and elsewhere is None and workers.world > 1:
+        if meets and remote is None and workers.world_size > 1:
             raise
         outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
         reason = first_line(error)
         let_go(error, device)
-    if elsewhere is not None:
-        elsewhere.end_passes(short=outcome != "ok")
-    short, failed = workers.sum_flags([int(outcome == "out_of_memory"), int(outcome == "error")])
-    if elsewhere is not None and not short and not failed:
-        hosts = elsewhere.shortages()
+    if remote is not None:
+        remote.end_passes(short=outcome != "ok")
+    short, failed = workers.all_reduce_ints([int(outcome == "out_of_memory"), int(outcome == "error")])
+    if remote is not None and not short and not failed:
+        hosts = remote.shortages()
         short, reason = len(hosts), "; ".join(map(str, hosts))
     if not short and not failed:
         return "ok", ""
-    if elsewhere is not None:
-        elsewhere.discard()
+    if remote is not None:
+        remote.discard()
     return "out_of_memory" if short else "error", reason or "on another worker"

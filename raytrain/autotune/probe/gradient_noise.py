@@ -34,40 +34,40 @@ def measure_norms(
         RunError: parts of the model live in other processes, whose gradients are not seen here.
         ValueError: fewer than two micro-batches in all.
     """
-    world = session.workers.world
-    if session.trainable.elsewhere is not None:
+    world_size = session.workers.world_size
+    if session.trainable.remote is not None:
         raise RunError("the gradient noise scale needs the whole model in the workers: experts.hosts=0")
-    if micro_batches * world < 2:
+    if micro_batches * world_size < 2:
         raise ValueError("the gradient noise scale needs at least two micro-batches")
-    rows = micro_batch_size * micro_batches * world
-    taken = session.feed.batches.rows_from(session.state.cursor, rows * draws)
+    rows = micro_batch_size * micro_batches * world_size
+    taken = session.loader.batches.rows_from(session.state.cursor, rows * draws)
     with untouched(session.trainable, session.device):
         found = [_squares(session, part, micro_batches) for part in np.split(taken, draws)]
     smalls = torch.stack([small for small, _ in found]).tolist()
     bigs = torch.stack([big for _, big in found]).tolist()
-    means = [sum(column) / world for column in zip(*session.workers.gather_floats(smalls), strict=True)]
+    means = [sum(column) / world_size for column in zip(*session.workers.all_gather_floats(smalls), strict=True)]
     return [NormPair(micro_batch_size, rows, small, big) for small, big in zip(means, bigs, strict=True)]
 
 
 def _squares(session: Session, rows: np.ndarray, micro_batches: int) -> tuple[Tensor, Tensor]:
     """(of the first micro-batch's mean gradient, of the mean gradient of all rows), float64 on the device."""
-    step, feed, workers = session.step, session.feed, session.workers
-    total = max(1, feed.weight(rows))
-    shares = [np.split(share, micro_batches) for share in np.split(rows, workers.world)]
-    cut = [[feed.batches.cut(part) for part in parts] for parts in shares]
+    step, loader, workers = session.step, session.loader, session.workers
+    total = max(1, loader.weight(rows))
+    shares = [np.split(share, micro_batches) for share in np.split(rows, workers.world_size)]
+    cut = [[loader.batches.cut(part) for part in parts] for parts in shares]
     small: list[Tensor] = []
 
     def micros() -> Iterator[MicroBatch]:
         for number, parts in enumerate(cut[workers.rank]):
             if number == 1:  # asked for once the first has been taken backward
                 small.append(step.gradients.sum_of_squares())
-            yield from map(feed.one, parts)
+            yield from map(loader.one, parts)
 
     passes = max(sum(map(len, parts)) for parts in cut)
     step.backward(micros(), global_weight=total, passes=passes)
     if not small:
         small.append(step.gradients.sum_of_squares())
-    share = max(1, feed.weight(shares[workers.rank][0])) / total  # gradients are of the whole step's mean
-    workers.sum_(step.gradients.buffers)
+    share = max(1, loader.weight(shares[workers.rank][0])) / total  # gradients are of the whole step's mean
+    workers.all_reduce(step.gradients.buffers)
     unscaled = step.scale.inverse.double() ** 2
     return small[0] * unscaled / share**2, step.gradients.sum_of_squares() * unscaled

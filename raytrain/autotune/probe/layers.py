@@ -68,7 +68,7 @@ class LayerProbe:
         """Why it cannot be done, "" where it was, by every worker; that memory ran out is raised."""
         step = self._step
         outcome, reason = tried(
-            work, workers=step.workers, device=step.device, elsewhere=step.trainable.elsewhere, meets=step.meets
+            work, workers=step.workers, device=step.device, remote=step.trainable.remote, meets=step.meets
         )
         if outcome == "out_of_memory":
             raise OutOfMemory(reason)
@@ -102,7 +102,7 @@ class LayerProbe:
             why = why or outside_band(
                 loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm
             )
-        return self._step.workers.gather_bytes(why.encode())[0].decode()
+        return self._step.workers.all_gather_bytes(why.encode())[0].decode()
 
     def _pass(self, policy: PrecisionPolicy) -> tuple[float, float]:
         """(loss, gradient norm) of the micro-batch; the gradient stays in the step's buffers."""
@@ -118,4 +118,4 @@ class LayerProbe:
 
     def _agreed(self, changes: list[LayerChange]) -> list[LayerChange]:
         own = json.dumps([asdict(change) for change in changes]).encode()
-        return [LayerChange(**row) for row in json.loads(self._step.workers.gather_bytes(own)[0])]
+        return [LayerChange(**row) for row in json.loads(self._step.workers.all_gather_bytes(own)[0])]

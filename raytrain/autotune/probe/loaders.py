@@ -12,8 +12,8 @@ from raytrain.autotune.search.loaders import LoaderRate, LoaderRates, next_count
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.plan.plan import Resolved
 from raytrain.train.device import seconds_of
-from raytrain.train.feed import Feed
-from raytrain.train.feed_open import open_feed
+from raytrain.train.loader import BatchLoader
+from raytrain.train.loader_open import open_loader
 from raytrain.train.session import Session
 
 #: Seconds of timed batches for each count, at least, and so many batches for each that is read ahead. Of a dataset
@@ -39,10 +39,10 @@ def measure_loaders(session: Session, candidate: Candidate, *, most: int, passes
 def _rate(session: Session, candidate: Candidate, count: int, passes: int) -> LoaderRate:
     step, trainable = session.step, session.trainable
     with session.probe.computing_as(candidate), untouched(trainable, session.device), skipped_steps(step.optimizers):
-        feed = _feed(session, candidate.micro_batch_size, count)
+        loader = _loader(session, candidate.micro_batch_size, count)
         try:
-            ahead = 0 if feed.pool is None else feed.pool.depth
-            batches = _through(session, feed, passes)
+            ahead = 0 if loader.pool is None else loader.pool.depth
+            batches = _through(session, loader, passes)
             for _ in range(max(1, ahead)):
                 next(batches)
             began, taken, seconds = seconds_of(session.device), 0, 0.0
@@ -51,26 +51,26 @@ def _rate(session: Session, candidate: Candidate, count: int, passes: int) -> Lo
                     taken += next(batches)
                 seconds = seconds_of(session.device) - began
         finally:
-            feed.close()
+            loader.close()
     return LoaderRate(count, taken, seconds)
 
 
-def _feed(session: Session, rows: int, count: int) -> Feed:
+def _loader(session: Session, rows: int, count: int) -> BatchLoader:
     """The run's, with so many processes and windows of one micro-batch."""
     choices = {"global_batch_size": rows, "micro_batch_size": rows, "loader_workers": count}
     planned = {name: Resolved(value, "measured") for name, value in choices.items()}
     job = replace(session.job, plan=replace(session.job.plan, **planned))
-    return open_feed(job, session.source, workers=session.workers, device=session.device,
+    return open_loader(job, session.source, workers=session.workers, device=session.device,
                      weight=session.trainable.weight, dtype=session.policy.master_dtype)  # fmt: skip
 
 
-def _through(session: Session, feed: Feed, passes: int) -> Iterator[int]:
+def _through(session: Session, loader: BatchLoader, passes: int) -> Iterator[int]:
     """Windows go through the model without end; the micro-batches of each."""
     cursor, done = session.state.cursor, 0
     while True:
-        handles, cursor = feed.window(cursor)
-        count = feed.passes(handles)
-        session.step.backward(feed.micro_batches(handles), global_weight=len(handles), passes=count)
+        indices, cursor = loader.window(cursor)
+        count = loader.passes(indices)
+        session.step.backward(loader.micro_batches(indices), global_weight=len(indices), passes=count)
         done += count
         if done >= passes:
             session.probe.update()

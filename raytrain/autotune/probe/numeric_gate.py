@@ -41,10 +41,10 @@ def run_gate(
     Raises:
         RunError: parts of the model live in other processes, which cannot be put back.
     """
-    if session.trainable.elsewhere is not None:
+    if session.trainable.remote is not None:
         raise RunError("the numeric gate needs the whole model in the workers: experts.hosts=0")
     size, workers = candidate.micro_batch_size, session.workers
-    taken = session.feed.batches.rows_from(session.state.cursor, size * steps * workers.world)
+    taken = session.loader.batches.rows_from(session.state.cursor, size * steps * workers.world_size)
     rows = np.split(taken, steps)
     try:
         wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
@@ -68,18 +68,18 @@ def _trained(
     session: Session, precision: str, rows: list[np.ndarray]
 ) -> tuple[tuple[float, ...], tuple[float, ...], int]:
     """Losses and gradient norms of the steps taken, and how many steps were skipped; the same on every worker."""
-    step, feed, workers, first = session.step, session.feed, session.workers, session.state.step
+    step, loader, workers, first = session.step, session.loader, session.workers, session.state.step
     last = int(session.job.planned("max_steps"))
     outputs: list[StepOutput] = []
     with _as_it_was(session), _computing_in(session, precision):
         for number, part in enumerate(rows, start=1):
-            cut = [feed.batches.cut(share) for share in np.split(part, workers.world)]
-            weight = max(1, feed.weight(part))
+            cut = [loader.batches.cut(share) for share in np.split(part, workers.world_size)]
+            weight = max(1, loader.weight(part))
             at = max(1, min(first + number, last))
-            micros, passes = map(feed.one, cut[workers.rank]), max(map(len, cut))
+            micros, passes = map(loader.one, cut[workers.rank]), max(map(len, cut))
             outputs.append(step.run(micros, global_weight=weight, step=at, passes=passes))
     losses = torch.stack([output.loss for output in outputs]).tolist()
-    total = [sum(column) for column in zip(*workers.gather_floats(losses), strict=True)]
+    total = [sum(column) for column in zip(*workers.all_gather_floats(losses), strict=True)]
     norms = torch.stack([output.norm.to(torch.float64) for output in outputs]).tolist()
     skipped = sum(bool(output.skip) for output in outputs)
     return tuple(total), tuple(norm if math.isfinite(norm) else math.nan for norm in norms), skipped

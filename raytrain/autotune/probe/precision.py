@@ -57,7 +57,7 @@ def compare_precisions(
                     continue
                 state, measured = rng_state(device), []
                 work = partial(_measure, trainable, micro, policy, gradients, device, into=measured)
-                outcome, reason = tried(work, workers=workers, device=device, elsewhere=trainable.elsewhere)
+                outcome, reason = tried(work, workers=workers, device=device, remote=trainable.remote)
                 set_rng_state(state, device)  # the same dropout for every arm
                 if outcome != "ok":  # no memory, or an operation without a kernel in this dtype: that is a result
                     errors[policy.name] = reason
@@ -68,10 +68,10 @@ def compare_precisions(
                     times[policy.name].append(seconds)
             spent = time.perf_counter() - begin
             enough = round_number >= MIN_ROUNDS and spent > budget_s
-            if workers.sum_flags([int(enough)])[0]:
+            if workers.all_reduce_ints([int(enough)])[0]:
                 break
     medians = [statistics.median(times[p.name]) if times[p.name] else float("inf") for p in policies]
-    rows = workers.gather_floats([*medians, *(v for p in policies for v in values.get(p.name, (0.0, 0.0)))])
+    rows = workers.all_gather_floats([*medians, *(v for p in policies for v in values.get(p.name, (0.0, 0.0)))])
     count = len(policies)
     return [
         PrecisionTrial(
@@ -123,19 +123,19 @@ def compare_inflight(
                 step.inflight = number
                 set_rng_state(generators, device)  # the same dropout for both
                 outcome, reason = tried(
-                    partial(timed, measured), workers=workers, device=device, elsewhere=step.trainable.elsewhere,
+                    partial(timed, measured), workers=workers, device=device, remote=step.trainable.remote,
                     meets=step.meets,
                 )  # fmt: skip
                 if outcome != "ok":
                     failed[number] = reason
                     break
             enough = round_number >= MIN_ROUNDS and time.perf_counter() - begin > budget_s
-            if failed or workers.sum_flags([int(enough)])[0]:
+            if failed or workers.all_reduce_ints([int(enough)])[0]:
                 break
     step.inflight = before
     if failed:
         return {}, failed
-    rows = workers.gather_floats([statistics.median(measured[1:]) for measured in times.values()])
+    rows = workers.all_gather_floats([statistics.median(measured[1:]) for measured in times.values()])
     return {number: max(row[index] for row in rows) for index, number in enumerate(times)}, {}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.longest import longest_row
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers
 
 
@@ -19,9 +19,9 @@ class RowChoice:
         eval_split: placed, or None where nothing is evaluated.
     """
 
-    def __init__(self, feed: Feed, *, cursor: Cursor, workers: Workers, eval_split: Split | None) -> None:
-        self._feed, self._cursor, self._workers = feed, cursor, workers
-        self._longest = {id(split): longest_row(split) for split in (feed.batches.split, eval_split) if split}
+    def __init__(self, loader: BatchLoader, *, cursor: Cursor, workers: Workers, eval_split: Split | None) -> None:
+        self._loader, self._cursor, self._workers = loader, cursor, workers
+        self._longest = {id(split): longest_row(split) for split in (loader.batches.split, eval_split) if split}
 
     def rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
         """This worker's micro-batches: rows of the epoch from the cursor on, again from the front where it ends.
@@ -29,8 +29,8 @@ class RowChoice:
         `passes` times `micro` rows; by a budget of tokens each of these is several micro-batches, as many on every
         worker. `longest`: of these only the two largest there can be, the longest row's and the one of most tokens.
         """
-        batches, world, rank = self._feed.batches, self._workers.world, self._workers.rank
-        taken = np.split(batches.rows_from(self._cursor, micro * passes * world), passes * world)
+        batches, world_size, rank = self._loader.batches, self._workers.world_size, self._workers.rank
+        taken = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
         own = slice(rank * passes, (rank + 1) * passes)
         cut = [batches.cut(part) for part in taken]
         if longest:
@@ -43,7 +43,7 @@ class RowChoice:
         return [part for parts in cut[own] for part in [*parts, *parts[:1] * (most - len(parts))]]
 
     def _tokens(self, rows: np.ndarray) -> int:
-        lengths = self._feed.batches.split.lengths(rows)
+        lengths = self._loader.batches.split.lengths(rows)
         return 0 if lengths is None else len(rows) * int(lengths.max())
 
     def longest_first(self, split: Split, rows: np.ndarray, *, times: int = 1) -> np.ndarray:
@@ -51,4 +51,4 @@ class RowChoice:
         budget of tokens allows."""
         longest = self._longest[id(split)]
         rows = rows if longest is None else np.concatenate([[longest.handle], rows[1:]])
-        return self._feed.batches.fitting(rows, split, times=times)
+        return self._loader.batches.fitting(rows, split, times=times)

@@ -39,8 +39,8 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
             part.training = training
     if trainable.window is not None:
         trainable.window.forget()
-    if trainable.elsewhere is not None:  # after a failure nothing: the others may wait in the middle of an exchange
-        trainable.elsewhere.discard()
+    if trainable.remote is not None:  # after a failure nothing: the others may wait in the middle of an exchange
+        trainable.remote.discard()
 
 
 @contextlib.contextmanager

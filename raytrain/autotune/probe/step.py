@@ -28,7 +28,7 @@ from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.plan.choice import size_text
 from raytrain.train.device import device_name, seconds_of
-from raytrain.train.feed import EVAL_MICRO_BATCHES, Feed
+from raytrain.train.loader import EVAL_MICRO_BATCHES, BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.step import MicroBatch, TrainingStep
@@ -62,15 +62,15 @@ class StepProbe:
 
     Args:
         step: the run's own, whose precision is changed for the time of a measurement.
-        feed: where rows come from.
+        loader: where rows come from.
         cursor: position of the rows that are used; training goes on from it as if nothing had been read.
         eval_split: placed, or None where nothing is evaluated.
     """
 
-    def __init__(self, step: TrainingStep, feed: Feed, *, cursor: Cursor, eval_split: Split | None) -> None:
-        self.step, self.feed, self.eval_split = step, feed, eval_split
+    def __init__(self, step: TrainingStep, loader: BatchLoader, *, cursor: Cursor, eval_split: Split | None) -> None:
+        self.step, self.loader, self.eval_split = step, loader, eval_split
         self.device, self.workers = step.device, step.workers
-        self._choice = RowChoice(feed, cursor=cursor, workers=step.workers, eval_split=eval_split)
+        self._choice = RowChoice(loader, cursor=cursor, workers=step.workers, eval_split=eval_split)
         self._optimizer_s: float | None = None
 
     def measure(
@@ -113,7 +113,7 @@ class StepProbe:
     @contextlib.contextmanager
     def computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
         """The step in a candidate's precision and micro-batches of its size; as they were afterwards."""
-        step, batches = self.step, self.feed.batches
+        step, batches = self.step, self.loader.batches
         kept = step.policy, step.scale, batches.micro_batch
         policy = policy_for(candidate.precision)
         if policy.master_dtype is not kept[0].master_dtype:
@@ -160,7 +160,7 @@ class StepProbe:
         assert split is not None, "asked for where there is one only"
         rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
         rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
-        batch = self.feed.one(rows, split=split)
+        batch = self.loader.one(rows, split=split)
         modes = [(part, part.training) for part in module.modules()]
         module.eval()
         with torch.no_grad():
@@ -193,11 +193,11 @@ class StepProbe:
 
     def _all_alike(self, seconds: list[float]) -> bool:
         """Whether the last two passes took the same time on every worker."""
-        return not self.workers.sum_flags([int(not alike(seconds))])[0]
+        return not self.workers.all_reduce_ints([int(not alike(seconds))])[0]
 
     def _timed_pass(self, rows: list[np.ndarray], seconds: list[float]) -> None:
         """Without the reading where processes read beside the run (`raytrain.autotune.probe.loaders` is of those)."""
-        read = [self.feed.one(part) for part in rows] if self.feed.pool else None
+        read = [self.loader.one(part) for part in rows] if self.loader.pool else None
         self._timed(partial(self._backward, rows, read), seconds)
 
     def _timed(self, work: Callable[[], object], seconds: list[float]) -> None:
@@ -229,7 +229,7 @@ class StepProbe:
             if not self._try(partial(self._scored, rows, found), found, budget):
                 return False
             works = not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares()))
-            if not self.workers.sum_flags([int(not works)])[0]:
+            if not self.workers.all_reduce_ints([int(not works)])[0]:
                 return True
             scale.update(torch.ones((), dtype=torch.bool, device=self.device))
         return True
@@ -239,13 +239,15 @@ class StepProbe:
 
     def _backward(self, rows: list[np.ndarray], read: list[MicroBatch] | None = None) -> float:
         """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
-        weight = sum(self.feed.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
-        micros = (self.feed.one(part) for part in rows) if read is None else iter(read)
+        weight = sum(self.loader.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
+        micros = (self.loader.one(part) for part in rows) if read is None else iter(read)
         loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
         return float(loss + aux)
 
     def _update(self, found: _Found) -> None:
-        found.norm = float(self.update()) / self.workers.world  # each worker's gradient is of a mean over its own rows
+        found.norm = (
+            float(self.update()) / self.workers.world_size
+        )  # each worker's gradient is of a mean over its own rows
 
     def update(self) -> torch.Tensor:
         """Norm and clip of the sum, and the optimizers' step, skipped where they can skip on the device; the norm."""
@@ -260,7 +262,7 @@ class StepProbe:
     def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
         """Whether it went well for everybody; else `found` says what went wrong."""
         outcome, reason = tried(
-            work, workers=self.workers, device=self.device, elsewhere=self.step.trainable.elsewhere,
+            work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
             meets=self.step.meets, budget=budget,
         )  # fmt: skip
         if outcome != "ok":
@@ -272,7 +274,7 @@ class StepProbe:
         """Reduction, norm, clip and the optimizers' step. All workers have come through their passes, so that all join
         the reduction; what may fail on one of them comes behind it."""
         seconds: list[float] = []
-        self._timed(partial(self.step.workers.sum_, self.step.gradients.buffers), seconds)
+        self._timed(partial(self.step.workers.all_reduce, self.step.gradients.buffers), seconds)
         if not self._try(partial(self._timed, partial(self._update, found), seconds), found, budget):
             return False
         if timed:
@@ -282,7 +284,7 @@ class StepProbe:
     def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
         """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
         sizes = [float(found.peak or 0), float(found.floor or 0), time.time(), found.loss]
-        rows = self.workers.gather_floats([*sizes, *found.pass_s, *found.update_s])
+        rows = self.workers.all_gather_floats([*sizes, *found.pass_s, *found.update_s])
         slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
         peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
         loss = sum(row[3] for row in rows) / len(rows)

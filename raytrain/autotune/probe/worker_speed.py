@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from raytrain.autotune.probe.state_guard import untouched
-from raytrain.autotune.search.shares import Pace
+from raytrain.autotune.search.shares import WorkerPace
 from raytrain.train.device import device_name
 from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.train.memory.oom import let_go
@@ -30,7 +30,7 @@ def measure_paces(
     workers: Workers,
     device: torch.device,
     room: int | None = None,
-) -> list[Pace]:
+) -> list[WorkerPace]:
     """Seconds of a forward and backward pass on every worker, in the order of the ranks; collective.
 
     Nobody waits for anybody between passes: a worker that shares its processor is measured as it will be in training,
@@ -48,13 +48,13 @@ def measure_paces(
             fits = size == sizes[0] or _fits(step, micro_batch(size), device, room)
             seconds = _pass_s(step, micro_batch(size), workers, device, fits=fits)
             found[size] = seconds
-            if workers.sum_flags([int(seconds == float("inf"))])[0] == workers.world:
+            if workers.all_reduce_ints([int(seconds == float("inf"))])[0] == workers.world_size:
                 break  # nobody has room for a larger one
     for size in sizes:
         found.setdefault(size, float("inf"))
-    rows = workers.gather_floats([found[size] for size in sizes])
-    kinds = [name.decode() for name in workers.gather_bytes(device_name(device).encode())]
-    return [Pace(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
+    rows = workers.all_gather_floats([found[size] for size in sizes])
+    kinds = [name.decode() for name in workers.all_gather_bytes(device_name(device).encode())]
+    return [WorkerPace(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
 
 
 def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int | None) -> bool:
@@ -84,7 +84,7 @@ def _pass_s(step: TrainingStep, micro: MicroBatch, workers: Workers, device: tor
     warm = 0.0
     for _ in range(2 if fits else 0):  # kernels and the allocator first
         warm = _one_pass(step, micro, device)
-    span = max(TIMED_S, PASSES * max(row[0] for row in workers.gather_floats([warm])))
+    span = max(TIMED_S, PASSES * max(row[0] for row in workers.all_gather_floats([warm])))
     if not fits:
         return float("inf")
     began, passes = time.perf_counter(), 0

@@ -111,7 +111,7 @@ def gain_over_equal(shares: Shares, *, total: int, plain_s: Sequence[float]) -> 
 
 
 @dataclass(frozen=True)
-class Pace:
+class WorkerPace:
     """One worker's seconds for a pass of each size; infinite where it did not fit. `kind` names its device."""
 
     kind: str
@@ -123,7 +123,7 @@ class Pace:
         return {"kind": self.kind, "pass_s": fitting}
 
 
-def choose_shares(paces: Sequence[Pace], *, total: int, micro_batch: int) -> Resolved:
+def choose_shares(paces: Sequence[WorkerPace], *, total: int, micro_batch: int) -> Resolved:
     """The shares of a global batch of `total` rows for workers of these paces, in the order of the ranks.
 
     Each kind of device has one size of pass: `micro_batch`, or a larger one that all its workers had room for and that
@@ -150,7 +150,7 @@ def shares_in_force(choice: Choice | None) -> Shares | None:
     return Shares.from_json(choice.value)
 
 
-def _best_size(paces: Sequence[Pace], micro_batch: int) -> int:
+def _best_size(paces: Sequence[WorkerPace], micro_batch: int) -> int:
     """Of the sizes that all of them had room for the smallest within `SIZE_GAIN` of the most rows a second."""
     slowest = {size: max(pace.pass_s[size] for pace in paces) for size in paces[0].pass_s}
     rates = {size: size / seconds for size, seconds in slowest.items() if seconds < float("inf")}

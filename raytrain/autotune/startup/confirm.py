@@ -48,7 +48,7 @@ def signature_of(session: Session, *, workers: int | None = None) -> Signature:
         longest_row=split.tokens_per_row or session.source.facts.row_bytes if longest is None else longest.size,
         device=device_name(session.device), device_bytes=device_bytes(session.device),
         threads=int(job.planned("threads") or 0),
-        workers=session.workers.world if workers is None else workers,
+        workers=session.workers.world_size if workers is None else workers,
         versions={name: str(package_version(name)) for name in VERSIONS},
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         return
     push({"phase": "confirming what the search found"})
     told = json.dumps(signature_of(session).to_json()).encode() if session.workers.rank == 0 else b""
-    now = Signature(**json.loads(session.workers.gather_bytes(told)[0]))
+    now = Signature(**json.loads(session.workers.all_gather_bytes(told)[0]))
     micro = int(session.job.planned("micro_batch_size"))
     if (reason := _other(found, now, micro=micro, precision=session.precision or "")) is not None:
         chosen, record = _measured_anew(session, micro)
@@ -82,7 +82,7 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         return
     budget = memory_budget(session)
     measured = session.measure(Candidate(found.precision, micro), budget_bytes=budget, passes=PASSES, with_memory=True)
-    rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world)
+    rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world_size)
     step_s = measured.step_s(rows) if measured.pass_s else None
     off = differences(found, step_s=step_s, peak_bytes=measured.peak_bytes)
     off += [measured.reason] if measured.outcome in ("error", "nonfinite") else []
@@ -121,7 +121,7 @@ def _other(found: TuneFound, now: Signature, *, micro: int, precision: str) -> s
 def _measured_anew(
     session: Session, micro: int, *, known: Measurement | None = None
 ) -> tuple[Resolved, dict[str, Any]]:
-    sizes = micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world)
+    sizes = micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world_size)
     within = sorted({size for size in sizes if size <= micro} | {micro})
     chosen, record = measure_micro_batch(session, {}, sizes=within, known=() if known is None else (known,))
     session.use_micro_batch(chosen)

@@ -17,7 +17,7 @@ from raytrain.train.session import Session
 from raytrain.train.state import Reporter
 
 
-def settle_layers(
+def resolve_layers(
     session: Session, run: RunFolder, *, precisions: Sequence[str], reporter: Reporter, push: Push
 ) -> None:
     """Layers that stay in fp32, where the plan leaves it open; needs a prepared session. Collective.
@@ -29,16 +29,16 @@ def settle_layers(
         return
     half = next((name for name in precisions if policy_for(name).autocast_dtype is not None), None)
     if half is None:
-        session.settle(fp32_layers=Resolved([], "nothing computes in half precision"))
+        session.apply_choices(fp32_layers=Resolved([], "nothing computes in half precision"))
         return
     known = shared_record(session, run, "fp32_layers")
     if known is not None and known["trials"]["precision"] == half:
-        session.settle(fp32_layers=Resolved(known["value"], known["reason"]))
+        session.apply_choices(fp32_layers=Resolved(known["value"], known["reason"]))
         return
     # not before it is known that they are measured: what stands in the record is of the layers that were found
     take_fitting_rows(session, run, reporter=reporter, push=push)
     chosen, changes = measure_layers(session, half)
-    session.settle(fp32_layers=chosen)
+    session.apply_choices(fp32_layers=chosen)
     trials = {"precision": half, "layers": [change.to_json() for change in changes]}
     if session.workers.rank == 0:
         write_decision(run, "fp32_layers", chosen, trials, reporter)
@@ -48,13 +48,13 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
     """Which layers must stay in fp32 under this half precision, from the first micro-batch of the window, the same on
     every worker, or from a half of it as often as it takes until fp32, in which they are held against each other, has
     room; changes nothing it measures. Collective."""
-    handles, _ = session.feed.window(session.state.cursor)
+    indices, _ = session.loader.window(session.state.cursor)
     trainable = session.trainable
     blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
     names = layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS)
-    rows, why = session.feed.batches.micro_batch, ""
+    rows, why = session.loader.batches.micro_batch, ""
     while rows:
-        micro = session.feed.first(handles[:rows])
+        micro = session.loader.first(indices[:rows])
         try:
             return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
         except OutOfMemory as error:

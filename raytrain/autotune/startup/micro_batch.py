@@ -36,7 +36,7 @@ class NothingFits(RunError):
     """Not even the smallest micro-batch fits into memory in this precision."""
 
 
-def settle_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
+def resolve_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
     """`loop.micro_batch_size: auto` where the plan leaves it to memory; needs a prepared session.
 
     What was measured for the same batch, workers, precision and layers in fp32 is taken again. A model of which the
@@ -59,21 +59,21 @@ def take_fitting_rows(session: Session, run: RunFolder, *, reporter: Reporter, p
         RunError: not even one row fits.
     """
     if isinstance(session.job.plan.micro_batch_size, Deferred):
-        session.feed.micro_batch = _measured_once(session, run, reporter=reporter, push=push)["value"]
+        session.loader.micro_batch = _measured_once(session, run, reporter=reporter, push=push)["value"]
 
 
 def _measured_once(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> dict[str, Any]:
     """The record of the largest micro-batch that fits; of an earlier measurement where that was of the same."""
     job = session.job
-    total, world = int(job.planned("global_batch_size")), session.workers.world
+    total, world_size = int(job.planned("global_batch_size")), session.workers.world_size
     settings = {
-        "global_batch_size": total, "workers": world, "precision": session.precision,
+        "global_batch_size": total, "workers": world_size, "precision": session.precision,
         "fp32_layers": kept_in_fp32(job.plan.fp32_layers),
     }  # fmt: skip
     known = shared_record(session, run, "micro_batch")
     if known is not None and known["settings"] == settings:
         return known
-    share = micro_batch_sizes(total, world * _parts(session))[-1]
+    share = micro_batch_sizes(total, world_size * _parts(session))[-1]
     unasked = session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
     if unasked and parameters_of(session.trainable.module) < TINY_PARAMETERS:
         reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
@@ -101,7 +101,7 @@ def memory_budget(session: Session) -> int | None:
     own = process_budget(
         session.device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=session.sharing
     )
-    known = [row[0] for row in session.workers.gather_floats([float(own or 0)]) if row[0]]
+    known = [row[0] for row in session.workers.all_gather_floats([float(own or 0)]) if row[0]]
     return int(min(known)) if known else None
 
 
@@ -118,7 +118,7 @@ def measure_micro_batch(
         RunError: not even the smallest micro-batch fits.
     """
     assert session.precision is not None, "measured after `prepare`"
-    shares = session.workers.world * _parts(session)
+    shares = session.workers.world_size * _parts(session)
     sizes = sizes or micro_batch_sizes(int(session.job.planned("global_batch_size")), shares)
     budget = memory_budget(session)
     tried = [(Next(one.candidate.micro_batch_size, None), one) for one in known]

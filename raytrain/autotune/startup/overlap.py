@@ -28,16 +28,18 @@ MIN_ROUNDS = 5
 MAX_ROUNDS = 15
 
 
-def settle_overlap(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
+def resolve_overlap(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
     """Whether sums overlap, where the plan leaves it open; needs a prepared session. Collective.
 
     A restarted or resumed attempt takes what was measured first.
     """
-    if not isinstance(session.job.plan.overlap, Deferred) or session.workers.world == 1:  # fewer than were planned for
+    if (
+        not isinstance(session.job.plan.overlap, Deferred) or session.workers.world_size == 1
+    ):  # fewer than were planned for
         return
     known = shared_record(session, run, "overlap")
     if known is not None:
-        session.settle(overlap=Resolved(known["value"], known["reason"]))
+        session.apply_choices(overlap=Resolved(known["value"], known["reason"]))
         return
     seconds: dict[str, list[float]] = {}
     why = _cannot(session)
@@ -49,7 +51,7 @@ def settle_overlap(session: Session, run: RunFolder, *, reporter: Reporter, push
             chosen, seconds = measure_overlap(session)
         except StepDropped as error:  # raised by all together
             chosen = Resolved(False, f"no memory while it was measured ({error})")
-    session.settle(overlap=chosen)
+    session.apply_choices(overlap=chosen)
     if session.workers.rank == 0:
         write_decision(run, "overlap", chosen, seconds, reporter)
 
@@ -71,10 +73,10 @@ def measure_overlap(session: Session) -> tuple[Resolved, dict[str, list[float]]]
     Raises:
         StepDropped: a worker had no memory; all raise it.
     """
-    feed, step, workers, device = session.feed, session.step, session.workers, session.device
-    rows = feed.window(session.state.cursor).handles
-    rows = rows[: MEASURED_PASSES * feed.batches.micro_batch * workers.world]
-    passes = feed.passes(rows)
+    loader, step, workers, device = session.loader, session.step, session.workers, session.device
+    rows = loader.window(session.state.cursor).indices
+    rows = rows[: MEASURED_PASSES * loader.batches.micro_batch * workers.world_size]
+    passes = loader.passes(rows)
     times: dict[str, list[float]] = {"after": [], "during": []}
     with untouched(step.trainable, device):
         generators, begin = rng_state(device), time.perf_counter()
@@ -82,20 +84,20 @@ def measure_overlap(session: Session) -> tuple[Resolved, dict[str, list[float]]]
             for name, measured in times.items():
                 step.reduction.overlap(name == "during")
                 set_rng_state(generators, device)  # the same dropout for both
-                workers.sum_flags([0])  # they begin together
+                workers.all_reduce_ints([0])  # they begin together
                 _synchronize(device)
                 began = time.perf_counter()
-                work = partial(step.backward, feed.micro_batches(rows), global_weight=1, passes=passes)
+                work = partial(step.backward, loader.micro_batches(rows), global_weight=1, passes=passes)
                 step.reduction.passed(work, flags=_no_wishes)
                 _synchronize(device)
                 if round_number:  # the first shows rank 0 the order
                     measured.append(time.perf_counter() - began)
             lost = any(a <= b for a, b in zip(times["after"], times["during"], strict=True))
             enough = (round_number >= MIN_ROUNDS or lost) and time.perf_counter() - begin > BUDGET_S
-            if workers.sum_flags([int(enough)])[0]:
+            if workers.all_reduce_ints([int(enough)])[0]:
                 break
     step.reduction.overlap(False)
-    told = workers.gather_floats([*times["after"], *times["during"]])
+    told = workers.all_gather_floats([*times["after"], *times["during"]])
     slowest = [max(column) for column in zip(*told, strict=True)]
     count = len(slowest) // 2
     seconds = {"after": slowest[:count], "during": slowest[count:]}

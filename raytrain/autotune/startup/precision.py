@@ -11,7 +11,7 @@ from typing import Any
 
 from raytrain.autotune.probe.precision import compare_inflight, compare_precisions
 from raytrain.autotune.search.precision import choose_inflight, choose_precision
-from raytrain.autotune.startup.layers import settle_layers
+from raytrain.autotune.startup.layers import resolve_layers
 from raytrain.autotune.startup.micro_batch import NothingFits, take_fitting_rows
 from raytrain.autotune.startup.record import Push, shared_record, write_decision
 from raytrain.checkpoint.writer import LoadedCheckpoint
@@ -26,7 +26,7 @@ MEASURED_PASSES = 4
 """So many micro-batches of each worker, at most, show what a second one in flight is worth."""
 
 
-def settle_precision(
+def resolve_precision(
     session: Session, run: RunFolder, *, forced: str | None, loaded: LoadedCheckpoint | None, reporter: Reporter,
     push: Push,
 ) -> str:  # fmt: skip
@@ -38,7 +38,7 @@ def settle_precision(
     """
     planned = session.job.plan.precision
     fallen = fallen_precision(run) if session.workers.rank == 0 else None
-    fallen = session.workers.gather_bytes((forced or fallen or "").encode())[0].decode()
+    fallen = session.workers.all_gather_bytes((forced or fallen or "").encode())[0].decode()
     known = fallen or (loaded.state["precision"] if loaded else None)
     if known is None and isinstance(planned, Deferred):
         known = (shared_record(session, run, "precision") or {}).get("value")
@@ -48,7 +48,7 @@ def settle_precision(
             take_fitting_rows(session, run, reporter=reporter, push=push)
         except NothingFits as error:
             return _settle_unheld(session, run, planned.bounds, error, reporter=reporter, push=push)
-        settle_layers(session, run, precisions=planned.bounds, reporter=reporter, push=push)
+        resolve_layers(session, run, precisions=planned.bounds, reporter=reporter, push=push)
         push({"phase": "measuring precisions"})
         chosen, trials = measure_precision(session, list(planned.bounds))
         session.use_precision(chosen.value)
@@ -56,7 +56,7 @@ def settle_precision(
             write_decision(run, "precision", chosen, trials, reporter)
         return str(chosen.value)
     session.prepare(known or session.job.planned("precision"))
-    settle_layers(session, run, precisions=[session.precision or ""], reporter=reporter, push=push)
+    resolve_layers(session, run, precisions=[session.precision or ""], reporter=reporter, push=push)
     return session.precision or ""
 
 
@@ -73,7 +73,7 @@ def _settle_unheld(
         unheld = f"in fp32 {why}; {name} fits, and could not be held against it: watch its loss"
         layers = isinstance(session.job.plan.fp32_layers, Deferred)
         if layers:
-            session.settle(fp32_layers=Resolved([], unheld))
+            session.apply_choices(fp32_layers=Resolved([], unheld))
         if layers and session.workers.rank == 0:  # for an attempt that follows: it could not measure them either
             write_decision(run, "fp32_layers", Resolved([], unheld), {"precision": name, "layers": []}, reporter)
         if session.workers.rank == 0:
@@ -85,10 +85,10 @@ def _settle_unheld(
 def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
     """The precision of these for the real model, and what each showed: on the first micro-batch of the window, the same
     on every worker. Needs `prepare("fp32")` first; changes nothing it measures. Collective."""
-    handles, _ = session.feed.window(session.state.cursor)
+    indices, _ = session.loader.window(session.state.cursor)
     trials = compare_precisions(
         session.trainable,
-        session.feed.first(handles),
+        session.loader.first(indices),
         candidates=candidates,
         gradients=session.step.gradients,
         workers=session.workers,
@@ -97,7 +97,7 @@ def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved
     return choose_precision(trials), [trial.to_json() for trial in trials]
 
 
-def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
+def resolve_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
     """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session.
 
     Raises:
@@ -107,7 +107,7 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
         return
     known = shared_record(session, run, "inflight")
     if known is not None:
-        session.settle(inflight=Resolved(known["value"], known["reason"]))
+        session.apply_choices(inflight=Resolved(known["value"], known["reason"]))
         return
     push({"phase": "measuring micro-batches in flight"})
     try:
@@ -117,20 +117,20 @@ def settle_inflight(session: Session, run: RunFolder, *, reporter: Reporter, pus
             why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
             write_decision(run, "inflight", Resolved(1, why), {}, reporter)
         raise
-    session.settle(inflight=chosen)
+    session.apply_choices(inflight=chosen)
     if session.workers.rank == 0:
         write_decision(run, "inflight", chosen, seconds, reporter)
 
 
 def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
     """One and two micro-batches in flight on the real model and its first ones; changes nothing it measures."""
-    feed, batches = session.feed, session.feed.batches
-    handles, _ = feed.window(session.state.cursor)
-    rows = handles[: MEASURED_PASSES * batches.micro_batch * batches.world]
+    loader, batches = session.loader, session.loader.batches
+    indices, _ = loader.window(session.state.cursor)
+    rows = indices[: MEASURED_PASSES * batches.micro_batch * batches.world_size]
     seconds, failed = compare_inflight(
         session.step,
-        lambda: feed.micro_batches(rows),
-        passes=feed.passes(rows),
+        lambda: loader.micro_batches(rows),
+        passes=loader.passes(rows),
         workers=session.workers,
         device=session.device,
     )

@@ -15,19 +15,19 @@ Made = TypeVar("Made", covariant=True)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BatchRequest:
     """One batch: these rows of a split, in `epoch` (from 0; what a dataset draws at random depends on it)."""
 
     split: str
     epoch: int
     rows: np.ndarray
 
-    def same(self, other: Wanted) -> bool:
+    def same(self, other: BatchRequest) -> bool:
         """Whether it is the same batch."""
         return (self.split, self.epoch) == (other.split, other.epoch) and np.array_equal(self.rows, other.rows)
 
 
-class Pending(Protocol[Made]):
+class PendingBatch(Protocol[Made]):
     """Something that is being made."""
 
     def result(self) -> Made:
@@ -40,14 +40,14 @@ class Pending(Protocol[Made]):
 
 
 def begun_ahead(
-    items: Iterable[Given], begin: Callable[[Given], Pending[Made]], *, depth: int
-) -> Generator[tuple[Given, Pending[Made]]]:
+    items: Iterable[Given], begin: Callable[[Given], PendingBatch[Made]], *, depth: int
+) -> Generator[tuple[Given, PendingBatch[Made]]]:
     """Each item with what was begun for it, `depth` of them begun at a time, the one that is handed out included: who
     asks for the next one as soon as a result is there has `depth` of them made beside the one in use (`results`).
 
     What is left is cancelled where the generator is closed.
     """
-    waiting: deque[tuple[Given, Pending[Made]]] = deque()
+    waiting: deque[tuple[Given, PendingBatch[Made]]] = deque()
     try:
         for item in items:
             waiting.append((item, begin(item)))
@@ -60,7 +60,7 @@ def begun_ahead(
             pending.cancel()
 
 
-def results(running: Generator[tuple[Given, Pending[Made]]]) -> Generator[Made]:
+def results(running: Generator[tuple[Given, PendingBatch[Made]]]) -> Generator[Made]:
     """The results one by one, the next ones begun before each of them is used."""
     came = next(running, None)
     try:
@@ -81,13 +81,15 @@ class Ahead(Generic[Made]):
         start: a generator over wanted batches -> (wanted, pending), such as `begun_ahead` makes.
     """
 
-    def __init__(self, start: Callable[[Iterator[Wanted]], Generator[tuple[Wanted, Pending[Made]]]]) -> None:
+    def __init__(
+        self, start: Callable[[Iterator[BatchRequest]], Generator[tuple[BatchRequest, PendingBatch[Made]]]]
+    ) -> None:
         self._start = start
-        self._running: Generator[tuple[Wanted, Pending[Made]]] | None = None
-        self._next: tuple[Wanted, Pending[Made]] | None = None
+        self._running: Generator[tuple[BatchRequest, PendingBatch[Made]]] | None = None
+        self._next: tuple[BatchRequest, PendingBatch[Made]] | None = None
         self.restarts = 0
 
-    def take(self, wanted: Wanted, *, then: Callable[[], Iterator[Wanted]]) -> Made:
+    def take(self, wanted: BatchRequest, *, then: Callable[[], Iterator[BatchRequest]]) -> Made:
         """The batch that is wanted now. `then` gives it and all that will be wanted after it: asked only where what was
         made ready is something else."""
         if self._next is None or not self._next[0].same(wanted):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from raytrain.data.loading.prefetch import Wanted
+from raytrain.data.loading.prefetch import BatchRequest
 from raytrain.data.loading.shared_memory import receive, send
 from raytrain.data.rows.contract import Batch
 from raytrain.data.rows.draws import seeded_batch
@@ -73,7 +73,7 @@ class LoaderPool:
         """Of the processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def begin(self, wanted: Wanted) -> Loading:
+    def begin(self, wanted: BatchRequest) -> Loading:
         """Ask for a batch."""
         number, self._asked = self._asked, self._asked + 1
         self._open.add(number)
@@ -147,7 +147,7 @@ class LoaderPool:
 class Loading:
     """A batch that a process reads."""
 
-    def __init__(self, pool: LoaderPool, number: int, wanted: Wanted) -> None:
+    def __init__(self, pool: LoaderPool, number: int, wanted: BatchRequest) -> None:
         self._pool, self._number, self.wanted = pool, number, wanted
 
     def result(self) -> Batch:
@@ -185,7 +185,7 @@ def _serve(line: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
         with contextlib.suppress(OSError):
             os.close(descriptor)
     torch.set_num_threads(1)
-    asked: queue.SimpleQueue[tuple[int, Wanted]] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[tuple[int, BatchRequest]] = queue.SimpleQueue()
     threading.Thread(target=_take, args=(line, asked), daemon=True).start()
     while True:
         number, wanted = asked.get()
@@ -202,7 +202,7 @@ def _serve(line: Connection, splits: Mapping[str, DatasetSplit], seed: int, held
             os._exit(0)
 
 
-def _take(line: Connection, asked: queue.SimpleQueue[tuple[int, Wanted]]) -> None:
+def _take(line: Connection, asked: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
     while True:
         try:
             asked.put(line.recv())
@@ -210,7 +210,7 @@ def _take(line: Connection, asked: queue.SimpleQueue[tuple[int, Wanted]]) -> Non
             os._exit(0)
 
 
-def _answered(split: DatasetSplit, wanted: Wanted, seed: int) -> tuple[str, Any]:
+def _answered(split: DatasetSplit, wanted: BatchRequest, seed: int) -> tuple[str, Any]:
     try:
         return "batch", seeded_batch(split, wanted.rows, seed=seed, epoch=wanted.epoch)
     except InputError as error:
@@ -219,7 +219,7 @@ def _answered(split: DatasetSplit, wanted: Wanted, seed: int) -> tuple[str, Any]
         return "error", _failed(split, wanted, error)
 
 
-def _failed(split: DatasetSplit, wanted: Wanted, error: Exception) -> str:
+def _failed(split: DatasetSplit, wanted: BatchRequest, error: Exception) -> str:
     """What went wrong just now in one line, with its traceback below."""
     rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
     more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""

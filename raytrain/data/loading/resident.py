@@ -40,18 +40,18 @@ class StreamSplit:
     def eval_order(self) -> np.ndarray:
         return self.split.eval_order()
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        return self.moved(self.split.gather(handles))
+    def gather(self, indices: np.ndarray) -> Batch:
+        return self.moved(self.split.gather(indices))
 
     def moved(self, host: Batch) -> Batch:
         """A batch of the host on the device."""
         return to_device(pin(host) if self.pinned else host, self.device)
 
-    def weights(self, handles: np.ndarray) -> int | None:
-        return self.split.weights(handles)
+    def weights(self, indices: np.ndarray) -> int | None:
+        return self.split.weights(indices)
 
-    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
-        return self.split.lengths(handles)
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
+        return self.split.lengths(indices)
 
     def to(self, device: torch.device | str) -> StreamSplit:
         """The same host data, streamed to another device."""

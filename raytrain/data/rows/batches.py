@@ -26,15 +26,15 @@ class Cursor:
     position: int = 0
 
 
-class Window(NamedTuple):
+class GlobalBatch(NamedTuple):
     """The rows of one step over all ranks, in order, and where the next step begins."""
 
-    handles: np.ndarray
+    indices: np.ndarray
     next: Cursor
 
 
 def rank_micro_batches(
-    handles: np.ndarray, *, micro_batch: int, rank: int, world: int, shares: Shares | None = None
+    indices: np.ndarray, *, micro_batch: int, rank: int, world_size: int, shares: Shares | None = None
 ) -> list[np.ndarray]:
     """This rank's micro-batches of one window, in order.
 
@@ -43,15 +43,15 @@ def rank_micro_batches(
     With `shares` each rank takes as many rows as they say, next to each other too.
     """
     if shares is not None:
-        passes = shares.passes(len(handles), rank=rank, micro_batch=micro_batch)
-        return [handles[mine.start : mine.stop] for mine in passes]
-    mine = part_of_rank(-(-len(handles) // micro_batch), rank=rank, world=world)
-    return [handles[i * micro_batch : (i + 1) * micro_batch] for i in range(mine.start, mine.stop)]
+        passes = shares.passes(len(indices), rank=rank, micro_batch=micro_batch)
+        return [indices[mine.start : mine.stop] for mine in passes]
+    mine = part_of_rank(-(-len(indices) // micro_batch), rank=rank, world_size=world_size)
+    return [indices[i * micro_batch : (i + 1) * micro_batch] for i in range(mine.start, mine.stop)]
 
 
-def part_of_rank(count: int, *, rank: int, world: int) -> slice:
+def part_of_rank(count: int, *, rank: int, world_size: int) -> slice:
     """Which of `count` micro-batches are this rank's: next to each other, as even as whole ones can be."""
-    share, more = divmod(count, world)
+    share, more = divmod(count, world_size)
     first = rank * share + min(rank, more)
     return slice(first, first + share + (rank < more))
 
@@ -83,20 +83,20 @@ class StepBatches:
         global_batch: int,
         micro_batch: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         device: torch.device | str = "cpu",
         storage: Storage | None = "resident",
         resident_rows: int = 0,
         tokens_per_batch: int | None = None,
     ) -> None:
-        if min(global_batch, micro_batch, world) < 1 or not 0 <= rank < world:
-            raise ValueError(f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world}")
+        if min(global_batch, micro_batch, world_size) < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world_size}")
         self.split = split if storage is None else place(split, storage, device, resident_rows=resident_rows)
         self.seed = seed
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.rank = rank
-        self.world = world
+        self.world_size = world_size
         self.shares: Shares | None = None
         self.tokens_per_batch = tokens_per_batch
         self.budget_part: tuple[int, int] = (1, 1)
@@ -108,14 +108,14 @@ class StepBatches:
         """Steps that see every row once; the last may be smaller than the global batch."""
         return -(-len(self.split) // self.global_batch)
 
-    def window(self, cursor: Cursor) -> Window:
+    def window(self, cursor: Cursor) -> GlobalBatch:
         """The global window that begins at `cursor`. The last of an epoch holds what is left."""
         if cursor.position >= len(self.split):
             cursor = Cursor(cursor.epoch + 1)
         order = self._epoch_order(cursor.epoch)
         end = min(cursor.position + self.global_batch, len(order))
         following = Cursor(cursor.epoch + 1) if end == len(order) else Cursor(cursor.epoch, end)
-        return Window(order[cursor.position : end], following)
+        return GlobalBatch(order[cursor.position : end], following)
 
     def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
         """So many rows of its epoch from `cursor` on, as handles; again from the front where the epoch ends."""
@@ -131,31 +131,31 @@ class StepBatches:
             self._order, self._epoch = self.split.order(self.seed, epoch), epoch
         return self._order
 
-    def rank_handles(self, handles: np.ndarray) -> list[np.ndarray]:
+    def rank_indices(self, indices: np.ndarray) -> list[np.ndarray]:
         """This rank's micro-batches of a window, as handles."""
         if self.tokens_per_batch is not None:
-            parts = self.parts(handles, self.split)
-            return parts[part_of_rank(len(parts), rank=self.rank, world=self.world)]
+            parts = self.parts(indices, self.split)
+            return parts[part_of_rank(len(parts), rank=self.rank, world_size=self.world_size)]
         return rank_micro_batches(
-            handles, micro_batch=self.micro_batch, rank=self.rank, world=self.world, shares=self.shares
+            indices, micro_batch=self.micro_batch, rank=self.rank, world_size=self.world_size, shares=self.shares
         )
 
-    def parts(self, handles: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
+    def parts(self, indices: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
         """All micro-batches of these rows by the budget of tokens, of `times` its size, over all ranks."""
-        lengths, budget = self._lengths(handles, split), times * self._budget
-        return [handles[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
+        lengths, budget = self._lengths(indices, split), times * self._budget
+        return [indices[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
 
-    def cut(self, handles: np.ndarray) -> list[np.ndarray]:
+    def cut(self, indices: np.ndarray) -> list[np.ndarray]:
         """These training rows, no more than a micro-batch may have, as they are or by the budget of tokens."""
-        return [handles] if self.tokens_per_batch is None else self.parts(handles, self.split)
+        return [indices] if self.tokens_per_batch is None else self.parts(indices, self.split)
 
-    def fitting(self, handles: np.ndarray, split: Split, *, times: int = 1) -> np.ndarray:
+    def fitting(self, indices: np.ndarray, split: Split, *, times: int = 1) -> np.ndarray:
         """The first of these rows: as many as are one micro-batch by the budget of tokens, all where there is none."""
         if self.tokens_per_batch is None:
-            return handles
-        longest = np.maximum.accumulate(self._lengths(handles, split))
-        fit = longest * np.arange(1, 1 + len(handles)) <= times * self._budget
-        return handles[: max(1, int(fit.sum()))]
+            return indices
+        longest = np.maximum.accumulate(self._lengths(indices, split))
+        fit = longest * np.arange(1, 1 + len(indices)) <= times * self._budget
+        return indices[: max(1, int(fit.sum()))]
 
     @property
     def _budget(self) -> int:
@@ -164,23 +164,23 @@ class StepBatches:
         return max(1, self.tokens_per_batch * part // whole)
 
     @staticmethod
-    def _lengths(handles: np.ndarray, split: Split) -> np.ndarray:
-        lengths = split.lengths(handles)
+    def _lengths(indices: np.ndarray, split: Split) -> np.ndarray:
+        lengths = split.lengths(indices)
         assert lengths is not None, "checked before the start (check_budget)"
         return lengths
 
-    def micro_batches(self, handles: np.ndarray) -> Iterator[tuple[Batch, int]]:
+    def micro_batches(self, indices: np.ndarray) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of a window: (batch on the device, its rows)."""
-        for rows in self.rank_handles(handles):
+        for rows in self.rank_indices(indices):
             yield self.split.gather(rows), len(rows)
 
-    def global_weight(self, handles: np.ndarray) -> int | None:
+    def global_weight(self, indices: np.ndarray) -> int | None:
         """What the mean loss of the whole window averages over; None where only the batches can tell."""
-        return self.split.weights(handles)
+        return self.split.weights(indices)
 
     def epoch_handles(self, epoch: int) -> Iterator[np.ndarray]:
         """All micro-batches of this rank in one epoch; as lists, a `batch_sampler` for torch's DataLoader."""
         cursor = Cursor(epoch)
         while cursor.epoch == epoch:
-            handles, cursor = self.window(cursor)
-            yield from self.rank_handles(handles)
+            indices, cursor = self.window(cursor)
+            yield from self.rank_indices(indices)

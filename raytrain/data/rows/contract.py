@@ -60,15 +60,15 @@ class Split(Protocol):
         """Every handle in file order."""
         ...
 
-    def gather(self, handles: np.ndarray) -> Batch:
+    def gather(self, indices: np.ndarray) -> Batch:
         """The rows as one batch of tensors (B, ...)."""
         ...
 
-    def weights(self, handles: np.ndarray) -> int | None:
+    def weights(self, indices: np.ndarray) -> int | None:
         """What a mean loss over these rows averages over (labels, tokens or rows); None where not known."""
         ...
 
-    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
         """Tokens of each of these rows; None where nobody knows without reading them."""
         ...
 

@@ -34,9 +34,9 @@ def longest_row(split: Split) -> LongestRow | None:
         handle = int(lengths.argmax())
         return LongestRow(handle, int(lengths[handle]))
     if isinstance(split, DatasetSplit):
-        handles = np.unique(np.linspace(0, len(split) - 1, LOOKED_AT).astype(np.int64))
+        indices = np.unique(np.linspace(0, len(split) - 1, LOOKED_AT).astype(np.int64))
         with generators_kept():
-            sizes = [tensor_bytes(row) for row in split.read(handles)]
+            sizes = [tensor_bytes(row) for row in split.read(indices)]
         at = int(np.argmax(sizes))
-        return LongestRow(int(handles[at]), sizes[at]) if min(sizes) < max(sizes) else None
+        return LongestRow(int(indices[at]), sizes[at]) if min(sizes) < max(sizes) else None
     return None

@@ -114,12 +114,12 @@ class RaggedSplit:
     def eval_order(self) -> np.ndarray:
         return np.arange(self._rows)
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        batch = {} if self.dense is None else self.dense.gather(handles)
+    def gather(self, indices: np.ndarray) -> Batch:
+        batch = {} if self.dense is None else self.dense.gather(indices)
         padded, masks = [], {}
         for name, column in self.ragged.items():
-            starts = column.offsets[handles]
-            lengths = column.offsets[handles + 1] - starts
+            starts = column.offsets[indices]
+            lengths = column.offsets[indices + 1] - starts
             batch[name], masks[name] = pad_rows(
                 column.values, starts, lengths, fill=self.fills.get(name, fill_value(name, column.values))
             )
@@ -133,13 +133,13 @@ class RaggedSplit:
             batch["labels"] = labels.to(torch.int64)
         return batch
 
-    def weights(self, handles: np.ndarray) -> int:
-        return len(handles) if self.counts is None else int(self.counts[handles].sum())
+    def weights(self, indices: np.ndarray) -> int:
+        return len(indices) if self.counts is None else int(self.counts[indices].sum())
 
-    def lengths(self, handles: np.ndarray) -> np.ndarray:
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Tokens of each row: of the column whose lengths the mask shows."""
         offsets = self.ragged[mask_column(list(self.ragged))].offsets
-        return offsets[handles + 1] - offsets[handles]
+        return offsets[indices + 1] - offsets[indices]
 
     def select(self, rows: np.ndarray) -> RaggedSplit:
         return RaggedSplit(

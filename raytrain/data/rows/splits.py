@@ -108,29 +108,29 @@ class TensorSplit:
     def eval_order(self) -> np.ndarray:
         return np.arange(self._rows)
 
-    def gather(self, handles: np.ndarray) -> Batch:
+    def gather(self, indices: np.ndarray) -> Batch:
         """See `Split`. Where it `lends`, neighbouring rows are views of the columns, and nothing is copied."""
-        batch = self._views(handles) or {name: take(column, handles) for name, column in self.columns.items()}
+        batch = self._views(indices) or {name: take(column, indices) for name, column in self.columns.items()}
         for name, divisor in self.divisors.items():
             batch[name] = batch[name].to(torch.float32).div_(divisor)
         if self._widen:
             batch["labels"] = batch["labels"].to(torch.int64)
         return batch
 
-    def _views(self, handles: np.ndarray) -> Batch | None:
-        first, count = int(handles[0]), len(handles)
-        if not self.lends or self.divisors or int(handles[-1]) - first != count - 1 or (np.diff(handles) != 1).any():
+    def _views(self, indices: np.ndarray) -> Batch | None:
+        first, count = int(indices[0]), len(indices)
+        if not self.lends or self.divisors or int(indices[-1]) - first != count - 1 or (np.diff(indices) != 1).any():
             return None
         columns = self.columns.items()
         return {name: column.narrow(0, first, count) for name, column in columns if isinstance(column, Tensor)}
 
-    def weights(self, handles: np.ndarray) -> int:
-        return len(handles) if self.counts is None else int(self.counts[handles].sum())
+    def weights(self, indices: np.ndarray) -> int:
+        return len(indices) if self.counts is None else int(self.counts[indices].sum())
 
-    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
         """Tokens of each row: the width of `input_ids`; None for rows that are no tokens."""
         tokens = self.columns.get("input_ids")
-        return None if tokens is None or tokens.ndim < 2 else np.full(len(handles), tokens.shape[1])
+        return None if tokens is None or tokens.ndim < 2 else np.full(len(indices), tokens.shape[1])
 
     def select(self, rows: np.ndarray) -> TensorSplit:
         chosen = {name: take(column, rows) for name, column in self.columns.items()}
@@ -206,23 +206,23 @@ class TextSplit:
     def eval_order(self) -> np.ndarray:
         return np.arange((self._length - 1) // self.context) * self.context
 
-    def gather(self, handles: np.ndarray) -> Batch:
+    def gather(self, indices: np.ndarray) -> Batch:
         if self.same_labels:
-            ids = take(self._windows, handles).to(torch.int64)
+            ids = take(self._windows, indices).to(torch.int64)
             labels = ids.clone()
             labels[:, 0] = IGNORED_LABEL
             return {"input_ids": ids, "labels": labels}
         return {
-            "input_ids": take(self._windows, handles).to(torch.int64),
-            "labels": take(self._windows, handles + 1).to(torch.int64),
+            "input_ids": take(self._windows, indices).to(torch.int64),
+            "labels": take(self._windows, indices + 1).to(torch.int64),
         }
 
-    def weights(self, handles: np.ndarray) -> int:
-        return len(handles) * (self.context - self.same_labels)
+    def weights(self, indices: np.ndarray) -> int:
+        return len(indices) * (self.context - self.same_labels)
 
-    def lengths(self, handles: np.ndarray) -> np.ndarray:
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
         """Every window is as long as the next."""
-        return np.full(len(handles), self.context)
+        return np.full(len(indices), self.context)
 
     def to(self, device: torch.device | str) -> TextSplit:
         """The tokens on `device`, moved once; itself where they are there already."""

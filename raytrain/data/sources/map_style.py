@@ -49,31 +49,31 @@ class DatasetSplit:
     def eval_order(self) -> np.ndarray:
         return np.arange(len(self.rows))
 
-    def items(self, handles: np.ndarray) -> list[Any]:
+    def items(self, indices: np.ndarray) -> list[Any]:
         """The items as the dataset gives them."""
-        indices = self.rows[handles].tolist()
+        indices = self.rows[indices].tolist()
         return self._many(indices) if self._many is not None else [self.dataset[index] for index in indices]
 
-    def read(self, handles: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
         """The items as rows (`as_row`). `before` is called with each handle before its item is asked for; with the
         first one alone where the dataset reads many at once."""
         if before is None or self._many is not None:
-            if before is not None and len(handles):
-                before(int(handles[0]))
-            return [as_row(item, key=self.key) for item in self.items(handles)]
+            if before is not None and len(indices):
+                before(int(indices[0]))
+            return [as_row(item, key=self.key) for item in self.items(indices)]
         rows = []
-        for handle in handles:
+        for handle in indices:
             before(int(handle))
             rows.append(as_row(self.dataset[int(self.rows[handle])], key=self.key))
         return rows
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        return collate_rows(self.read(handles), key=self.key)
+    def gather(self, indices: np.ndarray) -> Batch:
+        return collate_rows(self.read(indices), key=self.key)
 
-    def weights(self, handles: np.ndarray) -> None:
+    def weights(self, indices: np.ndarray) -> None:
         """Not known without reading the items."""
 
-    def lengths(self, handles: np.ndarray) -> None:
+    def lengths(self, indices: np.ndarray) -> None:
         """Not known without reading the items."""
 
     def select(self, rows: np.ndarray) -> DatasetSplit:
@@ -124,21 +124,21 @@ class PartlyKept:
     def eval_order(self) -> np.ndarray:
         return self.split.eval_order()
 
-    def read(self, handles: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
         """Rows on the device; `before` as in `DatasetSplit.read`, for those that are not kept."""
-        others = iter(self.split.read(handles[handles >= len(self._kept)], before=before))
+        others = iter(self.split.read(indices[indices >= len(self._kept)], before=before))
         kept = self._kept
         return [
-            kept[handle] if handle < len(kept) else to_device(next(others), self.device) for handle in handles.tolist()
+            kept[handle] if handle < len(kept) else to_device(next(others), self.device) for handle in indices.tolist()
         ]
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        return collate_rows(self.read(handles), key=self.key)
+    def gather(self, indices: np.ndarray) -> Batch:
+        return collate_rows(self.read(indices), key=self.key)
 
-    def weights(self, handles: np.ndarray) -> None:
+    def weights(self, indices: np.ndarray) -> None:
         """Not known without reading the items."""
 
-    def lengths(self, handles: np.ndarray) -> None:
+    def lengths(self, indices: np.ndarray) -> None:
         """Not known without reading the items."""
 
     def to(self, device: torch.device | str) -> RowSplit:
@@ -153,8 +153,8 @@ class PartlyKept:
 class ItemSplit(DatasetSplit):
     """Items that fit no table of tensors (nested, or with strings), converted once and kept on a device."""
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        return collate_rows([self.dataset[index] for index in self.rows[handles].tolist()], key=self.key)
+    def gather(self, indices: np.ndarray) -> Batch:
+        return collate_rows([self.dataset[index] for index in self.rows[indices].tolist()], key=self.key)
 
     def select(self, rows: np.ndarray) -> ItemSplit:
         return ItemSplit(self.dataset, rows=self.rows[rows], key=self.key)

@@ -47,7 +47,7 @@ def _files_of(path: str, *, key: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParquetSizes:
     """Rows of files, and bytes of a row as it is kept."""
 
     rows: int
@@ -57,7 +57,7 @@ class Sizes:
     schema: Any
 
 
-def sizes_of(files: Sequence[str], keys: Mapping[str, Any], *, key: str) -> Sizes:
+def sizes_of(files: Sequence[str], keys: Mapping[str, Any], *, key: str) -> ParquetSizes:
     """From the metadata alone; whether the rows are shuffled by row groups follows from them and `order`."""
     schema, rows, sizes = parquet_sizes(files, key=key)
     choice = choose(schema, features=keys["features"], label=keys["label"], key=key)
@@ -65,7 +65,7 @@ def sizes_of(files: Sequence[str], keys: Mapping[str, Any], *, key: str) -> Size
     row_bytes = int(stored + sum(sizes.get(name, LABEL_BYTES) for name in choice.named))
     asked = keys.get("order") or "auto"
     by_groups = asked == "groups" or (asked == "auto" and rows * row_bytes > GROUPS_FROM_BYTES)
-    return Sizes(rows, row_bytes, by_groups, choice, schema)
+    return ParquetSizes(rows, row_bytes, by_groups, choice, schema)
 
 
 def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[str, Any], *, fraction: float) -> Source:

@@ -130,7 +130,7 @@ class GroupSplit:
         self._starts = np.concatenate([[0], np.cumsum([piece.rows for piece in self.pieces], dtype=np.int64)])
         mean = max(1, int(self._starts[-1]) * row_bytes // len(self.pieces))
         self.window = max(1, min(len(self.pieces), window_bytes // mean))
-        self._read = _Reader(self.pieces, self._split_of, columns=_names(choice), most=3 * self.window + 1)
+        self._read = _GroupReader(self.pieces, self._split_of, columns=_names(choice), most=3 * self.window + 1)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -147,21 +147,21 @@ class GroupSplit:
     def eval_order(self) -> np.ndarray:
         return np.arange(len(self))
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        numbers = np.searchsorted(self._starts, handles, side="right") - 1
+    def gather(self, indices: np.ndarray) -> Batch:
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
         by_piece = np.argsort(numbers, kind="stable")
         parts = []
         for number in np.unique(numbers).tolist():
-            mine = handles[by_piece][numbers[by_piece] == number]
+            mine = indices[by_piece][numbers[by_piece] == number]
             parts.append(self._read.piece(number).select(mine - self._starts[number]))
-        back = np.empty(len(handles), np.int64)
-        back[by_piece] = np.arange(len(handles))
+        back = np.empty(len(indices), np.int64)
+        back[by_piece] = np.arange(len(indices))
         return joined(parts).gather(back)
 
-    def weights(self, handles: np.ndarray) -> int | None:
-        return len(handles) if self._weighs_rows else None
+    def weights(self, indices: np.ndarray) -> int | None:
+        return len(indices) if self._weighs_rows else None
 
-    def lengths(self, handles: np.ndarray) -> None:
+    def lengths(self, indices: np.ndarray) -> None:
         """Not known without reading the rows."""
 
     def to(self, device: torch.device | str) -> Split:
@@ -201,14 +201,14 @@ class InOrder:
     def eval_order(self) -> np.ndarray:
         return self.split.eval_order()
 
-    def gather(self, handles: np.ndarray) -> Batch:
-        return self.split.gather(handles)
+    def gather(self, indices: np.ndarray) -> Batch:
+        return self.split.gather(indices)
 
-    def weights(self, handles: np.ndarray) -> int | None:
-        return self.split.weights(handles)
+    def weights(self, indices: np.ndarray) -> int | None:
+        return self.split.weights(indices)
 
-    def lengths(self, handles: np.ndarray) -> np.ndarray | None:
-        return self.split.lengths(handles)
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
+        return self.split.lengths(indices)
 
     def to(self, device: torch.device | str) -> InOrder:
         """On another device, in the same order."""
@@ -240,7 +240,7 @@ def _names(choice: Choice) -> list[str]:
     return [*choice.stacked, *choice.named, *([choice.label] if choice.label else [])]
 
 
-class _Reader:
+class _GroupReader:
     """Pieces as splits: read by one thread, the last `most` of them kept."""
 
     def __init__(

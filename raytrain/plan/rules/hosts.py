@@ -182,8 +182,8 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
     Raises:
         InputError: asked for together with experts elsewhere, naming both keys.
     """
-    elsewhere = hosts.value not in ("none", 0)
-    if scale.overlap is True and elsewhere:
+    remote = hosts.value not in ("none", 0)
+    if scale.overlap is True and remote:
         raise InputError(
             "scale.overlap", seen=f"true with experts.hosts {hosts.value}", expected="auto or false with it",
             remedy="a step whose experts live elsewhere sums its gradients after the vote; experts.hosts 0 keeps them"
@@ -194,7 +194,7 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
         if scale.overlap is True:
             warnings.append(f"scale.overlap true changes nothing: {why}")
         return None
-    if elsewhere:
+    if remote:
         return None
     if scale.overlap != "auto":
         return Resolved(scale.overlap, "scale.overlap")

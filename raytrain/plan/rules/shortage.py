@@ -24,7 +24,7 @@ WORTH_RECOMPUTING = 0.1
 
 
 def least_parts(
-    model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool, elsewhere: bool = False,
+    model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool, remote: bool = False,
     shards: int = 1,
 ) -> dict[str, int]:  # fmt: skip
     """What a worker takes for certain to train one row, by name. Of a row half the estimated activations, which are
@@ -38,7 +38,7 @@ def least_parts(
     parts = {} if on_gpu else {"the process": LEAST_PROCESS_BYTES}
     if model_facts is None:
         return parts
-    facts = model_facts.experts if elsewhere else None
+    facts = model_facts.experts if remote else None
     away = 0 if facts is None else facts.total
     trainable = model_facts.trainable_bytes // 4 - away
     taken = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
@@ -64,7 +64,7 @@ def check_limit(
         InputError: it is not.
     """
     away = hosts is not None and hosts.value not in ("none", 0)
-    parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, elsewhere=away, shards=shards)
+    parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, remote=away, shards=shards)
     least = sum(parts.values())
     if limit is not None and least > limit:
         likely = ""

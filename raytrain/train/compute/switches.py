@@ -46,7 +46,7 @@ class Switches:
         planned = job.plan.compile
         why = planned.reason if isinstance(planned, Resolved) and planned.value == "off" else None
         why = why or missing_for_compile(device.type)
-        if sum(workers.sum_flags([int(why is not None)])):
+        if sum(workers.all_reduce_ints([int(why is not None)])):
             why = why or "another worker's machine cannot compile"
             refused = {"requested": job.loop.compile, "achieved": "off", "reasons": [why], "seconds": 0.0, "parts": []}
             self._notices.append(("compile", refused))

@@ -151,4 +151,4 @@ def processes_sharing(device: torch.device, workers: Workers) -> int:
     if device.type != "cuda":
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}".encode()
-    return workers.gather_bytes(own).count(own)
+    return workers.all_gather_bytes(own).count(own)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from raytrain.errors import RunError
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import StepDropped
 from raytrain.train.memory.undo import Undo
@@ -27,8 +27,8 @@ class LoopMemory:
         reporter: told of each change.
     """
 
-    def __init__(self, step: TrainingStep, feed: Feed, *, sizing: MicroBatchSize, reporter: Reporter) -> None:
-        self._feed, self._sizing, self._reporter = feed, sizing, reporter
+    def __init__(self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter) -> None:
+        self._loader, self._sizing, self._reporter = loader, sizing, reporter
         self._undo = Undo(step.trainable.module, step.device)
         self._use()
 
@@ -81,8 +81,8 @@ class LoopMemory:
 
     def _use(self) -> None:
         """The size in force, of rows and of a budget of tokens: of long rows the budget alone decides how many."""
-        self._feed.micro_batch = self._sizing.now
-        self._feed.batches.budget_part = (self._sizing.now, self._sizing.planned)
+        self._loader.micro_batch = self._sizing.now
+        self._loader.batches.budget_part = (self._sizing.now, self._sizing.planned)
 
     def clean(self, *, step: int) -> None:
         """A step was taken: it may be time to try a larger size again."""

@@ -94,11 +94,11 @@ def let_go(error: BaseException | None, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def told(shortage: Shortage | None) -> bytes:
+def encode_shortage(shortage: Shortage | None) -> bytes:
     """A worker's word for the others; empty where it had memory enough."""
     return b"" if shortage is None else json.dumps(shortage.to_json()).encode()
 
 
-def heard(words: list[bytes]) -> list[Shortage]:
+def decode_shortages(words: list[bytes]) -> list[Shortage]:
     """What all workers said, in the order of the ranks."""
     return [Shortage(**json.loads(word)) for word in words if word]

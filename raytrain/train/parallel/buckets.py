@@ -32,7 +32,7 @@ BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 
 def could_overlap(gradients: GradientBuffers, workers: Workers) -> bool:
     """Whether there is another worker, and a bucket that may be whole before the passes are over."""
-    return workers.world > 1 and len(gradients.payloads) > 1
+    return workers.world_size > 1 and len(gradients.payloads) > 1
 
 
 class BucketSums:
@@ -114,7 +114,7 @@ class BucketSums:
         count = len(self._left)
         early = [bucket for bucket in self._whole if bucket and bucket not in self._late]
         rest = [bucket for bucket in range(count - 1, 0, -1) if bucket not in early]
-        told = self._workers.gather_bytes(json.dumps([*early, *rest, 0]).encode() if seen else b"")[0]
+        told = self._workers.all_gather_bytes(json.dumps([*early, *rest, 0]).encode() if seen else b"")[0]
         self._order = json.loads(told) if told else None
 
     def came(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
@@ -148,7 +148,7 @@ class BucketSums:
             self._begin(bucket)
 
     def _begin(self, bucket: int) -> None:
-        self._begun[bucket] = self._workers.begin_sum(self._gradients.payloads[bucket])
+        self._begun[bucket] = self._workers.start_all_reduce(self._gradients.payloads[bucket])
 
 
 def _tell(sums: weakref.ref[BucketSums], bucket: int, place: int, parameter: nn.Parameter) -> None:

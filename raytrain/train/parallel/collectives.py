@@ -41,11 +41,11 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._payload: Any = None
         self._flags: Any = None
-        if self.world > 1:
+        if self.world_size > 1:
             self._payload = self._flags = dist.group.WORLD
             if dist.get_backend() != "gloo":
                 self._flags = dist.new_group(backend="gloo")
@@ -56,14 +56,14 @@ class Workers:
         """From now on meet over these process groups of the same workers."""
         self._payload, self._flags, self._lost = group.payload, group.flags, group.lost
 
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over the workers in place, in the order given."""
         for tensor in tensors:
-            self.begin_sum(tensor)()
+            self.start_all_reduce(tensor)()
 
-    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Start a sum of a tensor in place and return at once; calling what comes back waits (a GPU's stream does)."""
-        if self.world == 1:
+        if self.world_size == 1:
             return lambda: None
         with self._together():
             work = self._of(tensor).allreduce([tensor])
@@ -73,16 +73,16 @@ class Workers:
         with self._together():
             work.wait()
 
-    def sum_flags(self, values: list[int]) -> list[int]:
+    def all_reduce_ints(self, values: list[int]) -> list[int]:
         """Sum small host integers over the workers; never touches the device."""
-        return self.begin_sum_flags(values)()
+        return self.start_all_reduce_ints(values)()
 
-    def begin_sum_flags(self, values: list[int]) -> Callable[[], list[int]]:
+    def start_all_reduce_ints(self, values: list[int]) -> Callable[[], list[int]]:
         """Start a sum of host integers and return at once; calling what comes back waits for it.
 
         While it travels, other collectives may run, in the same order on every worker.
         """
-        if self.world == 1:
+        if self.world_size == 1:
             return lambda: values
         vector = torch.tensor(values, dtype=torch.int64)
         with self._together():
@@ -95,31 +95,31 @@ class Workers:
 
         return finish
 
-    def gather_floats(self, values: list[float]) -> list[list[float]]:
+    def all_gather_floats(self, values: list[float]) -> list[list[float]]:
         """One row of host floats for each worker, on every worker."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [values]
         own = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(self.world)]
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
         with self._together():
             self._flags.allgather([rows], [own]).wait()
         return [[float(value) for value in row.numpy()] for row in rows]
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """One byte string for each worker, on every worker (used for small records: RNG states, names)."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [payload]
-        sizes = [int(row[0]) for row in self.gather_floats([float(len(payload))])]
+        sizes = [int(row[0]) for row in self.all_gather_floats([float(len(payload))])]
         own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
-        rows = [torch.empty_like(own) for _ in range(self.world)]
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
         with self._together():
             self._flags.allgather([rows], [own]).wait()
         return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
-    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's values on every worker."""
-        if self.world == 1:
+        if self.world_size == 1:
             return
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -140,7 +140,7 @@ class Workers:
             reason = self._why_lost()
             if reason is not None:
                 raise StateLost(reason) from error
-            raise CollectiveFailed(f"a sum over {self.world} workers failed: {first_line(error)}") from error
+            raise CollectiveFailed(f"a sum over {self.world_size} workers failed: {first_line(error)}") from error
         finally:
             self.wait_s += time.perf_counter() - begin
 

@@ -21,7 +21,7 @@ class PassEnded(Exception):
     """The other pass failed, and this one must end with it."""
 
 
-class Turns:
+class Interleaver:
     """The turn of one process. Only the pass that has it runs, so nobody has to say who asks.
 
     The turn belongs to a pass and not to a thread: on a GPU autograd runs a backward pass in threads of its own.
@@ -48,7 +48,7 @@ class Turns:
         if self._failed:
             raise PassEnded("the pass beside this one failed")
 
-    def beside(self, first: Callable[[], Any], second: Callable[[], Made]) -> Made:
+    def run_interleaved(self, first: Callable[[], Any], second: Callable[[], Made]) -> Made:
         """Run `first` in a thread of its own and `second` in the caller's, in turns; `first` begins.
 
         Returns:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from raytrain.train.memory.oom import Shortage, StepDropped, attempt, heard, told
+from raytrain.train.memory.oom import Shortage, StepDropped, attempt, decode_shortages, encode_shortage
 from raytrain.train.parallel.buckets import BUCKET_BYTES, BucketSums
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
@@ -91,17 +91,19 @@ class FlatReduction:
         them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
         """
         workers, inside = self.workers, self._device.type == "cpu"
-        begun = workers.begin_sum_flags(flags()) if inside else None  # travels while the passes compute
+        begun = workers.start_all_reduce_ints(flags()) if inside else None  # travels while the passes compute
         with self.sums.inside():
             came = self.attempt(passes)
-        begun = begun or workers.begin_sum_flags([*flags(), int(isinstance(came, Shortage))])
+        begun = begun or workers.start_all_reduce_ints([*flags(), int(isinstance(came, Shortage))])
         if isinstance(came, Shortage):
             self.gradients.say_short()
         else:  # its gradients may be finite, the step is none all the same
             self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
         self.sums.finish(learn=not isinstance(came, Shortage))
         summed = begun()
-        short = self.gradients.some_were_short() if inside and workers.world > 1 else not inside and summed.pop() > 0
+        short = (
+            self.gradients.some_were_short() if inside and workers.world_size > 1 else not inside and summed.pop() > 0
+        )
         if short or isinstance(came, Shortage):
             raise self.dropped(came)
         return came, summed
@@ -109,16 +111,18 @@ class FlatReduction:
     def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
         """As in `Reduction`."""
         came = attempt(passes, device=self._device, who=f"rank {self.workers.rank}")
-        if self._trainable.elsewhere is not None:
-            self._trainable.elsewhere.end_passes(short=isinstance(came, Shortage))
+        if self._trainable.remote is not None:
+            self._trainable.remote.end_passes(short=isinstance(came, Shortage))
         return came
 
     def dropped(self, came: object) -> StepDropped:
         """As in `Reduction`."""
-        shortages = heard(self.workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
+        shortages = decode_shortages(
+            self.workers.all_gather_bytes(encode_shortage(came if isinstance(came, Shortage) else None))
+        )
         self.gradients.zero_()
-        if self._trainable.elsewhere is not None:
-            self._trainable.elsewhere.discard()
+        if self._trainable.remote is not None:
+            self._trainable.remote.discard()
         return StepDropped(shortages)
 
     def overlap(self, wanted: bool) -> None:

@@ -8,14 +8,13 @@ from typing import Any, Protocol, TypedDict
 import torch
 from torch import nn
 
-from raytrain.elsewhere import SavedElsewhere
 from raytrain.runs.folder import RunFolder
-from raytrain.train.feed import Feed
 from raytrain.train.job import load_module
+from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import Reduction
 from raytrain.train.precision.policy import PrecisionPolicy
-from raytrain.trainable import Batch, Trainable
+from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
 
 
 class ForStep(TypedDict, total=False):
@@ -25,7 +24,7 @@ class ForStep(TypedDict, total=False):
     filler: Callable[[], Batch]
 
 
-class Layout(Protocol):
+class ParallelStrategy(Protocol):
     """Every verb is one of all workers at the same moment."""
 
     def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
@@ -36,8 +35,8 @@ class Layout(Protocol):
         """
         ...
 
-    def for_step(self, feed: Callable[[], Feed]) -> ForStep:
-        """What a step needs to know of it; `feed` is asked when it runs."""
+    def for_step(self, loader: Callable[[], BatchLoader]) -> ForStep:
+        """What a step needs to know of it; `loader` is asked when it runs."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -52,7 +51,7 @@ class Layout(Protocol):
         """On rank 0 the module with all its weights; `build` gives another of the same model."""
         ...
 
-    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
+    def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
         """What other processes than rank 0 write into each checkpoint of `run`; `parts` gives the state."""
         ...
 
@@ -69,57 +68,57 @@ class Layout(Protocol):
         ...
 
 
-class Whole:
+class Replicated:
     """The module is on each worker, but for what lives elsewhere."""
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         self._trainable, self._workers, self._device = trainable, workers, device
 
     def place(self, policy: PrecisionPolicy, *, fp32_layers: Sequence[str]) -> None:
-        """As in `Layout`: autocast casts what a layer computes with, when it does."""
+        """As in `ParallelStrategy`: autocast casts what a layer computes with, when it does."""
         module = self._trainable.module
         module.to(device=self._device, dtype=policy.master_dtype)
         module.train()
-        self._workers.broadcast_([*module.parameters(), *module.buffers()])
+        self._workers.broadcast([*module.parameters(), *module.buffers()])
 
-    def for_step(self, feed: Callable[[], Feed]) -> ForStep:
-        """As in `Layout`: flat buffers and no filler, as a step does by itself."""
+    def for_step(self, loader: Callable[[], BatchLoader]) -> ForStep:
+        """As in `ParallelStrategy`: flat buffers and no filler, as a step does by itself."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """As in `Layout`."""
+        """As in `ParallelStrategy`."""
         load_module(self._trainable.module, dict(state))
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """As in `Layout`."""
+        """As in `ParallelStrategy`."""
         optimizer.load_state_dict(dict(state))
 
     def whole_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
-        """As in `Layout`: the module itself, with what lives elsewhere."""
-        elsewhere = self._trainable.elsewhere
-        return self._trainable.module if elsewhere is None else elsewhere.whole()
+        """As in `ParallelStrategy`: the module itself, with what lives elsewhere."""
+        remote = self._trainable.remote
+        return self._trainable.module if remote is None else remote.whole()
 
-    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
-        """As in `Layout`: rank 0 has everything but what lives elsewhere."""
-        return self._trainable.elsewhere
+    def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
+        """As in `ParallelStrategy`: rank 0 has everything but what lives elsewhere."""
+        return self._trainable.remote
 
     def close_saves(self) -> None:
-        """As in `Layout`: nothing is written here."""
+        """As in `ParallelStrategy`: nothing is written here."""
 
     def release(self) -> None:
-        """As in `Layout`; tensors that a builder took from elsewhere stay with whoever else holds them."""
+        """As in `ParallelStrategy`; tensors that a builder took from elsewhere stay with whoever else holds them."""
         for parameter in self._trainable.module.parameters():
             parameter.data = parameter.data.new_empty(0)
 
     def facts(self) -> dict[str, Any]:
-        """As in `Layout`."""
+        """As in `ParallelStrategy`."""
         return {}
 
 
-def layout_of(strategy: str, trainable: Trainable, *, workers: Workers, device: torch.device) -> Layout:
+def strategy_of(strategy: str, trainable: Trainable, *, workers: Workers, device: torch.device) -> ParallelStrategy:
     """The layout of a resolved `scale.strategy`."""
     if strategy != "fsdp":
-        return Whole(trainable, workers=workers, device=device)
-    from raytrain.train.parallel.fsdp.shards import Shards  # torch's part of it takes a second to import
+        return Replicated(trainable, workers=workers, device=device)
+    from raytrain.train.parallel.fsdp.shards import Sharded  # torch's part of it takes a second to import
 
-    return Shards(trainable, workers=workers, device=device)
+    return Sharded(trainable, workers=workers, device=device)

@@ -246,7 +246,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
     module = session.trainable.module
     next(part for part in module.modules() if isinstance(part, nn.Linear)).register_forward_hook(look)
     outcome = session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
-    pool = session.feed.pool
+    pool = session.loader.pool
     session.close()
     return {
         "loaders": (0, 0) if pool is None else (len(pool.pids), pool.high_water),
@@ -263,7 +263,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
         "weights_are": {parameter.dtype for parameter in module.parameters()},
         "parameters": {name: tuple(value.shape) for name, value in module.named_parameters()},
         "masks": [row.get("mask_cache") for row in rows.rows if row["kind"] == "train"],
-        "storage": type(session.feed.batches.split).__name__,
+        "storage": type(session.loader.batches.split).__name__,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
@@ -284,7 +284,7 @@ class Silent:
         import ray.exceptions
 
         def remote(*arguments: Any) -> None:
-            if name == "wait_stop":
+            if name == "wait_for_stop":
                 raise ray.exceptions.RayError("no driver")
 
         return SimpleNamespace(remote=remote)
@@ -326,7 +326,7 @@ def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     told.clear()
     run = RunFolder.create(str(place.folder / "runs"), "flags")
     run.next_attempt(this_process())
-    Worker(session_of(loaded, run=run).job, workers=Workers(), local_rank=0, link=Silent()).run(None)
+    Worker(session_of(loaded, run=run).job, workers=Workers(), local_rank=0, channel=Silent()).run(None)
     events = run.read_rows(run.events)
     return {
         "checkpoints": [row["step"] for row in events if row["kind"] == "checkpoint"],
@@ -360,15 +360,15 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         seen["address"] = address
         yield Cluster(local=address == "local", address=address, folder=str(place.folder))
 
-    link = SimpleNamespace(
+    channel = SimpleNamespace(
         stop=SimpleNamespace(remote=stopped.set), status=SimpleNamespace(remote=str),
-        heard=SimpleNamespace(remote=lambda *, last: ""),
+        printed=SimpleNamespace(remote=lambda *, last: ""),
     )  # fmt: skip
     place.patch.chdir(place.folder)
     place.patch.setattr(sys, "path", list(sys.path))
     place.patch.setattr(command, "connected", connected)
     place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
-    place.patch.setattr(trainer, "make_link", lambda: link)
+    place.patch.setattr(trainer, "open_channel", lambda: channel)
     place.patch.setattr(
         "experts.hosts.reserve.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s)
     )
@@ -408,7 +408,7 @@ class Flag:
 
     Attributes:
         see: the observer, and `part`, what of it.
-        job: what the key is given to; `beside`: other keys that it needs.
+        job: what the key is given to; `run_interleaved`: other keys that it needs.
     """
 
     see: Callable[[LoadedSpec, Place], dict[str, Any]]
@@ -573,7 +573,7 @@ def given(key: str, value: Any, *, flag: Flag, folder: Path) -> LoadedSpec:
     """The flag's job with one value of its key, as a flag or as an object."""
     mapping = flag.job(folder)
     section, _, name = key.partition(".")
-    taken = tuple(text for text in (*FIXED, *flag.beside) if not text.startswith(f"{key}="))
+    taken = tuple(text for text in (*FIXED, *flag.run_interleaved) if not text.startswith(f"{key}="))
     if not callable(value):
         return load_spec(mapping=mapping, overrides=[*taken, f"{key}={value}"])
     mapping[section] = {**mapping[section], name: value()}
@@ -671,7 +671,7 @@ def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path
         return spec[name] if name else spec
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
-    needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
+    needed = FLAGS[key].run_interleaved if key.startswith("experts.") and key in FLAGS else ()
     filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
     flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)

@@ -64,7 +64,7 @@ class ShardSaver:
         """
         files: dict[str, WrittenFile] = {}
         parts: dict[str, list[str]] = {}
-        for word in self._meeting.gather_bytes(b"{}"):
+        for word in self._meeting.all_gather_bytes(b"{}"):
             told = json.loads(word)
             if "error" in told:
                 raise RunError(told["error"])
@@ -100,6 +100,6 @@ class ShardSaver:
             )
             told = {"files": {name: asdict(written) for name, written in files.items()}, "parts": parts}
         except (RaytrainError, OSError) as error:
-            self._meeting.gather_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
+            self._meeting.all_gather_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
             raise
-        self._meeting.gather_bytes(json.dumps(told).encode())
+        self._meeting.all_gather_bytes(json.dumps(told).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain.errors import RunError
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 from raytrain.trainable import Batch
 
 #: So many rows are looked at for one that weighs something.
@@ -16,8 +16,8 @@ class Filler:
     What is computed with it is multiplied by zero: a row that weighs nothing (every label is -100) would give NaN.
     """
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    def __init__(self, loader: BatchLoader) -> None:
+        self._loader = loader
         self._batch: Batch | None = None
 
     def __call__(self) -> Batch:
@@ -27,9 +27,9 @@ class Filler:
         return self._batch
 
     def _found(self) -> Batch:
-        order = self._feed.batches.split.eval_order()[:LOOKED_AT]
+        order = self._loader.batches.split.eval_order()[:LOOKED_AT]
         for at in range(len(order)):
-            micro = self._feed.one(order[at : at + 1])
+            micro = self._loader.one(order[at : at + 1])
             if micro.weight > 0:
                 return micro.batch
         raise RunError(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain.errors import CollectiveFailed, OutOfMemory, first_line
-from raytrain.train.memory.oom import Shortage, StepDropped, attempt, heard, told
+from raytrain.train.memory.oom import Shortage, StepDropped, attempt, decode_shortages, encode_shortage
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
 from raytrain.train.parallel.fsdp.gradients import ShardGradients
@@ -37,10 +37,10 @@ class ShardedReduction:
 
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
         """As in `raytrain.train.parallel.reduction.Reduction`. Raises OutOfMemory alone."""
-        early = self._workers.begin_sum_flags(flags()) if self._device.type == "cpu" else None
+        early = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
         came = self.attempt(passes)
         self._bad = ~torch.isfinite(came[0] + came[1])
-        return came, (early or self._workers.begin_sum_flags(flags()))()
+        return came, (early or self._workers.start_all_reduce_ints(flags()))()
 
     def attempt(self, passes: Callable[[], Made]) -> Made:
         """What the passes return.
@@ -54,7 +54,7 @@ class ShardedReduction:
         except RuntimeError as error:
             if not _is_of_a_meeting(error):
                 raise
-            text = f"a meeting of {self._workers.world} workers inside a pass failed: {first_line(error)}"
+            text = f"a meeting of {self._workers.world_size} workers inside a pass failed: {first_line(error)}"
             raise CollectiveFailed(text) from error
         if isinstance(came, Shortage):
             raise OutOfMemory(str(came))
@@ -62,7 +62,9 @@ class ShardedReduction:
 
     def dropped(self, came: object) -> StepDropped:
         """As in `raytrain.train.parallel.reduction.Reduction`: of what is done outside the passes."""
-        shortages = heard(self._workers.gather_bytes(told(came if isinstance(came, Shortage) else None)))
+        shortages = decode_shortages(
+            self._workers.all_gather_bytes(encode_shortage(came if isinstance(came, Shortage) else None))
+        )
         return StepDropped(shortages)
 
     def overlap(self, wanted: bool) -> None:
@@ -76,12 +78,12 @@ class ShardedReduction:
         worker was not."""
         squares = self.gradients.sum_of_squares()
         squares = torch.where(self._bad, torch.full_like(squares, torch.nan), squares)
-        self._workers.sum_([squares])
+        self._workers.all_reduce([squares])
         return squares
 
     def nonfinite(self) -> list[str]:
         """As in `raytrain.train.parallel.reduction.Reduction`: in the shard of any worker. Collective."""
-        bad = self._workers.sum_flags([int(not good) for good in self.gradients.finite()])
+        bad = self._workers.all_reduce_ints([int(not good) for good in self.gradients.finite()])
         return [name for name, count in zip(self._names, bad, strict=True) if count]
 
 

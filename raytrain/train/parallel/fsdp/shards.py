@@ -9,28 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.elsewhere import SavedElsewhere
 from raytrain.runs.folder import RunFolder
-from raytrain.train.feed import Feed
 from raytrain.train.job import load_module
+from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp.checkpoint import ShardSaver
 from raytrain.train.parallel.fsdp.filler import Filler
 from raytrain.train.parallel.fsdp.gradients import local
 from raytrain.train.parallel.fsdp.reduction import ShardedReduction
 from raytrain.train.parallel.fsdp.state import load_optimizer, load_sharded, whole_state
-from raytrain.train.parallel.fsdp.wrap import Sharded, shard
+from raytrain.train.parallel.fsdp.wrap import ShardingSizes, shard
 from raytrain.train.parallel.strategy import ForStep
 from raytrain.train.precision.policy import PrecisionPolicy
-from raytrain.trainable import Batch, Trainable
+from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
 
 
-class Shards:
-    """The `raytrain.train.parallel.strategy.Layout` of `fsdp`."""
+class Sharded:
+    """The `raytrain.train.parallel.strategy.ParallelStrategy` of `fsdp`."""
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         self._trainable, self._workers, self._device = trainable, workers, device
-        self._sharded: Sharded | None = None
+        self._sharded: ShardingSizes | None = None
         self._master = torch.float32
         self._saver: ShardSaver | None = None
 
@@ -39,19 +38,19 @@ class Shards:
         module = self._trainable.module
         module.to(dtype=policy.master_dtype)
         module.train()
-        self._workers.broadcast_([*module.parameters(), *module.buffers()])
+        self._workers.broadcast([*module.parameters(), *module.buffers()])
         self._sharded = shard(
             self._trainable, device=self._device, policy=policy, workers=self._workers, fp32_layers=fp32_layers
         )
         self._master = policy.master_dtype
 
-    def for_step(self, feed: Callable[[], Feed]) -> ForStep:
+    def for_step(self, loader: Callable[[], BatchLoader]) -> ForStep:
         """As in `Layout`."""
         fillers: list[Filler] = []
 
         def filler() -> Batch:
             if not fillers:
-                fillers.append(Filler(feed()))
+                fillers.append(Filler(loader()))
             return fillers[0]()
 
         reduction = ShardedReduction(self._trainable, workers=self._workers, device=self._device)
@@ -75,9 +74,9 @@ class Shards:
         load_module(module, state)
         return module
 
-    def saved_elsewhere(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> SavedElsewhere | None:
+    def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
         """As in `Layout`: every worker writes its own rows."""
-        self._saver = ShardSaver(parts, run) if self._workers.world > 1 else None
+        self._saver = ShardSaver(parts, run) if self._workers.world_size > 1 else None
         return self._saver
 
     def close_saves(self) -> None:

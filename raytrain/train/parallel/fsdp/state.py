@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raytrain.checkpoint.sharded import Place, rows_of
+from raytrain.checkpoint.sharded import ShardPosition, rows_of
 from raytrain.errors import CheckpointError
 from raytrain.train.job import differences, refuse_other_model
 from raytrain.train.parallel.fsdp.gradients import like, local
@@ -22,7 +22,7 @@ def cut(whole: Tensor, value: Tensor) -> Tensor:
         return value
     own = local(whole)
     if value.shape == whole.shape:
-        start, end = rows_of(len(value), Place(whole.device_mesh.get_local_rank(), whole.device_mesh.size()))
+        start, end = rows_of(len(value), ShardPosition(whole.device_mesh.get_local_rank(), whole.device_mesh.size()))
         value = value[start:end]
     assert value.shape == own.shape, f"{tuple(value.shape)} are neither {tuple(whole.shape)} nor {tuple(own.shape)}"
     return like(whole, value.to(device=own.device, dtype=own.dtype).contiguous())

@@ -31,7 +31,7 @@ KEY = "scale.strategy"
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardingSizes:
     """What sharding made of a module, in bytes of weights in their master format.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sharded:
 def shard(
     trainable: Trainable, *, device: torch.device, policy: PrecisionPolicy, workers: Workers,
     fp32_layers: Sequence[str] = (),
-) -> Sharded:  # fmt: skip
+) -> ShardingSizes:  # fmt: skip
     """Shard the trainable's module in place over torch's default process group. Collective.
 
     Args:
@@ -86,7 +86,7 @@ def shard(
     _configure(cast(FSDPModule, module), workers)
     own = sum(local(parameter).nbytes for parameter in module.parameters())
     size = sum(parameter.nbytes for _, parameter in rest)
-    return Sharded(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
+    return ShardingSizes(len(blocks), whole, own, largest, size, tuple(name for name, _ in rest))
 
 
 def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:

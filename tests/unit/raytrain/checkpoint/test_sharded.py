@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raytrain.checkpoint.sharded import Place, read_split, rows_of
+from raytrain.checkpoint.sharded import ShardPosition, read_split, rows_of
 from raytrain.errors import CheckpointError
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 5, 8, 31])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_rows_are_cut_as_torch_cuts_chunks(total: int, world: int) -> None:
-    spans = [rows_of(total, Place(rank, world)) for rank in range(world)]
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rows_are_cut_as_torch_cuts_chunks(total: int, world_size: int) -> None:
+    spans = [rows_of(total, ShardPosition(rank, world_size)) for rank in range(world_size)]
     ours = [list(range(*span)) for span in spans]
-    theirs = [chunk.tolist() for chunk in torch.arange(total).chunk(world)] if total else []
+    theirs = [chunk.tolist() for chunk in torch.arange(total).chunk(world_size)] if total else []
     assert [rows for rows in ours if rows] == theirs
     assert [row for rows in ours for row in rows] == list(range(total))
 
@@ -27,17 +27,20 @@ def test_what_some_wrote_others_read(tmp_path: Path, wrote: int) -> None:
     whole = {"a": torch.arange(21.0).view(7, 3), "b": torch.arange(2), "c": torch.ones(1, 4)}
     files = []
     for rank in range(wrote):
-        rows = {name: value[slice(*rows_of(len(value), Place(rank, wrote)))].clone() for name, value in whole.items()}
+        rows = {
+            name: value[slice(*rows_of(len(value), ShardPosition(rank, wrote)))].clone()
+            for name, value in whole.items()
+        }
         files.append(str(tmp_path / f"{rank}.safetensors"))
         save_file({**rows, "other": torch.zeros(1)}, files[-1])
     assert {name: value.tolist() for name, value in read_split(files, whole, None).items()} == {
         name: value.tolist() for name, value in whole.items()
     }
-    for world in (1, 2, 3, 4):
-        for rank in range(world):
-            found = read_split(files, whole, Place(rank, world))
+    for world_size in (1, 2, 3, 4):
+        for rank in range(world_size):
+            found = read_split(files, whole, ShardPosition(rank, world_size))
             for name, value in whole.items():
-                expected = value[slice(*rows_of(len(value), Place(rank, world)))]
+                expected = value[slice(*rows_of(len(value), ShardPosition(rank, world_size)))]
                 assert found[name].shape == expected.shape and torch.equal(found[name], expected)
 
 

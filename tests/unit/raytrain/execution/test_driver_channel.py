@@ -4,62 +4,62 @@ from __future__ import annotations
 
 import asyncio
 
-from raytrain.execution.driver_channel import RunLink
+from raytrain.execution.driver_channel import DriverChannel
 
 
 def test_a_stop_ends_every_wait_and_stays_asked_for() -> None:
     async def story() -> None:
-        link = RunLink()
-        waits = [asyncio.create_task(link.wait_stop()) for _ in range(2)]
+        channel = DriverChannel()
+        waits = [asyncio.create_task(channel.wait_for_stop()) for _ in range(2)]
         await asyncio.sleep(0)
         assert not any(wait.done() for wait in waits)
-        await link.push({"phase": "training"})  # a long poll blocks nobody
-        assert (await link.status())["phase"] == "training"
-        await link.stop()
-        assert await asyncio.gather(*waits) == [True, True] and await link.wait_stop() is True
+        await channel.push({"phase": "training"})  # a long poll blocks nobody
+        assert (await channel.status())["phase"] == "training"
+        await channel.stop()
+        assert await asyncio.gather(*waits) == [True, True] and await channel.wait_for_stop() is True
 
     asyncio.run(story())
 
 
 def test_progress_is_laid_over_what_was_known() -> None:
     async def story() -> None:
-        link = RunLink()
-        assert await link.status() == {}
-        await link.push({"phase": "training", "step": 0})
-        await link.push({"row": {"step": 3}})
-        await link.push({"row": {"step": 4}})
-        assert await link.status() == {"phase": "training", "step": 0, "row": {"step": 4}}
+        channel = DriverChannel()
+        assert await channel.status() == {}
+        await channel.push({"phase": "training", "step": 0})
+        await channel.push({"row": {"step": 3}})
+        await channel.push({"row": {"step": 4}})
+        assert await channel.status() == {"phase": "training", "step": 0, "row": {"step": 4}}
 
     asyncio.run(story())
 
 
 def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_each_other() -> None:
     async def story() -> None:
-        link = RunLink()
-        assert await link.heard() == ""
+        channel = DriverChannel()
+        assert await channel.printed() == ""
         for number, word in ((0, "one\n"), (2, "three\n")):
-            await link.say("a", number, word)
-        assert await link.heard() == "one\n" and await link.heard() == ""
-        await link.say("a", 1, "two\n")
-        assert await link.heard() == "two\nthree\n" and await link.heard() == ""
-        await link.say("b", 1, "a new attempt's second\n")
-        assert await link.heard() == ""
-        await link.say("b", 0, "a new attempt's first\n")
-        assert await link.heard() == "a new attempt's first\na new attempt's second\n"
+            await channel.say("a", number, word)
+        assert await channel.printed() == "one\n" and await channel.printed() == ""
+        await channel.say("a", 1, "two\n")
+        assert await channel.printed() == "two\nthree\n" and await channel.printed() == ""
+        await channel.say("b", 1, "a new attempt's second\n")
+        assert await channel.printed() == ""
+        await channel.say("b", 0, "a new attempt's first\n")
+        assert await channel.printed() == "a new attempt's first\na new attempt's second\n"
 
     asyncio.run(story())
 
 
 def test_the_last_lines_of_an_attempt_are_heard_though_another_has_begun_or_one_was_lost() -> None:
     async def story() -> None:
-        link = RunLink()
+        channel = DriverChannel()
         for number, word in ((0, "one\n"), (1, "two\n"), (3, "four\n")):  # it died, and its third call with it
-            await link.say("a", number, word)
-        await link.say("b", 0, "again\n")
-        await link.say("b", 2, "the last\n")
-        assert await link.heard() == "one\ntwo\nfour\nagain\n"
-        await link.say("a", 2, "three, late\n")
-        assert await link.heard() == "three, late\n", "late, but told"
-        assert await link.heard(last=True) == "the last\n" and await link.heard(last=True) == ""
+            await channel.say("a", number, word)
+        await channel.say("b", 0, "again\n")
+        await channel.say("b", 2, "the last\n")
+        assert await channel.printed() == "one\ntwo\nfour\nagain\n"
+        await channel.say("a", 2, "three, late\n")
+        assert await channel.printed() == "three, late\n", "late, but told"
+        assert await channel.printed(last=True) == "the last\n" and await channel.printed(last=True) == ""
 
     asyncio.run(story())

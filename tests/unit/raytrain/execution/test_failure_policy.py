@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.config.sections import RetryConfig
-from raytrain.execution.failure_policy import Decision, Fault, decide, origins
+from raytrain.execution.failure_policy import Fault, RecoveryDecision, decide, origins
 
 TRACE = """Traceback (most recent call last):
   File "loop.py", line 3, in run
@@ -33,7 +33,7 @@ def died(**fields: Any) -> Fault:
     return fault(error="WorkerDied", message="exit by SIGKILL", **fields)
 
 
-def decided(*faults: Fault, fallback: bool = True, starts: list[int] | None = None, **retry: int) -> Decision:
+def decided(*faults: Fault, fallback: bool = True, starts: list[int] | None = None, **retry: int) -> RecoveryDecision:
     origins = starts if starts is not None else list(range(0, 10 * len(faults) + 1, 10))
     return decide(list(faults), retry=RetryConfig(**retry), fallback=fallback, resumed_from=origins)
 

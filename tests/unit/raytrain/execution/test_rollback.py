@@ -24,10 +24,10 @@ from raytrain.train.job import copy_of
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp.gradients import local
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, Outcome
+from raytrain.train.state import Clock, LoopOutcome
 from raytrain.trainable import LossOutput, Trainable
 
-BAD = Outcome("rollback", "3 steps in a row were not finite", 3)
+BAD = LoopOutcome("rollback", "3 steps in a row were not finite", 3)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_what_is_never_finite_ends_after_one_roll_back_in_each_precision(run: Ru
         _, outcome = train(never_finite(session))
         assert outcome.kind == "rollback"
         came = rolls.back(session, outcome)
-        if isinstance(came, Outcome):
+        if isinstance(came, LoopOutcome):
             break
         session = came
         precisions.append(session.precision)
@@ -190,7 +190,7 @@ def test_good_steps_in_between_allow_another_roll_back_and_the_limit_stays(run: 
         session = came
     session.state.step = 9
     came = rolls.back(session, BAD)
-    assert isinstance(came, Outcome) and "after 2 roll-backs (retry.rollbacks)" in came.reason
+    assert isinstance(came, LoopOutcome) and "after 2 roll-backs (retry.rollbacks)" in came.reason
 
 
 def test_the_skipped_window_stays_skipped_whoever_goes_on(run: RunFolder) -> None:

@@ -66,8 +66,8 @@ def reference(module: torch.nn.Module, ids: Tensor) -> Tensor:
             scores = q[..., cut] @ k[..., cut].transpose(1, 2) / math.sqrt(D // 2)
             heads.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v[..., cut])
         x = x + torch.cat(heads, -1) @ block.attention.out.weight.T
-        feed = block.feed_forward
-        x = x + F.gelu(norm(x, block.norm_feed_forward.weight) @ feed.up.weight.T) @ feed.out.weight.T
+        loader = block.feed_forward
+        x = x + F.gelu(norm(x, block.norm_feed_forward.weight) @ loader.up.weight.T) @ loader.out.weight.T
     return norm(x, module.norm.weight) @ module.tokens.weight.T
 
 

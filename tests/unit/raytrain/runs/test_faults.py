@@ -104,7 +104,7 @@ def test_the_precision_a_run_fell_to_is_the_last_one_decided(run: RunFolder) -> 
 
 def test_a_failure_before_there_is_a_batch_is_recorded_as_what_it_is(run: RunFolder) -> None:
     job, source = make_job(MLP, {"train": class_rows(32), "eval_fraction": 0.0}, run=run)
-    worker = Worker(replace(job, run_path=run.path), workers=Workers(), local_rank=0, link=None)
+    worker = Worker(replace(job, run_path=run.path), workers=Workers(), local_rank=0, channel=None)
     worker.attempt = 1
     worker.session = session = Session(worker.job, workers=worker.workers, source=source)
     session.trainable.module.register_parameter("empty", nn.Parameter(torch.empty(3, device="meta")))

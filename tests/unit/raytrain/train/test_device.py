@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.data.loading.misplaced import tensors_of
 from raytrain.errors import DevicePlacementError
-from raytrain.train.device import Placement, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.train.device import DeviceGuard, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 
 CPU = torch.device("cpu")
 DATA = {"train": class_rows(64), "eval_fraction": 0.0}
@@ -124,7 +124,7 @@ def test_placement_takes_modules_as_they_are() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     module[2].weight = module[0].weight
     module.register_buffer("nothing", None)
-    place = Placement(module, CPU)
+    place = DeviceGuard(module, CPU)
     place.check()
     with place.guarded():
         module(torch.zeros(1, 3))

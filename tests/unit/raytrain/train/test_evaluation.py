@@ -48,18 +48,18 @@ def test_losses_and_accuracies_are_those_of_an_offline_recomputation() -> None:
         loop={"epochs": 2, "max_steps": None, "eval_every": 5, "micro_batch_size": 4, "global_batch_size": 16},
     )
     used: list[tuple[Weights, np.ndarray]] = []  # of each step: the weights it began with, its rows
-    window = session.feed.window
+    window = session.loader.window
 
     def watched(cursor: Cursor) -> Any:
         found = window(cursor)
-        used.append((weights_now(session), found.handles))
+        used.append((weights_now(session), found.indices))
         return found
 
-    session.feed.window = watched  # type: ignore[method-assign]
+    session.loader.window = watched  # type: ignore[method-assign]
     made, _ = train(session)
-    assert len(made.losses) == len(used) == 10 and [len(handles) for _, handles in used][4] == 11
-    for loss, (weights, handles) in zip(made.losses, used, strict=True):
-        wanted, _ = offline(weights, {name: column[torch.from_numpy(handles)] for name, column in rows.items()})
+    assert len(made.losses) == len(used) == 10 and [len(indices) for _, indices in used][4] == 11
+    for loss, (weights, indices) in zip(made.losses, used, strict=True):
+        wanted, _ = offline(weights, {name: column[torch.from_numpy(indices)] for name, column in rows.items()})
         assert loss == pytest.approx(wanted.mean(), rel=1e-5)
     after = {5: used[5][0], 10: weights_now(session)}
     evals = [row for row in made.rows if row["kind"] == "eval"]
@@ -137,7 +137,7 @@ def test_a_failing_eval_batch_raises_and_is_not_left_out() -> None:
         return inner(module, batch)
 
     session.trainable.loss = loss
-    session.feed.batches.micro_batch = 3  # 20 rows in batches of 12
+    session.loader.batches.micro_batch = 3  # 20 rows in batches of 12
     with pytest.raises(ValueError, match="the second batch"):
         session.evaluate(0)
     assert calls == [12, 8] and session.trainable.module.training
@@ -168,7 +168,7 @@ def test_an_eval_split_without_a_label_has_no_loss() -> None:
 def test_a_thousand_batches_take_no_more_memory_than_a_hundred(clearing: bool) -> None:
     """With and without freed memory given back every 50 of them: at most 1 MB for each hundred."""
     session = make_session(MLP, {"train": class_rows(64), "eval_fraction": 0.25})
-    batch = session.feed.one(session.feed.window(session.state.cursor).handles)
+    batch = session.loader.one(session.loader.window(session.state.cursor).indices)
     read: list[int] = []
 
     def batches() -> Iterator[MicroBatch]:

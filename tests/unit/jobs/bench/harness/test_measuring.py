@@ -9,9 +9,9 @@ import pytest
 from jobs.bench.compute.precision import break_even
 from jobs.bench.harness.measuring import (
     NO_DIFFERENCE,
+    BenchMeasurement,
     Check,
     Goal,
-    Measurement,
     alternate,
     compare,
     equal_series,
@@ -72,8 +72,8 @@ def test_series_are_equal_bit_for_bit_or_within_a_tolerance() -> None:
     assert not equal_series("s", [float("nan")], [float("nan")], relative=1.0).passed
 
 
-def _measurement(*, passed: bool, quick: bool = False) -> Measurement:
-    found = Measurement("loop", quick, {"blocks": 2}, "seconds per step")
+def _measurement(*, passed: bool, quick: bool = False) -> BenchMeasurement:
+    found = BenchMeasurement("loop", quick, {"blocks": 2}, "seconds per step")
     found.arms = {"plain": [2.0, 2.0], "ours": [1.0, 1.0]}
     found.ratios.append(compare(found.arms, of="plain", to="ours", name="plain / ours", goal=Goal(at_least=3.0)))
     found.claim("it is quick", True, "2.00")
@@ -100,7 +100,7 @@ def test_a_failed_gate_leaves_no_ratio_and_no_claim() -> None:
     document = found.to_json()
     assert not document["gate"]["passed"] and document["ratios"] == [] and document["claims"] == []
     assert "nothing is compared" in found.lines()[-1] and not any("plain / ours" in line for line in found.lines())
-    assert not Measurement("loop", False, {}, "s").passed, "without a check nothing was shown"
+    assert not BenchMeasurement("loop", False, {}, "s").passed, "without a check nothing was shown"
 
 
 def test_quick_sizes_claim_nothing() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from jobs.bench.harness.lines import ADDRESS, Arms, dial
 from jobs.bench.harness.options import LoopOptions
-from jobs.bench.harness.pace import Pace
+from jobs.bench.harness.pace import PaceObserver
 from jobs.bench.harness.plain import gpt_loop
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.training.loop_arms import job_of, make_text
@@ -61,11 +61,11 @@ def test_the_plain_loop_takes_our_steps_over_the_end_of_an_epoch(tmp_path: Path)
     path = tmp_path / "short.txt"
     path.write_bytes(make_text(options, tmp_path).read_bytes()[: 16 * (4 * 7 + 1)])  # seven steps an epoch
     threads = torch.get_num_threads()
-    ours = SessionArm(job_of(options, world=1, text=path, save_dir=tmp_path), precision="fp32")
+    ours = SessionArm(job_of(options, world_size=1, text=path, save_dir=tmp_path), precision="fp32")
     ours.run(20)
     settings = {**options.model_dump(), "text": str(path), "max_steps": 20}
-    exact = gpt_loop(settings, clip="float64", rank=0, world=1).run(20)
-    near = gpt_loop(settings, clip="torch", rank=0, world=1).run(20)
+    exact = gpt_loop(settings, clip="float64", rank=0, world_size=1).run(20)
+    near = gpt_loop(settings, clip="torch", rank=0, world_size=1).run(20)
     torch.set_num_threads(threads)
     assert ours.losses == exact and len(exact) == 2
     assert near == pytest.approx(exact, rel=1e-4)
@@ -74,7 +74,7 @@ def test_the_plain_loop_takes_our_steps_over_the_end_of_an_epoch(tmp_path: Path)
 def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with Arms() as arms:
         monkeypatch.setenv(ADDRESS, arms.address)
-        pace, seen = Pace(), []
+        pace, seen = PaceObserver(), []
 
         def train() -> None:
             pace.event({"kind": "decision"})  # before the attempt nothing waits

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jobs.bench.harness.command import bench_verb
-from jobs.bench.training.peers_member import Turns
+from jobs.bench.training.peers_member import BlockTurns
 
 
 def test_without_the_peers_nothing_is_started_and_the_table_says_why(
@@ -40,7 +40,7 @@ class Orders:
 
 def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_it_all() -> None:
     line = Orders(20, 10, 0)
-    turns = Turns(line)  # type: ignore[arg-type]
+    turns = BlockTurns(line)  # type: ignore[arg-type]
     turns.begin()
     taken = 0
     while not turns.over:
@@ -63,8 +63,8 @@ def test_each_loop_takes_the_steps_of_the_plain_one(name: str, tmp_path: Path, m
     (tmp_path / "text.txt").write_bytes(bytes(range(97, 123)) * 200)
     settings = {"layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4, "seed": 3, "max_steps": 40,
                 "text": "text.txt"}  # fmt: skip
-    reference = gpt_loop(settings, clip="torch", rank=0, world=1).run(30)
+    reference = gpt_loop(settings, clip="torch", rank=0, world_size=1).run(30)
     line = Orders(20, 10, 0)
-    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world=1), Turns(line))  # type: ignore[arg-type]
+    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTurns(line))  # type: ignore[arg-type]
     losses = [loss for answer in line.answers for loss in answer["losses"]]
     assert losses == pytest.approx(reference, rel=1e-6)

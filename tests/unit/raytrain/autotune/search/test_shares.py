@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from raytrain.autotune.search.shares import Pace, Shares, apportion, choose_shares, shown, slowest_s
+from raytrain.autotune.search.shares import Shares, WorkerPace, apportion, choose_shares, shown, slowest_s
 from raytrain.data.rows.batches import rank_micro_batches
 
 INFINITE = float("inf")
@@ -29,21 +29,22 @@ def test_no_other_division_is_done_earlier(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_is_taken_once_in_order_and_equal_shares_are_as_without(seed: int) -> None:
     draw = np.random.default_rng(seed)
-    world, micro, total = int(draw.integers(1, 6)), int(draw.integers(1, 9)), int(draw.integers(1, 200))
-    handles = draw.permutation(1000)[:total]
-    rows = tuple(micro * int(n) for n in draw.integers(1, 5, world))
-    unequal = Shares(micro, rows, tuple(float(value) for value in draw.uniform(0.1, 3, world)))
-    equal = Shares(micro, (micro,) * world, (0.25,) * world)
+    world_size, micro, total = int(draw.integers(1, 6)), int(draw.integers(1, 9)), int(draw.integers(1, 200))
+    indices = draw.permutation(1000)[:total]
+    rows = tuple(micro * int(n) for n in draw.integers(1, 5, world_size))
+    unequal = Shares(micro, rows, tuple(float(value) for value in draw.uniform(0.1, 3, world_size)))
+    equal = Shares(micro, (micro,) * world_size, (0.25,) * world_size)
     for shares, now in product((unequal, equal), {micro, max(1, micro // 2), 4 * micro}):
         parts = [
-            rank_micro_batches(handles, micro_batch=now, rank=rank, world=world, shares=shares) for rank in range(world)
+            rank_micro_batches(indices, micro_batch=now, rank=rank, world_size=world_size, shares=shares)
+            for rank in range(world_size)
         ]
-        assert np.concatenate([own for part in parts for own in part]).tolist() == handles.tolist()
+        assert np.concatenate([own for part in parts for own in part]).tolist() == indices.tolist()
         for most, part in zip(shares.rows, parts, strict=True):
             assert all(0 < len(own) <= most * now // micro for own in part)
-    for rank in range(world):
+    for rank in range(world_size):
         ways = [
-            rank_micro_batches(handles, micro_batch=micro, rank=rank, world=world, shares=given)
+            rank_micro_batches(indices, micro_batch=micro, rank=rank, world_size=world_size, shares=given)
             for given in (equal, None)
         ]
         assert [own.tolist() for own in ways[0]] == [own.tolist() for own in ways[1]]
@@ -64,8 +65,8 @@ def test_a_worker_with_room_takes_several_micro_batches_in_a_pass_and_alike() ->
     assert shares.passes(8, rank=1, micro_batch=8) == [] and Shares.from_json(shares.to_json()) == shares
 
 
-def paces(*seconds: float, micro: int = 4) -> list[Pace]:
-    return [Pace("cpu", {micro: value}) for value in seconds]
+def paces(*seconds: float, micro: int = 4) -> list[WorkerPace]:
+    return [WorkerPace("cpu", {micro: value}) for value in seconds]
 
 
 def test_workers_of_one_speed_keep_equal_shares() -> None:
@@ -87,11 +88,11 @@ def test_a_slow_worker_gets_fewer_and_the_reason_says_how_many() -> None:
 def test_each_kind_has_a_size_of_its_own_where_it_fits_and_pays() -> None:
     big = {4: 1.0, 8: 1.1, 16: 2.1, 32: INFINITE}
     small = {4: 2.0, 8: 4.0, 16: INFINITE, 32: INFINITE}
-    made = choose_shares([Pace("A", big), Pace("B", small), Pace("A", big)], total=160, micro_batch=4)
+    made = choose_shares([WorkerPace("A", big), WorkerPace("B", small), WorkerPace("A", big)], total=160, micro_batch=4)
     shares = Shares.from_json(made.value)
     assert shares.rows == (16, 4, 16), "8 rows are within 5 % but not within 3 % of the best rate"
-    full = Pace("A", {**big, 16: INFINITE})
-    tight = choose_shares([Pace("A", big), Pace("B", small), full], total=160, micro_batch=4)
+    full = WorkerPace("A", {**big, 16: INFINITE})
+    tight = choose_shares([WorkerPace("A", big), WorkerPace("B", small), full], total=160, micro_batch=4)
     assert Shares.from_json(tight.value).rows == (8, 4, 8), "one of its kind had no room for 16"
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from raytrain.data.loading.pinned_upload import AHEAD, Uploads
-from raytrain.data.loading.prefetch import Wanted, begun_ahead
+from raytrain.data.loading.prefetch import BatchRequest, begun_ahead
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.map_style import DatasetSplit
 from raytrain.errors import InputError, RunError
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 
 CPU = torch.device("cpu")
 
@@ -66,17 +66,17 @@ def pools() -> Iterator[Any]:
                 os.kill(pid, 0)
 
 
-def feed_of(pool: LoaderPool | None, *, micro: int = 4, dataset: Any = None, uploads: Any = None) -> Feed:
+def feed_of(pool: LoaderPool | None, *, micro: int = 4, dataset: Any = None, uploads: Any = None) -> BatchLoader:
     split = DatasetSplit(dataset or Items())
     batches = StepBatches(split, seed=3, global_batch=12, micro_batch=micro, storage="stream")
-    return Feed(batches, device=CPU, weight=None, dtype=torch.float32, pool=pool, uploads=uploads)
+    return BatchLoader(batches, device=CPU, weight=None, dtype=torch.float32, pool=pool, uploads=uploads)
 
 
-def windows(feed: Feed, count: int, *, cursor: Cursor | None = None) -> list[list[dict[str, Any]]]:
+def windows(loader: BatchLoader, count: int, *, cursor: Cursor | None = None) -> list[list[dict[str, Any]]]:
     cursor, found = cursor or Cursor(), []
     for _ in range(count):
-        handles, cursor = feed.window(cursor)
-        found.append([micro.batch for micro in feed.micro_batches(handles)])
+        indices, cursor = loader.window(cursor)
+        found.append([micro.batch for micro in loader.micro_batches(indices)])
     return found
 
 
@@ -101,8 +101,8 @@ def test_the_order_stays_and_what_is_ahead_is_bounded(pools: Any, workers: int, 
 @pytest.mark.covers("DATA-04")
 def test_processes_stay_from_epoch_to_epoch_and_share_the_work(pools: Any) -> None:
     pool = pools(Items(), workers=2)
-    feed = feed_of(pool)
-    epochs = [{int(pid) for batch in windows(feed, 5, cursor=Cursor(epoch)) for part in batch for pid in part["pid"]}
+    loader = feed_of(pool)
+    epochs = [{int(pid) for batch in windows(loader, 5, cursor=Cursor(epoch)) for part in batch for pid in part["pid"]}
               for epoch in (0, 1, 2)]  # fmt: skip
     assert epochs[0] == epochs[1] == epochs[2] == set(pool.pids) and os.getpid() not in epochs[0]
 
@@ -121,11 +121,11 @@ class Late(Items):
 @pytest.mark.covers("DATA-04")
 def test_the_first_batch_of_a_later_epoch_is_there_before_it_is_asked_for(pools: Any) -> None:
     pool = pools(Late())
-    feed, pids, latency = feed_of(pool, dataset=Late()), [], []
+    loader, pids, latency = feed_of(pool, dataset=Late()), [], []
     for epoch in (0, 1, 2):
-        handles, _ = feed.window(Cursor(epoch))
+        indices, _ = loader.window(Cursor(epoch))
         begin = time.perf_counter()
-        for number, micro in enumerate(feed.micro_batches(handles)):
+        for number, micro in enumerate(loader.micro_batches(indices)):
             latency += [time.perf_counter() - begin] if not number else []
             pids.append({int(pid) for pid in micro.batch["pid"]})
             assert pool._lines[0].poll(30), "the step goes on until the next batch is there"
@@ -160,28 +160,28 @@ def test_a_dataset_that_reads_many_at_once_draws_the_same_in_any_process(pools: 
 
 def test_another_micro_batch_size_or_position_throws_away_what_is_ahead(pools: Any) -> None:
     pool = pools(Items(), workers=2)
-    feed, here = feed_of(pool), feed_of(None)
-    windows(feed, 2)
-    feed.micro_batch = here.micro_batch = 2
-    assert shown(windows(feed, 2, cursor=Cursor(0, 24)), "x") == shown(windows(here, 2, cursor=Cursor(0, 24)), "x")
-    assert shown(windows(feed, 3, cursor=Cursor(2, 12)), "x") == shown(windows(here, 3, cursor=Cursor(2, 12)), "x")
-    evaluated = [m.batch["name"] for m in feed.eval_batches(DatasetSplit(Items(20)), limit=None)]
+    loader, here = feed_of(pool), feed_of(None)
+    windows(loader, 2)
+    loader.micro_batch = here.micro_batch = 2
+    assert shown(windows(loader, 2, cursor=Cursor(0, 24)), "x") == shown(windows(here, 2, cursor=Cursor(0, 24)), "x")
+    assert shown(windows(loader, 3, cursor=Cursor(2, 12)), "x") == shown(windows(here, 3, cursor=Cursor(2, 12)), "x")
+    evaluated = [m.batch["name"] for m in loader.eval_batches(DatasetSplit(Items(20)), limit=None)]
     assert [name for batch in evaluated for name in batch] == [f"row {i}" for i in range(20)]
-    assert shown(windows(feed, 2, cursor=Cursor(2, 48)), "x") == shown(windows(here, 2, cursor=Cursor(2, 48)), "x")
-    assert feed._ahead is not None and feed._ahead.restarts == 3, "what was ahead survived the evaluation"
+    assert shown(windows(loader, 2, cursor=Cursor(2, 48)), "x") == shown(windows(here, 2, cursor=Cursor(2, 48)), "x")
+    assert loader._ahead is not None and loader._ahead.restarts == 3, "what was ahead survived the evaluation"
 
 
 @pytest.mark.parametrize("uploads", [False, True])
 def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, uploads: bool) -> None:
     ups = Uploads(CPU, parts=lambda micro: micro.batch) if uploads else None
-    feed = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
+    loader = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
     with pytest.raises(RunError, match=r"data.train failed while rows .*17.* were read: ValueError: no picture 17\n"):
-        windows(feed, 5)
+        windows(loader, 5)
     with pytest.raises(InputError, match=r"data\.train: seen an item that is a list"):
         windows(feed_of(pools(Items(breaks={17: "odd"}))), 5)
     with pytest.raises(RunError, match=r"(?s)data.train failed while rows .*17.* were read.*lambda"):
         windows(feed_of(pools(Items(breaks={17: "unsendable"}))), 5)
-    feed.close()
+    loader.close()
 
 
 def test_a_process_that_dies_is_one_message(pools: Any) -> None:
@@ -198,11 +198,11 @@ def test_the_upload_thread_pins_and_the_order_stays(pools: Any, monkeypatch: pyt
     threads: list[str] = []
     monkeypatch.setattr(resident, "pin", lambda value: threads.append(threading.current_thread().name) or value)
     uploads = Uploads(CPU, parts=lambda micro: micro.batch)
-    feed = feed_of(pools(Items(), workers=2), uploads=uploads)
-    feed.batches.split.pinned = True  # as `place` makes it where there is a GPU
-    assert shown(windows(feed, 10), "x") == shown(windows(feed_of(None), 10), "x")
+    loader = feed_of(pools(Items(), workers=2), uploads=uploads)
+    loader.batches.split.pinned = True  # as `place` makes it where there is a GPU
+    assert shown(windows(loader, 10), "x") == shown(windows(feed_of(None), 10), "x")
     assert threads and all(name.startswith("upload") for name in threads), "never the training thread"
-    feed.close()
+    loader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
 
 
@@ -225,5 +225,7 @@ def test_so_many_are_begun_and_what_is_left_is_cancelled() -> None:
     assert begun == list(range(4 + AHEAD))
     running.close()
     assert cancelled == [4, 5]
-    wanted = Wanted("train", 0, np.arange(3))
-    assert wanted.same(Wanted("train", 0, np.arange(3))) and not wanted.same(Wanted("train", 1, np.arange(3)))
+    wanted = BatchRequest("train", 0, np.arange(3))
+    assert wanted.same(BatchRequest("train", 0, np.arange(3))) and not wanted.same(
+        BatchRequest("train", 1, np.arange(3))
+    )

@@ -24,15 +24,15 @@ def rows(count: int = 103) -> TensorSplit:
     return TensorSplit({"x": torch.arange(count)})
 
 
-def batches(split, *, rank: int = 0, world: int = 1, micro: int = 4, total: int = 16, **more) -> StepBatches:
-    return StepBatches(split, seed=11, global_batch=total, micro_batch=micro, rank=rank, world=world, **more)
+def batches(split, *, rank: int = 0, world_size: int = 1, micro: int = 4, total: int = 16, **more) -> StepBatches:
+    return StepBatches(split, seed=11, global_batch=total, micro_batch=micro, rank=rank, world_size=world_size, **more)
 
 
 def epoch_of(steps: StepBatches, epoch: int) -> list[np.ndarray]:
     cursor, windows = Cursor(epoch), []
     while cursor.epoch == epoch:
-        handles, cursor = steps.window(cursor)
-        windows.append(handles)
+        indices, cursor = steps.window(cursor)
+        windows.append(indices)
     return windows
 
 
@@ -41,53 +41,55 @@ def test_windows_cover_an_epoch_once_and_the_last_is_not_dropped() -> None:
     windows = epoch_of(steps, 2)
     assert [len(window) for window in windows] == [16] * 6 + [7] and steps.steps_per_epoch == 7
     assert sorted(np.concatenate(windows)) == list(range(103))
-    handles, following = steps.window(Cursor(2, 96))
-    assert np.array_equal(handles, windows[-1]) and following == Cursor(3, 0)
+    indices, following = steps.window(Cursor(2, 96))
+    assert np.array_equal(indices, windows[-1]) and following == Cursor(3, 0)
     exact = batches(rows(32))
     assert exact.window(Cursor(0, 16)).next == Cursor(1, 0) and exact.steps_per_epoch == 2
-    assert np.array_equal(exact.window(Cursor(0, 32)).handles, exact.window(Cursor(1, 0)).handles)
+    assert np.array_equal(exact.window(Cursor(0, 32)).indices, exact.window(Cursor(1, 0)).indices)
 
 
 @pytest.mark.parametrize("position", [0, 16, 48, 96, 5])
 def test_any_position_is_reached_without_what_came_before(position: int) -> None:
-    walked = batches(rows(), world=3, rank=1)
+    walked = batches(rows(), world_size=3, rank=1)
     for epoch in (0, 1, 2):
         epoch_of(walked, epoch)
-    fresh = batches(rows(), world=2, rank=0, micro=2)
+    fresh = batches(rows(), world_size=2, rank=0, micro=2)
     left, right = walked.window(Cursor(1, position)), fresh.window(Cursor(1, position))
-    assert np.array_equal(left.handles, right.handles) and left.next == right.next
+    assert np.array_equal(left.indices, right.indices) and left.next == right.next
 
 
-@pytest.mark.parametrize(("count", "micro", "world"), [(16, 4, 3), (16, 5, 2), (7, 4, 4), (1, 8, 2), (30, 3, 7)])
-def test_micro_batches_are_contiguous_and_even(count: int, micro: int, world: int) -> None:
-    handles = np.arange(100, 100 + count)
-    parts = [rank_micro_batches(handles, micro_batch=micro, rank=rank, world=world) for rank in range(world)]
+@pytest.mark.parametrize(("count", "micro", "world_size"), [(16, 4, 3), (16, 5, 2), (7, 4, 4), (1, 8, 2), (30, 3, 7)])
+def test_micro_batches_are_contiguous_and_even(count: int, micro: int, world_size: int) -> None:
+    indices = np.arange(100, 100 + count)
+    parts = [
+        rank_micro_batches(indices, micro_batch=micro, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     together = [part for rank in parts for part in rank]
-    assert np.array_equal(np.concatenate(together), handles)
+    assert np.array_equal(np.concatenate(together), indices)
     assert all(len(part) == micro for part in together[:-1]) and len(together) == -(-count // micro)
     counts = [len(rank) for rank in parts]
     assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
 
 
 @pytest.mark.covers("DATA-18")
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_103_samples_on_every_world_size_are_seen_exactly_once(world: int) -> None:
-    ranks = [batches(rows(), rank=rank, world=world) for rank in range(world)]
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_103_samples_on_every_world_size_are_seen_exactly_once(world_size: int) -> None:
+    ranks = [batches(rows(), rank=rank, world_size=world_size) for rank in range(world_size)]
     seen = [[int(i) for part in rank.epoch_handles(0) for i in part] for rank in ranks]
     assert sorted(i for rank in seen for i in rank) == list(range(103))
     assert sum(len(set(rank)) for rank in seen) == 103, "pairwise disjoint"
     again = [[int(i) for part in rank.epoch_handles(1) for i in part] for rank in ranks]
     assert again != seen and sorted(i for rank in again for i in rank) == list(range(103))
-    gathered = [int(i) for batch, n in ranks[0].micro_batches(ranks[0].window(Cursor()).handles) for i in batch["x"]]
+    gathered = [int(i) for batch, n in ranks[0].micro_batches(ranks[0].window(Cursor()).indices) for i in batch["x"]]
     assert gathered == seen[0][: len(gathered)] and gathered
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_every_window_is_the_same_for_every_world_size(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_every_window_is_the_same_for_every_world_size(world_size: int) -> None:
     alone = epoch_of(batches(rows()), 3)
-    ranks = [batches(rows(), rank=rank, world=world) for rank in range(world)]
-    for number, handles in enumerate(epoch_of(ranks[0], 3)):
-        parts = [part for rank in ranks for part in rank.rank_handles(handles)]
+    ranks = [batches(rows(), rank=rank, world_size=world_size) for rank in range(world_size)]
+    for number, indices in enumerate(epoch_of(ranks[0], 3)):
+        parts = [part for rank in ranks for part in rank.rank_indices(indices)]
         assert np.array_equal(np.concatenate(parts), alone[number])
 
 
@@ -106,11 +108,11 @@ def order_hash(ids: Iterable[int]) -> str:
 @pytest.mark.covers("DATA-17", "FUT-01")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) -> None:
-    steps = batches(DatasetSplit(Numbered()), rank=rank, world=3, storage="stream")
+    steps = batches(DatasetSplit(Numbered()), rank=rank, world_size=3, storage="stream")
 
     def ours(epoch: int) -> Iterator[int]:
-        for handles in epoch_of(steps, epoch):
-            for batch, _ in steps.micro_batches(handles):
+        for indices in epoch_of(steps, epoch):
+            for batch, _ in steps.micro_batches(indices):
                 yield from batch["id"].tolist()
 
     def theirs(epoch: int) -> Iterator[int]:
@@ -127,16 +129,16 @@ def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) ->
 def test_global_weight_is_known_before_the_batches_are() -> None:
     labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
     steps = batches(TensorSplit({"x": torch.zeros(4, 2), "labels": labels}), total=4, micro=1)
-    handles = steps.window(Cursor()).handles
-    added = sum(int((batch["labels"] != -100).sum()) for batch, _ in steps.micro_batches(handles))
-    assert steps.global_weight(handles) == added == 5
+    indices = steps.window(Cursor()).indices
+    added = sum(int((batch["labels"] != -100).sum()) for batch, _ in steps.micro_batches(indices))
+    assert steps.global_weight(indices) == added == 5
     tokens = batches(TextSplit(np.zeros(1000, np.uint8), context=10), total=6)
-    assert tokens.global_weight(tokens.window(Cursor()).handles) == 60
+    assert tokens.global_weight(tokens.window(Cursor()).indices) == 60
     unknown = batches(DatasetSplit([{"x": 1.0, "labels": 0}] * 4), storage="stream")
     assert unknown.global_weight(np.arange(2)) is None
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 2, "world": 2}, {"micro": 0}, {"total": 0}])
+@pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"micro": 0}, {"total": 0}])
 def test_impossible_numbers_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="rank"):
         batches(rows(), **wrong)

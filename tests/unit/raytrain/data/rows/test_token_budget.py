@@ -16,8 +16,8 @@ from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, waste_o
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
 from raytrain.plan.plan import Resolved
-from raytrain.train.feed import Feed
 from raytrain.train.job import with_micro_batch
+from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.loop_memory import LoopMemory
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import Shortage, StepDropped
@@ -37,32 +37,32 @@ def test_no_micro_batch_is_padded_beyond_the_budget_and_every_row_is_in_one(most
 
 
 @pytest.mark.covers("DATA-21", "FUT-07")
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_ranks_share_a_window_by_tokens_and_its_divisor_stays_exact(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ranks_share_a_window_by_tokens_and_its_divisor_stays_exact(world_size: int) -> None:
     rows = {
         "input_ids": [torch.ones(n, dtype=torch.int64) for n in LENGTHS],
         "labels": [torch.ones(n, dtype=torch.int64) for n in LENGTHS],
     }
     split = object_split(rows, key="data.train")
     feeds = []
-    for rank in range(world):
+    for rank in range(world_size):
         batches = StepBatches(
-            split, seed=1, global_batch=64, micro_batch=64, rank=rank, world=world, tokens_per_batch=512
+            split, seed=1, global_batch=64, micro_batch=64, rank=rank, world_size=world_size, tokens_per_batch=512
         )
-        feeds.append(Feed(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32))
-    handles = feeds[0].window(Cursor()).handles
-    shares = [list(feed.micro_batches(handles)) for feed in feeds]
+        feeds.append(BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32))
+    indices = feeds[0].window(Cursor()).indices
+    shares = [list(loader.micro_batches(indices)) for loader in feeds]
     sizes = [micro.batch["input_ids"].numel() for share in shares for micro in share]
-    assert max(sizes) <= 512 and max(len(share) for share in shares) == feeds[0].passes(handles)
+    assert max(sizes) <= 512 and max(len(share) for share in shares) == feeds[0].passes(indices)
     weights = sum(micro.weight for share in shares for micro in share)
-    assert weights == feeds[0].global_weight(handles) == int(LENGTHS[handles].sum()), "tokens that count, not padding"
-    windows = [LENGTHS[feeds[0].batches.window(Cursor(0, at)).handles] for at in range(0, 256, 64)]
+    assert weights == feeds[0].global_weight(indices) == int(LENGTHS[indices].sum()), "tokens that count, not padding"
+    windows = [LENGTHS[feeds[0].batches.window(Cursor(0, at)).indices] for at in range(0, 256, 64)]
     waste = waste_of(windows, budget=512, most_rows=64, fixed_rows=16)
     assert 0 < waste.budget < 0.2 < waste.fixed, "a third of a batch by rows is padding, a tenth of one by tokens"
-    scored = [micro for feed in feeds for micro in feed.eval_batches(split, limit=None)]
+    scored = [micro for loader in feeds for micro in loader.eval_batches(split, limit=None)]
     assert sum(micro.weight for micro in scored) == LENGTHS.sum()
     assert all(micro.batch["input_ids"].numel() <= 4 * 512 for micro in scored)
-    assert max(sum(1 for _ in feed.eval_batches(split, limit=None)) for feed in feeds) == feeds[0].eval_passes(
+    assert max(sum(1 for _ in loader.eval_batches(split, limit=None)) for loader in feeds) == feeds[0].eval_passes(
         split, limit=None
     )
 
@@ -86,11 +86,11 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
     """Of rows of twelve tokens the budget decides how many are together, not the number of rows."""
     data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": 48}
     session = make_session(GPT, data, loop={"micro_batch_size": 16})
-    memory = LoopMemory(session.step, session.feed, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows())
-    handles, sizes = session.feed.window(Cursor()).handles, []
+    memory = LoopMemory(session.step, session.loader, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows())
+    indices, sizes = session.loader.window(Cursor()).indices, []
 
     def work() -> None:
-        sizes.append(max(len(micro.batch["input_ids"]) for micro in session.feed.micro_batches(handles)))
+        sizes.append(max(len(micro.batch["input_ids"]) for micro in session.loader.micro_batches(indices)))
         if sizes[-1] > 1:
             raise StepDropped([Shortage("rank 0", "no memory")])
 
@@ -105,23 +105,23 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
     assert (session.job.data.tokens_per_batch, again.data.tokens_per_batch) == (48, 12)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_probe_computes_no_more_than_the_budget_and_as_often_on_every_worker(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_probe_computes_no_more_than_the_budget_and_as_often_on_every_worker(world_size: int) -> None:
     lengths = [*[12] * 2, *LENGTHS[:62] % 7 + 1]
     table = pa.table({name: [list(range(n)) for n in lengths] for name in ("input_ids", "labels")})
     data = {"train": table, "eval": table, "tokens_per_batch": 24}
-    feed = make_session(GPT, data, loop={"micro_batch_size": 16}).feed
-    split = feed.batches.split
-    workers = [Workers.__new__(Workers) for _ in range(world)]
+    loader = make_session(GPT, data, loop={"micro_batch_size": 16}).loader
+    split = loader.batches.split
+    workers = [Workers.__new__(Workers) for _ in range(world_size)]
     for rank, one in enumerate(workers):
-        one.world, one.rank = world, rank
-    choices = [RowChoice(feed, cursor=Cursor(), workers=one, eval_split=split) for one in workers]
+        one.world_size, one.rank = world_size, rank
+    choices = [RowChoice(loader, cursor=Cursor(), workers=one, eval_split=split) for one in workers]
     for longest in (True, False):
         taken = [choice.rows(16, passes=2, longest=longest) for choice in choices]
-        tokens = [[feed.one(rows).batch["input_ids"].numel() for rows in own] for own in taken]
+        tokens = [[loader.one(rows).batch["input_ids"].numel() for rows in own] for own in taken]
         assert len({len(own) for own in tokens}) == 1 and max(map(max, tokens)) <= 24
         assert all(24 in own for own in tokens) or not longest, "two rows of the longest"
     drawn = np.concatenate([rows for own in taken for rows in own])
-    assert set(drawn.tolist()) == set(feed.batches.rows_from(Cursor(), 32 * world).tolist())
+    assert set(drawn.tolist()) == set(loader.batches.rows_from(Cursor(), 32 * world_size).tolist())
     assert len(choices[0].longest_first(split, split.eval_order()[:64], times=4)) == 8
-    assert feed.first(split.eval_order()).batch["input_ids"].shape == (2, 12)
+    assert loader.first(split.eval_order()).batch["input_ids"].shape == (2, 12)

@@ -24,7 +24,7 @@ from raytrain.data.sources import parquet as parquet_folder
 from raytrain.data.sources.open import describe_shapes, describe_source, open_source
 from raytrain.data.sources.row_groups import GroupOrder, GroupSplit, Piece, held_out
 from raytrain.errors import InputError, RunError
-from raytrain.train.feed import Feed
+from raytrain.train.loader import BatchLoader
 from raytrain.train.step import MicroBatch
 
 ROWS, PER_GROUP, FILES = 1000, 60, 3
@@ -55,16 +55,16 @@ def opened(folder: Path, **keys: Any) -> Source:
     return open_source(DataConfig(**section), context=None, seed=1)
 
 
-def rows_of(split: Any, handles: np.ndarray) -> list[int]:
-    return split.gather(handles)["x"][:, 0].long().tolist()
+def rows_of(split: Any, indices: np.ndarray) -> list[int]:
+    return split.gather(indices)["x"][:, 0].long().tolist()
 
 
 def epoch_rows(split: Any, *, epoch: int = 0) -> list[int]:
     batches = StepBatches(split, seed=5, global_batch=64, micro_batch=64, storage=None)
     cursor, found = Cursor(epoch), []
     while cursor.epoch == epoch:
-        handles, cursor = batches.window(cursor)
-        found += rows_of(split, handles)
+        indices, cursor = batches.window(cursor)
+        found += rows_of(split, indices)
     return found
 
 
@@ -100,8 +100,8 @@ def test_rows_kept_in_memory_come_in_the_same_order(folder: Path) -> None:
     kept = place(split, "resident", "cpu")
     for epoch in (0, 1):
         assert epoch_rows(kept, epoch=epoch) == epoch_rows(split, epoch=epoch)
-    handles = np.array([899, 0, 61, 60, 59, 5, 700])
-    left, right = kept.gather(handles), split.gather(handles)
+    indices = np.array([899, 0, 61, 60, 59, 5, 700])
+    left, right = kept.gather(indices), split.gather(indices)
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
     assert {"x", "tokens", "labels", "attention_mask"} == left.keys()
     longest = longest_row(kept)
@@ -110,13 +110,15 @@ def test_rows_kept_in_memory_come_in_the_same_order(folder: Path) -> None:
 
 def test_any_position_is_reached_without_what_came_before(folder: Path) -> None:
     walked = epoch_rows(opened(folder).train, epoch=2)
-    for world in (1, 3):
+    for world_size in (1, 3):
         fresh = opened(folder).train
         parts = []
-        for rank in range(world):
-            own = StepBatches(fresh, seed=5, global_batch=64, micro_batch=8, rank=rank, world=world, storage=None)
-            handles = own.window(Cursor(2, 448)).handles
-            parts += [rows_of(fresh, part) for part in own.rank_handles(handles)]
+        for rank in range(world_size):
+            own = StepBatches(
+                fresh, seed=5, global_batch=64, micro_batch=8, rank=rank, world_size=world_size, storage=None
+            )
+            indices = own.window(Cursor(2, 448)).indices
+            parts += [rows_of(fresh, part) for part in own.rank_indices(indices)]
         assert [row for part in parts for row in part] == walked[448:512]
 
 
@@ -133,15 +135,15 @@ def in_windows_of_two(folder: Path) -> GroupSplit:
 def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) -> None:
     split = in_windows_of_two(folder)
     order = split.order(0, 0)
-    handles = order[0:10]
+    indices = order[0:10]
     threads = {thread.name for thread in threading.enumerate()}
     assert any(name.startswith("row-groups") for name in threads)
     assert len(split._read._kept) == 4, "this window and the next"
-    split.gather(handles)
+    split.gather(indices)
     for at in range(0, len(order), 10):
         split.gather(order[at : at + 10])
     assert len(split._read._kept) <= 7, "these, and the window before"
-    assert split.weights(handles) == 10 and split.lengths(handles) is None
+    assert split.weights(indices) == 10 and split.lengths(indices) is None
 
 
 def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +152,15 @@ def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeyp
     monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
     batches = StepBatches(split, seed=5, global_batch=16, micro_batch=16, storage="pinned")
     uploads = Uploads[MicroBatch](torch.device("cpu"), parts=lambda micro: micro.batch)
-    feed = Feed(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
+    loader = BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
     found: dict[int, list[int]] = {epoch: [] for epoch in range(5)}
     cursor = Cursor()
     while cursor.epoch < len(found):
-        handles, following = feed.window(cursor)
-        for micro in feed.micro_batches(handles):
+        indices, following = loader.window(cursor)
+        for micro in loader.micro_batches(indices):
             found[cursor.epoch] += micro.batch["x"][:, 0].long().tolist()
         cursor = following
-    feed.close()
+    loader.close()
     assert all(sorted(rows) == list(range(ROWS)) for rows in found.values()) and found[0] != found[1]
     ahead = 2 * split.window
     assert len(read) <= len(found) * len(split.pieces) + ahead

@@ -42,8 +42,8 @@ def opened(folder: Path, data: dict[str, Any], *, builder: str = LM, **model: An
     return source
 
 
-def batch(source: Source, *handles: int) -> dict[str, Any]:
-    return source.train.gather(np.array(handles))
+def batch(source: Source, *indices: int) -> dict[str, Any]:
+    return source.train.gather(np.array(indices))
 
 
 def test_a_document_ends_with_the_end_and_is_padded_and_masked(folder: Path, lines: Path) -> None:

@@ -83,7 +83,7 @@ class Told(Workers):
         super().__init__()
         self._other = other
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload, self._other or payload, b"another machine GPU-1"]
 
 

@@ -13,7 +13,7 @@ from lab import MLP, Rows, class_rows, make_session
 from torch import Tensor
 
 from raytrain.errors import RunError
-from raytrain.train.memory.oom import Shortage, StepDropped, attempt, heard, told
+from raytrain.train.memory.oom import Shortage, StepDropped, attempt, decode_shortages, encode_shortage
 from raytrain.train.session import Session
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_what_the_pass_held_is_free_as_soon_as_it_is_noticed(chained: bool) -> N
 
 def test_what_workers_say_to_each_other_comes_back() -> None:
     one = Shortage("rank 1", "OutOfMemoryError: é", 2**40, 5)
-    assert heard([told(None), told(one), told(None)]) == [one]
+    assert decode_shortages([encode_shortage(None), encode_shortage(one), encode_shortage(None)]) == [one]
     assert str(one) == "rank 1: OutOfMemoryError: é (held 1,099,511,627,776 bytes, free 5 bytes)"
 
 
@@ -89,15 +89,15 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_the_keys() -> None:
 def test_a_batch_that_does_not_fit_is_a_shortage_too() -> None:
     """Where only the batches know what they weigh, all are fetched before the passes."""
     session, rows = session_of(), Rows()
-    session.feed._weight = lambda batch: len(batch["labels"])
-    inner, failures = session.feed._gather, iter([True])
+    session.loader._weight = lambda batch: len(batch["labels"])
+    inner, failures = session.loader._gather, iter([True])
 
-    def gather(split: Any, handles: Any) -> Any:
+    def gather(split: Any, indices: Any) -> Any:
         if next(failures, False):
             raise MemoryError
-        return inner(split, handles)
+        return inner(split, indices)
 
-    session.feed._gather = gather  # type: ignore[method-assign]
+    session.loader._gather = gather  # type: ignore[method-assign]
     session.loop(reporter=rows, should_stop=lambda: False).run(session.state)
     (event,) = [row for row in rows.events if row["kind"] == "out_of_memory"]
     assert event["step"] == 1 and event["shortages"][0]["error"] == "MemoryError"

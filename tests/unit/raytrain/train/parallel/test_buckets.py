@@ -20,18 +20,18 @@ from raytrain.train.parallel.flat_gradients import GradientBuffers
 class TwoWorkers:
     """This worker as one of two, of which rank 0 may say another order than this one saw."""
 
-    world, rank = 2, 1
+    world_size, rank = 2, 1
 
     def __init__(self, order: list[int] | None = None) -> None:
         self.said: bytes | None = None if order is None else json.dumps(order).encode()
         self.begun: list[Tensor] = []
         self.waited: list[Tensor] = []
 
-    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         self.begun.append(tensor)
         return lambda: self.waited.append(tensor)
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload if self.said is None else self.said]
 
 
@@ -150,7 +150,7 @@ def test_a_gradient_in_two_parts_waits_where_it_is_known_and_is_refused_where_it
 
 def test_alone_or_in_one_bucket_nothing_overlaps_and_it_can_be_switched_off() -> None:
     workers = TwoWorkers()
-    workers.world = 1
+    workers.world_size = 1
     assert not three(workers)[1].overlaps
     one = BucketSums(GradientBuffers([nn.Parameter(torch.ones(3))]), workers=TwoWorkers())  # type: ignore[arg-type]
     one.overlaps = True

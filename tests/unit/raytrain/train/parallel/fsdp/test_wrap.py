@@ -118,11 +118,11 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_step_skipped() -> None:
 def test_another_model_s_checkpoint_is_refused_with_what_differs() -> None:
     made = session()
     state = {name: value.full_tensor() for name, value in made.trainable.module.state_dict().items()}
-    made.layout.load(state)
+    made.strategy.load(state)
     state["norm.weight"] = torch.ones(5)
     del state["positions"]
     with pytest.raises(CheckpointError, match=r"positions is missing; norm.weight has shape \(5,\), the model \(32,\)"):
-        made.layout.load(state)
+        made.strategy.load(state)
 
 
 def test_an_object_given_in_python_is_sharded_as_a_copy_and_exported_whole(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_an_object_given_in_python_is_sharded_as_a_copy_and_exported_whole(tmp_p
     assert whole is not None and type(whole) is Net
     trained = {name: value.full_tensor() for name, value in made.trainable.module.state_dict().items()}
     assert all(torch.equal(trained[name], value) for name, value in whole.state_dict().items())
-    assert made.layout.facts()["sharded"]["blocks"] == 2
+    assert made.strategy.facts()["sharded"]["blocks"] == 2
 
 
 def test_one_worker_trains_the_same_bits_as_without_shards() -> None:

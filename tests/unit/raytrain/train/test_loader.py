@@ -14,7 +14,7 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.splits import TextSplit
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import DevicePlacementError
-from raytrain.train.feed import EVAL_MICRO_BATCHES, Feed, cast_floating
+from raytrain.train.loader import EVAL_MICRO_BATCHES, BatchLoader, cast_floating
 
 CPU = torch.device("cpu")
 ROWS = {"x": torch.arange(50.0).reshape(50, 1), "labels": torch.arange(50) % 3}
@@ -33,33 +33,33 @@ class Dataset:
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def feed_of(data: Any, *, rank: int = 0, world: int = 1, storage: str = "resident", **more: Any) -> Feed:
+def feed_of(data: Any, *, rank: int = 0, world_size: int = 1, storage: str = "resident", **more: Any) -> BatchLoader:
     batches = StepBatches(
         object_split(data, key="data.train"),
         seed=3,
         global_batch=16,
         micro_batch=4,
         rank=rank,
-        world=world,
+        world_size=world_size,
         device=CPU,
         storage=storage,
     )
-    return Feed(batches, device=CPU, **{"weight": None, "dtype": torch.float32, **more})
+    return BatchLoader(batches, device=CPU, **{"weight": None, "dtype": torch.float32, **more})
 
 
 def test_the_ranks_share_a_window_and_its_weight() -> None:
     rows = token_rows(50, ragged=True, empty=range(5))
-    feeds = [feed_of(rows, rank=rank, world=3) for rank in range(3)]
-    handles = feeds[0].window(Cursor(0, 48)).handles
-    assert len(handles) == 2
-    handles = feeds[0].window(Cursor(0, 16)).handles
-    shares = [list(feed.micro_batches(handles)) for feed in feeds]
+    loaders = [feed_of(rows, rank=rank, world_size=3) for rank in range(3)]
+    indices = loaders[0].window(Cursor(0, 48)).indices
+    assert len(indices) == 2
+    indices = loaders[0].window(Cursor(0, 16)).indices
+    shares = [list(loader.micro_batches(indices)) for loader in loaders]
     assert [len(share) for share in shares] == [2, 1, 1]
     ids = torch.cat([micro.batch["input_ids"] for share in shares for micro in share])
-    assert torch.equal(ids, rows["input_ids"][torch.from_numpy(handles)])
+    assert torch.equal(ids, rows["input_ids"][torch.from_numpy(indices)])
     weights = [micro.weight for share in shares for micro in share]
     labels = torch.cat([micro.batch["labels"] for share in shares for micro in share])
-    assert sum(weights) == int((labels != -100).sum()) == feeds[1].global_weight(handles)
+    assert sum(weights) == int((labels != -100).sum()) == loaders[1].global_weight(indices)
 
 
 @pytest.mark.parametrize(
@@ -71,23 +71,23 @@ def test_the_ranks_share_a_window_and_its_weight() -> None:
     ],
 )
 def test_a_weight_is_the_labels_that_count_whoever_counts_them(data: Any, storage: str) -> None:
-    feed = feed_of(data, storage=storage)
-    micros = list(feed.micro_batches(np.arange(16)))
+    loader = feed_of(data, storage=storage)
+    micros = list(loader.micro_batches(np.arange(16)))
     assert [micro.weight for micro in micros] == [int((m.batch["labels"] != -100).sum()) for m in micros]
-    known = feed.global_weight(np.arange(16))
+    known = loader.global_weight(np.arange(16))
     assert known is None if isinstance(data, Dataset) else known == sum(micro.weight for micro in micros)
 
 
 def test_a_trainables_own_weight_goes_before_every_other_and_is_added_up() -> None:
-    feed = feed_of(ROWS, weight=lambda batch: int(batch["x"].sum()))
-    assert feed.global_weight(np.arange(4)) is None
-    assert [micro.weight for micro in feed.micro_batches(np.arange(8))] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7]
+    loader = feed_of(ROWS, weight=lambda batch: int(batch["x"].sum()))
+    assert loader.global_weight(np.arange(4)) is None
+    assert [micro.weight for micro in loader.micro_batches(np.arange(8))] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_only_a_float64_run_casts_its_inputs(dtype: torch.dtype) -> None:
-    feed = feed_of({**ROWS, "half": torch.ones(50, dtype=torch.float16)}, dtype=dtype)
-    batch = feed.one(np.arange(3)).batch
+    loader = feed_of({**ROWS, "half": torch.ones(50, dtype=torch.float16)}, dtype=dtype)
+    batch = loader.one(np.arange(3)).batch
     wide = dtype is torch.float64
     assert batch["x"].dtype is dtype and batch["labels"].dtype is torch.int64
     assert batch["half"].dtype is (torch.float64 if wide else torch.float16)
@@ -101,22 +101,22 @@ def test_casting_reaches_into_nested_batches() -> None:
 
 
 def test_the_first_batch_is_looked_at_and_a_tensor_elsewhere_is_named() -> None:
-    feed = feed_of(ROWS)
-    gather = feed.batches.split.gather
-    feed.batches.split.gather = lambda rows: {**gather(rows), "mask": [torch.zeros(1, device="meta")]}
+    loader = feed_of(ROWS)
+    gather = loader.batches.split.gather
+    loader.batches.split.gather = lambda rows: {**gather(rows), "mask": [torch.zeros(1, device="meta")]}
     with pytest.raises(DevicePlacementError, match=r"batch\.mask\[0\] is on meta"):
-        next(feed.micro_batches(np.arange(4)))
+        next(loader.micro_batches(np.arange(4)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("limit", "rows"), [(None, 50), (1, 16), (2, 32), (9, 50)])
 def test_evaluation_takes_each_row_once_over_the_ranks_in_larger_batches(
-    world: int, limit: int | None, rows: int
+    world_size: int, limit: int | None, rows: int
 ) -> None:
     split = object_split(ROWS, key="data.eval")
     seen: list[float] = []
-    for rank in range(world):
-        for micro in feed_of(ROWS, rank=rank, world=world).eval_batches(split, limit=limit):
+    for rank in range(world_size):
+        for micro in feed_of(ROWS, rank=rank, world_size=world_size).eval_batches(split, limit=limit):
             assert micro.weight == len(micro.batch["x"]) <= 4 * EVAL_MICRO_BATCHES
             seen += micro.batch["x"].flatten().tolist()
     assert seen == list(range(rows))
@@ -130,18 +130,21 @@ def test_all_workers_take_as_many_passes_in_an_evaluation_as_the_busiest(
 ) -> None:
     """Of a text, whose windows of an evaluation are not as many as an epoch's."""
     split = TextSplit(np.arange(tokens) % 7, context=12)
-    for world in (1, 2, 3, 5):
+    for world_size in (1, 2, 3, 5):
         for limit in (None, 1, 2):
-            feeds = [feed_of(ROWS, rank=rank, world=world) for rank in range(world)]
-            for feed in feeds:
-                feed.micro_batch, feed.batches.tokens_per_batch = micro, budget
-            taken = [len(list(feed.eval_batches(split, limit=limit))) for feed in feeds]
-            assert [feed.eval_passes(split, limit=limit) for feed in feeds] == [max(taken)] * world, (world, limit)
+            loaders = [feed_of(ROWS, rank=rank, world_size=world_size) for rank in range(world_size)]
+            for loader in loaders:
+                loader.micro_batch, loader.batches.tokens_per_batch = micro, budget
+            taken = [len(list(loader.eval_batches(split, limit=limit))) for loader in loaders]
+            assert [loader.eval_passes(split, limit=limit) for loader in loaders] == [max(taken)] * world_size, (
+                world_size,
+                limit,
+            )
 
 
 def test_a_limited_evaluation_scores_the_same_rows_in_micro_batches_of_any_size() -> None:
-    split, feed = object_split(ROWS, key="data.eval"), feed_of(ROWS)
-    planned = [micro.weight for micro in feed.eval_batches(split, limit=2)]
-    feed.micro_batch = 1
-    smaller = [micro.weight for micro in feed.eval_batches(split, limit=2)]
-    assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * feed.batches.global_batch
+    split, loader = object_split(ROWS, key="data.eval"), feed_of(ROWS)
+    planned = [micro.weight for micro in loader.eval_batches(split, limit=2)]
+    loader.micro_batch = 1
+    smaller = [micro.weight for micro in loader.eval_batches(split, limit=2)]
+    assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * loader.batches.global_batch

@@ -13,8 +13,8 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Batch, Source
 from raytrain.data.rows.token_budget import waste_of
 from raytrain.plan.plan import Resolved
-from raytrain.train.feed import Feed
 from raytrain.train.job import TrainJob
+from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.step import MicroBatch
 from raytrain.trainable import shifted_labels_weight
@@ -30,10 +30,10 @@ def data_plan(job: TrainJob) -> DataPlan:
     return DataPlan(job.planned("storage"), prefetch=job.data.prefetch, seed=job.seed, **numbers)
 
 
-def open_feed(
+def open_loader(
     job: TrainJob, source: Source, *, workers: Workers, device: torch.device, weight: Callable[[Batch], int] | None,
     dtype: torch.dtype,
-) -> Feed:  # fmt: skip
+) -> BatchLoader:  # fmt: skip
     """The feed over a prepared source (`raytrain.data.loading.prepare.prepare_source`); close it in the end."""
     micro, data = job.plan.micro_batch_size, data_plan(job)
     batches = StepBatches(
@@ -42,7 +42,7 @@ def open_feed(
         global_batch=int(job.planned("global_batch_size")),
         micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is settled
         rank=workers.rank,
-        world=workers.world,
+        world_size=workers.world_size,
         storage=None,
         tokens_per_batch=job.data.tokens_per_batch,
     )
@@ -53,24 +53,24 @@ def open_feed(
     uploads = Uploads(device, parts=_batch_of) if ahead else None
     if weight is shifted_labels_weight and source.first_labels_ignored:
         weight = None  # the split knows it, and no batch has to be read for it
-    feed = Feed(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
+    loader = BatchLoader(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
     if job.data.tokens_per_batch is not None:
-        _tell_waste(feed, job.data.tokens_per_batch)
-    return feed
+        _tell_waste(loader, job.data.tokens_per_batch)
+    return loader
 
 
-def _tell_waste(feed: Feed, budget: int) -> None:
+def _tell_waste(loader: BatchLoader, budget: int) -> None:
     """What padding will cost, by the first windows, against batches of as many rows as always fit the budget."""
     cursor, windows, longest = Cursor(), [], 1
     while cursor.epoch == 0 and len(windows) < LOOKED_AT:
-        handles, cursor = feed.batches.window(cursor)
-        lengths = feed.batches.split.lengths(handles)
+        indices, cursor = loader.batches.window(cursor)
+        lengths = loader.batches.split.lengths(indices)
         assert lengths is not None, "checked before the start (check_budget)"
         windows.append(lengths)
         longest = max(longest, int(lengths.max()))
     rows = max(1, budget // longest)
-    waste = waste_of(windows, budget=budget, most_rows=feed.micro_batch, fixed_rows=rows)
-    feed.notice(
+    waste = waste_of(windows, budget=budget, most_rows=loader.micro_batch, fixed_rows=rows)
+    loader.notice(
         "token_budget",
         **waste._asdict(),
         reason=f"{waste.budget:.1%} of what is computed is padding, in {waste.micro_batches} micro-batches; "

@@ -15,11 +15,11 @@ import torch
 from raytrain.data.loading.guard import Guard
 from raytrain.data.loading.misplaced import verify_placement
 from raytrain.data.loading.pinned_upload import AHEAD, Uploads
-from raytrain.data.loading.prefetch import Ahead, Pending, Wanted, begun_ahead, results
+from raytrain.data.loading.prefetch import Ahead, BatchRequest, PendingBatch, begun_ahead, results
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.loading.resident import StreamSplit
 from raytrain.data.loading.transfer import rebuild
-from raytrain.data.rows.batches import Cursor, StepBatches, Window, part_of_rank, rank_micro_batches
+from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
 from raytrain.data.rows.contract import Batch, Split
 from raytrain.data.rows.draws import gathered
 from raytrain.train.step import MicroBatch
@@ -28,10 +28,10 @@ from raytrain.trainable import labels_weight
 #: A forward pass without gradients keeps no activations: an eval batch of this many micro-batches fits beside it.
 EVAL_MICRO_BATCHES = 4
 
-Ready = Pending[MicroBatch]
+Ready = PendingBatch[MicroBatch]
 
 
-class Feed:
+class BatchLoader:
     """Micro-batches with weights.
 
     Args:
@@ -75,21 +75,21 @@ class Feed:
     def micro_batch(self, rows: int) -> None:
         self.batches.micro_batch = rows
 
-    def window(self, cursor: Cursor) -> Window:
+    def window(self, cursor: Cursor) -> GlobalBatch:
         """The rows of the step at `cursor`."""
         window = self.batches.window(cursor)
         self._at = cursor if cursor.position < len(self.batches.split) else Cursor(cursor.epoch + 1)
         self._following = window.next
         return window
 
-    def global_weight(self, handles: np.ndarray) -> int | None:
+    def global_weight(self, indices: np.ndarray) -> int | None:
         """The weight of a whole window where it is known without its batches; None where they must be added up."""
-        return None if self._weight is not None else self.batches.split.weights(handles)
+        return None if self._weight is not None else self.batches.split.weights(indices)
 
-    def micro_batches(self, handles: np.ndarray) -> Iterator[MicroBatch]:
+    def micro_batches(self, indices: np.ndarray) -> Iterator[MicroBatch]:
         """This rank's micro-batches of a window (the one asked for last), one by one as they are asked for."""
         split, epoch, following = self.batches.split, self._at.epoch, self._following
-        own = [Wanted("train", epoch, rows) for rows in self.batches.rank_handles(handles)]
+        own = [BatchRequest("train", epoch, rows) for rows in self.batches.rank_indices(indices)]
         guard = self._guard(split, "train")
         for number, wanted in enumerate(own):
             if self._ahead is None:
@@ -98,40 +98,40 @@ class Feed:
                 micro = self._ahead.take(wanted, then=lambda n=number: chain(own[n:], self._later(following)))
             yield micro if number + 1 < len(own) else replace(micro, last=True)
 
-    def _later(self, cursor: Cursor) -> Iterator[Wanted]:
+    def _later(self, cursor: Cursor) -> Iterator[BatchRequest]:
         """This rank's micro-batches from `cursor` on, without end."""
         while True:
-            handles, following = self.batches.window(cursor)
-            yield from (Wanted("train", cursor.epoch, rows) for rows in self.batches.rank_handles(handles))
+            indices, following = self.batches.window(cursor)
+            yield from (BatchRequest("train", cursor.epoch, rows) for rows in self.batches.rank_indices(indices))
             cursor = following
 
-    def passes(self, handles: np.ndarray) -> int:
+    def passes(self, indices: np.ndarray) -> int:
         """Micro-batches of the busiest worker in a window of these rows."""
         if self.batches.tokens_per_batch is not None:
-            return math.ceil(len(self.batches.parts(handles, self.batches.split)) / self.batches.world)
-        return self._most_passes(len(handles), micro_batch=self.batches.micro_batch)
+            return math.ceil(len(self.batches.parts(indices, self.batches.split)) / self.batches.world_size)
+        return self._most_passes(len(indices), micro_batch=self.batches.micro_batch)
 
     def eval_passes(self, split: Split, *, limit: int | None) -> int:
         """Batches of the busiest worker in an evaluation."""
         rows = self._scored(split, limit)
         if self.batches.tokens_per_batch is not None:
-            return math.ceil(len(self.batches.parts(rows, split, times=EVAL_MICRO_BATCHES)) / self.batches.world)
+            return math.ceil(len(self.batches.parts(rows, split, times=EVAL_MICRO_BATCHES)) / self.batches.world_size)
         return self._most_passes(len(rows), micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
         """This rank's share of the eval split, in file order. `limit` counts global batches, so that the same rows are
         scored by any number of workers in micro-batches of any size."""
         guard = self._guard(split, "eval")
-        wanted = (Wanted("eval", 0, own) for own in self._eval_handles(split, limit))
+        wanted = (BatchRequest("eval", 0, own) for own in self._eval_indices(split, limit))
         if self._ahead is None:
             for one in wanted:
                 yield self._given(guard, self._gather(split, one))
             return
         yield from results(self._begun(split, wanted))
 
-    def _eval_handles(self, split: Split, limit: int | None) -> list[np.ndarray]:
+    def _eval_indices(self, split: Split, limit: int | None) -> list[np.ndarray]:
         batches, rows = self.batches, self._scored(split, limit)
-        place = {"rank": batches.rank, "world": batches.world}
+        place = {"rank": batches.rank, "world_size": batches.world_size}
         if batches.tokens_per_batch is not None:
             parts = batches.parts(rows, split, times=EVAL_MICRO_BATCHES)
             return parts[part_of_rank(len(parts), **place)]
@@ -145,13 +145,13 @@ class Feed:
     def _most_passes(self, rows: int, *, micro_batch: int) -> int:
         shares = self.batches.shares
         if shares is None:
-            return most_passes(rows, micro_batch=micro_batch, world=self.batches.world)
-        every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world))
+            return most_passes(rows, micro_batch=micro_batch, world_size=self.batches.world_size)
+        every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world_size))
         return max(map(len, every))
 
     def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
         """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""
-        return self._gather(self.batches.split if split is None else split, Wanted("", self._at.epoch, rows))
+        return self._gather(self.batches.split if split is None else split, BatchRequest("", self._at.epoch, rows))
 
     def first(self, rows: np.ndarray) -> MicroBatch:
         """As many of these training rows, from the first on, as one micro-batch may have (the probe)."""
@@ -182,7 +182,7 @@ class Feed:
 
     # -- one batch --------------------------------------------------------------------------------
 
-    def _gather(self, split: Split, one: Wanted, *, read: Callable[[], Batch] | None = None) -> MicroBatch:
+    def _gather(self, split: Split, one: BatchRequest, *, read: Callable[[], Batch] | None = None) -> MicroBatch:
         known = None if self._weight is not None else split.weights(one.rows)
         drawn = {"seed": self.batches.seed, "epoch": one.epoch}
         if isinstance(split, StreamSplit):  # weigh on the host, then move: no device value is read
@@ -200,7 +200,7 @@ class Feed:
     def _weigh(self, batch: Batch) -> int:
         return int(self._weight(batch)) if self._weight is not None else labels_weight(batch)
 
-    def _begun(self, split: Split, wanted: Iterator[Wanted]) -> Generator[tuple[Wanted, Ready]]:
+    def _begun(self, split: Split, wanted: Iterator[BatchRequest]) -> Generator[tuple[BatchRequest, Ready]]:
         """Batches begun ahead: read by processes, copied by the uploads, or both one after the other."""
         pool, uploads = self.pool, self.uploads
         if pool is None:
@@ -240,7 +240,7 @@ class Feed:
 class _OnHost:
     """A batch that a process reads, put where it is wanted when it is asked for."""
 
-    def __init__(self, loading: Pending[Batch], gather: Callable[..., MicroBatch]) -> None:
+    def __init__(self, loading: PendingBatch[Batch], gather: Callable[..., MicroBatch]) -> None:
         self._loading, self._gather = loading, gather
 
     def result(self) -> MicroBatch:
@@ -250,9 +250,9 @@ class _OnHost:
         self._loading.cancel()
 
 
-def most_passes(rows: int, *, micro_batch: int, world: int) -> int:
-    """How many micro-batches the busiest of `world` workers has, of so many rows."""
-    return math.ceil(math.ceil(rows / micro_batch) / world)
+def most_passes(rows: int, *, micro_batch: int, world_size: int) -> int:
+    """How many micro-batches the busiest of `world_size` workers has, of so many rows."""
+    return math.ceil(math.ceil(rows / micro_batch) / world_size)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
