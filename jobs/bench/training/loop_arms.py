@@ -100,7 +100,7 @@ class OurRun:
     """One `train` in a thread of the bench: the driver of our arm, in a Ray that is up already."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._job = {**job, "telemetry": {"observers": ["jobs.bench.harness.pace:Pace"]}}
+        self._job = {**job, "telemetry": {"observers": ["jobs.bench.harness.pace:PaceObserver"]}}
         self._thread = threading.Thread(target=self._train, daemon=True, name="bench-train")
         self.error = ""
 

@@ -573,7 +573,7 @@ def given(key: str, value: Any, *, flag: Flag, folder: Path) -> LoadedSpec:
     """The flag's job with one value of its key, as a flag or as an object."""
     mapping = flag.job(folder)
     section, _, name = key.partition(".")
-    taken = tuple(text for text in (*FIXED, *flag.run_interleaved) if not text.startswith(f"{key}="))
+    taken = tuple(text for text in (*FIXED, *flag.beside) if not text.startswith(f"{key}="))
     if not callable(value):
         return load_spec(mapping=mapping, overrides=[*taken, f"{key}={value}"])
     mapping[section] = {**mapping[section], name: value()}
@@ -671,7 +671,7 @@ def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path
         return spec[name] if name else spec
 
     other = "loop.max_steps=77" if key != "loop.max_steps" else "loop.epochs=77"
-    needed = FLAGS[key].run_interleaved if key.startswith("experts.") and key in FLAGS else ()
+    needed = FLAGS[key].beside if key.startswith("experts.") and key in FLAGS else ()
     filed, beside = load_spec(path, needed), load_spec(path, [*needed, other])
     flagged = load_spec(path, [*needed, f"{key}={text}"])
     assert held(filed) == held(beside) == held(flagged)
