@@ -93,7 +93,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("jobs/README.md", "keys"): keys_table,
     ("jobs/README.md", "builders"): builders_table,
     ("jobs/README.md", "sources"): sources_table,
-    **{(f"{package}/README.md", "modules"): partial(modules_table, package) for package in PACKAGES},
+    **{(f"{package}/MODULES.md", "modules"): partial(modules_table, package) for package in PACKAGES},
 }
 
 
