@@ -125,9 +125,10 @@ def test_the_reference_lists_every_section_with_the_defaults_of_the_code() -> No
         assert float(cells[key]) == field.default
 
 
-def test_the_examples_of_the_readme_are_jobs(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    examples = [text for text in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL) if "model:" in text]
+def test_the_examples_of_the_readmes_are_jobs(tmp_path: Path) -> None:
+    readmes = [(ROOT / place / "README.md").read_text() for place in (".", *PACKAGES)]
+    blocks = [block for readme in readmes for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)]
+    examples = [text for text in blocks if "model:" in text]
     assert len(examples) == 3 and all(8 <= len(example.splitlines()) <= 12 for example in examples)
     for example in examples:
         job = tmp_path / "job.yaml"

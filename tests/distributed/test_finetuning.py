@@ -24,7 +24,7 @@ FLAGS = ("precision.dtype=fp64", "loop.log_every=1", "loop.max_steps=3", "scale.
 
 
 def lines_of(kind: str) -> str:
-    section = (ROOT / "README.md").read_text().partition("### Fine-tune a Hugging Face model")[2].partition("\n### ")[0]
+    section = (ROOT / "jobs/README.md").read_text().partition("\n## Hugging Face models")[2].partition("\n## ")[0]
     (found,) = re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)
     return found
 
