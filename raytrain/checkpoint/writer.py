@@ -31,7 +31,7 @@ from raytrain.checkpoint.reader import (
     newest_good,
     verify,
 )
-from raytrain.checkpoint.retention import discard, discard_after, retain, solve_interval
+from raytrain.checkpoint.retention import discard, discard_after, retain
 from raytrain.checkpoint.safetensors import SHARD_BYTES, write_tensors
 from raytrain.checkpoint.snapshot import Flat, Snapshot, Staging, flatten, split_tied, take_snapshot, unflatten
 from raytrain.errors import RunError
@@ -56,7 +56,6 @@ __all__ = [
     "load",
     "newest_good",
     "retain",
-    "solve_interval",
     "take_snapshot",
     "unflatten",
     "verify",
@@ -119,7 +118,7 @@ class CheckpointWriter:
         """Makes the buffers and times a copy into them, without writing; None where saving is synchronous.
 
         The first copy into new memory takes far longer than all later ones: done at the start, no step pays
-        for it, and the time returned (seconds) is the stall that `solve_interval` needs.
+        for it, and the time returned (seconds) is how long the training stalled.
         """
         if self._staging is None:
             return None

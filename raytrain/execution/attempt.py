@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 
 from raytrain.checkpoint.writer import LoadedCheckpoint, load, newest_good
 from raytrain.data.rows.batches import Cursor
-from raytrain.execution.failure_policy import Fault, RecoveryDecision, decide, origins
+from raytrain.execution.failure_policy import RecoveryDecision, decide, origins
 from raytrain.execution.reporter import Superseded
 from raytrain.execution.rollback import skipped_to
+from raytrain.runs.faults import Fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob, place_of
 from raytrain.train.parallel.collectives import Workers

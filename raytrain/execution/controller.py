@@ -23,7 +23,7 @@ from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from raytrain.errors import RunError
-from raytrain.execution.failure_policy import Fault
+from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
 #: Deaths in a row before any worker came as far as taking an attempt number: the workers cannot start at all.
@@ -50,8 +50,6 @@ class FaultWriter(UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray calls this once per failed worker group, before the restart."""
-        from raytrain.runs.faults import write_fault
-
         run = RunFolder(self._run_path)
         attempt = run.current_attempt()
         if run.owner_of(attempt) != self._owner:

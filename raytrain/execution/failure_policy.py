@@ -15,56 +15,18 @@ The rules, in order:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from raytrain.config.sections import RetryConfig
+from raytrain.runs.faults import Fault
 from raytrain.train.memory.micro_batch import halved
 
 #: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is somebody's mistake.
 OPERATION_ERRORS = ("RuntimeError",)
 #: Of a disk, a network file system or an object store out of order; a file that is not there is somebody's mistake.
 PASSING_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One failure of one attempt, as the failing worker (or the controller, for a dead one) recorded it.
-
-    Attributes:
-        attempt: the attempt that failed.
-        rank: the worker.
-        step: the optimizer step it was in (0 = before the first), None where a process just died.
-        error: exception type name, or "WorkerDied".
-        message: the first line of the exception.
-        traceback: the text of the traceback ("" for a death).
-        precision: `precision.dtype` in force.
-        reduced: whether the step ran under autocast.
-        final: raytrain's own explanation; will not go away by itself.
-        from_step: the step the attempt had started from, as far as whoever wrote it knew (`origins` knows better).
-        time: unix seconds.
-        out_of_memory: by the type of the exception.
-        micro_batch: rows of a micro-batch then; None where a process just died, or before there was any.
-    """
-
-    attempt: int
-    rank: int
-    step: int | None
-    error: str
-    message: str
-    traceback: str
-    precision: str
-    reduced: bool
-    final: bool
-    from_step: int
-    time: float
-    out_of_memory: bool = False
-    micro_batch: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -24,22 +24,22 @@ from raytrain.autotune.startup.precision import resolve_inflight, resolve_precis
 from raytrain.autotune.startup.shares import resolve_shares
 from raytrain.checkpoint.writer import discard_after
 from raytrain.data.sources.open import Source, handed_over
-from raytrain.errors import StateLost
+from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
 from raytrain.execution.attempt import AttemptStart, attempt_number, begin
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.export import export
-from raytrain.execution.failure_policy import Fault
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
 from raytrain.execution.rollback import Rewinds, RollBacks
 from raytrain.models.registry import make_importable, resolve
 from raytrain.plan.plan import Deferred, Resolved
-from raytrain.runs.faults import fault_of, read_faults, write_fault
+from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import platform
 from raytrain.train.job import TrainJob, with_micro_batch
 from raytrain.train.memory.allocator import keep_freed_memory
+from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import Clock, LoopOutcome
@@ -274,3 +274,31 @@ class Worker:
                 self._stop.set()
         except ray.exceptions.RayError:
             return  # the driver is gone, and the cluster with it
+
+
+def fault_of(
+    error: Exception,
+    *,
+    attempt: int,
+    rank: int,
+    step: int,
+    precision: str,
+    from_step: int,
+    micro_batch: int | None = None,
+) -> Fault:
+    """The record of an exception that is being handled now; what raytrain explains itself will not go away."""
+    return Fault(
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        error=type(error).__name__,
+        message=str(error).splitlines()[0] if str(error) else "",
+        traceback=traceback.format_exc(),
+        precision=precision,
+        reduced=precision in ("bf16", "fp16", "tf32"),
+        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
+        from_step=from_step,
+        time=time.time(),
+        out_of_memory=is_out_of_memory(error, device=None),
+        micro_batch=micro_batch,
+    )

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-import time
-import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
-from raytrain.execution.failure_policy import Fault
+from raytrain.errors import CollectiveFailed
 from raytrain.runs.folder import RunFolder
-from raytrain.train.memory.device import is_out_of_memory
 
 
-def fault_of(
-    error: Exception,
-    *,
-    attempt: int,
-    rank: int,
-    step: int,
-    precision: str,
-    from_step: int,
-    micro_batch: int | None = None,
-) -> Fault:
-    """The record of an exception that is being handled now; what raytrain explains itself will not go away."""
-    return Fault(
-        attempt=attempt,
-        rank=rank,
-        step=step,
-        error=type(error).__name__,
-        message=str(error).splitlines()[0] if str(error) else "",
-        traceback=traceback.format_exc(),
-        precision=precision,
-        reduced=precision in ("bf16", "fp16", "tf32"),
-        final=isinstance(error, RaytrainError) and not isinstance(error, OutOfMemory | CollectiveFailed | StateLost),
-        from_step=from_step,
-        time=time.time(),
-        out_of_memory=is_out_of_memory(error, device=None),
-        micro_batch=micro_batch,
-    )
+@dataclass(frozen=True)
+class Fault:
+    """One failure of one attempt, as the failing worker (or the controller, for a dead one) recorded it.
+
+    Attributes:
+        attempt: the attempt that failed.
+        rank: the worker.
+        step: the optimizer step it was in (0 = before the first), None where a process just died.
+        error: exception type name, or "WorkerDied".
+        message: the first line of the exception.
+        traceback: the text of the traceback ("" for a death).
+        precision: `precision.dtype` in force.
+        reduced: whether the step ran under autocast.
+        final: raytrain's own explanation; will not go away by itself.
+        from_step: the step the attempt had started from, as far as whoever wrote it knew (`origins` knows better).
+        time: unix seconds.
+        out_of_memory: by the type of the exception.
+        micro_batch: rows of a micro-batch then; None where a process just died, or before there was any.
+    """
+
+    attempt: int
+    rank: int
+    step: int | None
+    error: str
+    message: str
+    traceback: str
+    precision: str
+    reduced: bool
+    final: bool
+    from_step: int
+    time: float
+    out_of_memory: bool = False
+    micro_batch: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
 
 
 def write_fault(run: RunFolder, fault: Fault) -> None:

@@ -49,8 +49,9 @@ from raytrain.config.decode import dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
-from raytrain.execution.failure_policy import Fault, decide
+from raytrain.execution.failure_policy import decide
 from raytrain.plan.plan import Deferred, Plan, Resolved
+from raytrain.runs.faults import Fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.train.job import build_trainable, source_facts

@@ -33,7 +33,6 @@ from raytrain.checkpoint.writer import (
     list_checkpoints,
     load,
     newest_good,
-    solve_interval,
     take_snapshot,
     unflatten,
     verify,
@@ -706,24 +705,3 @@ def test_after_a_kill_at_any_moment_the_newest_good_one_is_whole(run):
     assert done.returncode == 0, done.stderr
     newest, torn = map(int, done.stdout.split())
     assert newest >= 20 and torn > 0, "the kills hit nothing"
-
-
-# -- how often ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stall", "step"), [(0.1, 0.01), (2.0, 0.5), (1e-4, 1.0), (0.97, 0.03), (0.0, 0.1)])
-def test_the_interval_is_the_smallest_within_the_budget(stall, step):
-    steps = solve_interval(stall_s=stall, step_time_s=step, maximum=10**9).value
-    assert stall / (stall + steps * step) <= 0.03
-    assert steps == 1 or stall / (stall + (steps - 1) * step) > 0.03
-
-
-def test_the_interval_is_bounded_and_says_why():
-    assert solve_interval(stall_s=1, step_time_s=0.01, maximum=500).value == 500
-    assert "at most 500 steps" in solve_interval(stall_s=1, step_time_s=0.01, maximum=500).reason
-    assert solve_interval(stall_s=0, step_time_s=1, minimum=50).value == 50
-    assert "at least 50 steps" in solve_interval(stall_s=0, step_time_s=1, minimum=50).reason
-    assert solve_interval(stall_s=0.001, step_time_s=0.1, write_s=3.0).value == 30
-    assert solve_interval(stall_s=0.1, step_time_s=0.01, budget=0.1).value == 90
-    with pytest.raises(ValueError, match="step_time_s"):
-        solve_interval(stall_s=1, step_time_s=0)

@@ -13,8 +13,9 @@ from lab import MLP, class_rows, make_job
 from raytrain.checkpoint.writer import CheckpointWriter, list_checkpoints
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.attempt import attempt_number, begin
+from raytrain.execution.worker import fault_of
 from raytrain.runs import storage
-from raytrain.runs.faults import fault_of, read_faults, write_fault
+from raytrain.runs.faults import read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 

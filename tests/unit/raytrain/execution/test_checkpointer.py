@@ -14,7 +14,15 @@ from lab import GPT, Rows, digest, make_session, token_rows
 
 from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.checkpoint.writer import list_checkpoints, load
-from raytrain.execution.checkpointer import FIRST_STEP, STALL_BUDGET, WORK_AT_RISK_S, CheckpointSaver, _pack, _unpack
+from raytrain.execution.checkpointer import (
+    FIRST_STEP,
+    STALL_BUDGET,
+    WORK_AT_RISK_S,
+    CheckpointSaver,
+    _pack,
+    _unpack,
+    solve_interval,
+)
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 from raytrain.train.state import Clock
@@ -174,3 +182,24 @@ def test_what_travels_between_workers_is_json_and_safetensors() -> None:
     back = unflatten(*_unpack(payload))
     assert digest(back) == digest(state) and back["python"]["x"] == (1, 2.5)
     assert b"\x80\x04" not in payload and b"pickle" not in payload
+
+
+# -- how often ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stall", "step"), [(0.1, 0.01), (2.0, 0.5), (1e-4, 1.0), (0.97, 0.03), (0.0, 0.1)])
+def test_the_interval_is_the_smallest_within_the_budget(stall: float, step: float) -> None:
+    steps = solve_interval(stall_s=stall, step_time_s=step, maximum=10**9).value
+    assert stall / (stall + steps * step) <= 0.03
+    assert steps == 1 or stall / (stall + (steps - 1) * step) > 0.03
+
+
+def test_the_interval_is_bounded_and_says_why() -> None:
+    assert solve_interval(stall_s=1, step_time_s=0.01, maximum=500).value == 500
+    assert "at most 500 steps" in solve_interval(stall_s=1, step_time_s=0.01, maximum=500).reason
+    assert solve_interval(stall_s=0, step_time_s=1, minimum=50).value == 50
+    assert "at least 50 steps" in solve_interval(stall_s=0, step_time_s=1, minimum=50).reason
+    assert solve_interval(stall_s=0.001, step_time_s=0.1, write_s=3.0).value == 30
+    assert solve_interval(stall_s=0.1, step_time_s=0.01, budget=0.1).value == 90
+    with pytest.raises(ValueError, match="step_time_s"):
+        solve_interval(stall_s=1, step_time_s=0)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from raytrain.config.sections import RetryConfig
-from raytrain.execution.failure_policy import Fault, RecoveryDecision, decide, origins
+from raytrain.execution.failure_policy import RecoveryDecision, decide, origins
+from raytrain.runs.faults import Fault
 
 TRACE = """Traceback (most recent call last):
   File "loop.py", line 3, in run

@@ -11,9 +11,8 @@ from lab import MLP, class_rows, make_job
 from torch import nn
 
 from raytrain.errors import CollectiveFailed, DevicePlacementError, InputError, OutOfMemory, RunError
-from raytrain.execution.failure_policy import Fault
-from raytrain.execution.worker import Worker
-from raytrain.runs.faults import fallen_precision, fault_of, read_faults, write_fault
+from raytrain.execution.worker import Worker, fault_of
+from raytrain.runs.faults import Fault, fallen_precision, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
