@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from raytrain.autotune.search.shares import shares_in_force
 from raytrain.data.loading.pinned_upload import Uploads
 from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Batch, Source
 from raytrain.data.rows.token_budget import waste_of
 from raytrain.plan.plan import Resolved
+from raytrain.plan.shares import shares_in_force
 from raytrain.train.job import TrainJob
 from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers

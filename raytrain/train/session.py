@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.search.shares import shares_in_force
 from raytrain.checkpoint.writer import LoadedCheckpoint
 from raytrain.data.loading.misplaced import verify_placement
 from raytrain.data.loading.prepare import Say, prepare_source
 from raytrain.data.sources.open import Source, open_source
 from raytrain.plan.plan import Resolved
+from raytrain.plan.shares import shares_in_force
 from raytrain.train.compute.switches import Switches
 from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.train.evaluation import evaluate
@@ -78,7 +76,6 @@ class Session:
         self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has come through
-        self._probe: StepProbe | None = None
         self.say: Say = lambda kind, **fields: None  # takes events of what is done before there is a loop
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
@@ -128,13 +125,12 @@ class Session:
 
     def close(self) -> None:
         """End what reads ahead; may be called twice, and before there is any."""
-        if hasattr(self, "feed"):
+        if hasattr(self, "loader"):
             self.loader.close()
 
     def release(self) -> None:
         """After `close`, give up what is large: weights, gradients and optimizer state. The session that follows may
         then fill the memory, whoever still holds this one or a part of it. May be called twice."""
-        self._probe = None
         if not hasattr(self, "step"):  # `prepare` has put nothing on the device yet
             return
         for optimizer in self.optimizers:
@@ -163,37 +159,6 @@ class Session:
         self.policy = self.step.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
-
-    def measure(
-        self, candidate: Candidate, *, budget_bytes: int | None, passes: int, with_memory: bool,
-        least: int | None = None,
-    ) -> Measurement:  # fmt: skip
-        """One candidate with the real step in the real group of workers; changes nothing that it measures.
-
-        Needs `prepare` with a precision of the same master dtype (all but fp64 keep weights in float32). Collective:
-        every worker measures the same candidates in the same order, and gets the same measurement. The device should
-        be nobody else's for that time.
-
-        Args:
-            budget_bytes: a peak above it counts as out of memory (`raytrain.train.memory.device.process_budget`); None
-                = only what the allocator refuses does.
-            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
-            least: given, so many are enough where two took the same time.
-            with_memory: read peak and floor as well, over a step with the longest rows, the worst routing and an
-                evaluation batch.
-
-        Raises:
-            ValueError: a precision of another master dtype.
-        """
-        return self.probe.measure(candidate, budget=budget_bytes, passes=passes, least=least, with_memory=with_memory)
-
-    @property
-    def probe(self) -> StepProbe:
-        """What measures the step in force; needs `prepare`."""
-        if self._probe is None or self._probe.step is not self.step:
-            split = self.source.eval
-            self._probe = StepProbe(self.step, self.loader, cursor=self.state.cursor, eval_split=split)
-        return self._probe
 
     def use_micro_batch(self, chosen: Resolved) -> None:
         """From now on, and in whatever session follows this one after a rewind."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain.autotune.search.shares import Shares
+from raytrain.plan.shares import Shares
 
 GUESTS = Path(__file__).parent / "guest"
 

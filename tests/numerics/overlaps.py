@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from unequal import everything
 
 import raytrain.train.parallel.reduction
-from raytrain.autotune.search.shares import Shares
 from raytrain.autotune.startup.overlap import resolve_overlap
 from raytrain.errors import CollectiveFailed
 from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.buckets import BucketSums
 from raytrain.train.session import Session

@@ -10,6 +10,7 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
 from cluster.telemetry.process import process_memory, reset_peak
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.startup import precision as settled
 from raytrain.autotune.startup.confirm import confirm_found, signature_of
@@ -44,7 +45,7 @@ def by_brute_force(session: Session, budget: int | None) -> dict[int, tuple[str,
     """Outcome and peak of every size."""
     found = {}
     for size in (1, 2, 4, 8, 16, 32, 64):
-        one = session.measure(Candidate("fp32", size), budget_bytes=budget, passes=0, with_memory=True)
+        one = StepProbe(session).measure(Candidate("fp32", size), budget=budget, passes=0, with_memory=True)
         found[size] = (one.outcome, one.peak_bytes)
     return found
 
@@ -133,14 +134,14 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
     """A candidate that fits, and one that does not on rank 1 alone; budgets of different ranks."""
     session = small(cluster={"memory_limit": 10_000_000_000 + rank})
     before = digest(dict(session.trainable.module.named_parameters()))
-    good = session.measure(Candidate("fp32", 4), budget_bytes=None, passes=2, with_memory=True)
+    good = StepProbe(session).measure(Candidate("fp32", 4), budget=None, passes=2, with_memory=True)
     forward = session.trainable.loss
 
     def fails(*arguments: Any, **named: Any) -> Any:
         raise torch.OutOfMemoryError("from a test")
 
     session.trainable.loss = fails if rank else forward
-    bad = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=2, with_memory=True)
+    bad = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=2, with_memory=True)
     calls = []
 
     def fails_late(*arguments: Any, **named: Any) -> Any:
@@ -148,7 +149,7 @@ def by_everybody(rank: int, world_size: int) -> dict[str, Any]:
         return (fails if rank and len(calls) == 3 else forward)(*arguments, **named)
 
     session.trainable.loss = fails_late
-    late = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=3, with_memory=False)
+    late = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=False)
     session.trainable.loss = forward
     unchanged = digest(dict(session.trainable.module.named_parameters())) == before
     budget, limit = memory_budget(session), session.job.cluster.memory_limit
@@ -164,7 +165,7 @@ def confirming(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     """`tune.found` as it was found, with another time, and of another signature."""
     session = small()
     signature = signature_of(session)
-    measured = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=5, with_memory=True)
+    measured = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=5, with_memory=True)
     found = TuneFound(
         signature=signature.hash, facts=signature.facts, precision="fp32", micro_batch_size=8,
         step_s=measured.step_s(16), peak_bytes=measured.peak_bytes,

@@ -10,6 +10,7 @@ from lab import MLP, class_rows, make_session
 from test_probe_is_neutral import state_of
 
 from raytrain.autotune.probe.loaders import measure_loaders
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.loaders import choose_count
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.train.session import Session
@@ -42,7 +43,7 @@ def test_slow_rows_are_read_by_more_processes_and_nothing_is_changed() -> None:
     """Four milliseconds a row, sleeping: two processes read twice as fast as one, on however many cores."""
     session = session_of(0.004)
     before = state_of(session)
-    found = measure_loaders(session, Candidate("bf16", 8), most=2, passes=2)
+    found = measure_loaders(StepProbe(session), Candidate("bf16", 8), most=2, passes=2)
     assert state_of(session) == before
     assert [rate.count for rate in found.rates] == [0, 1, 2]
     assert all(rate.batches >= 4 for rate in found.rates)
@@ -57,7 +58,7 @@ def test_where_processes_read_beside_the_run_reading_is_no_part_of_a_pass() -> N
     candidate = Candidate("fp32", 8)
     shortest = []
     for session in (beside, alone):
-        found = session.measure(candidate, budget_bytes=None, passes=3, with_memory=False)
+        found = StepProbe(session).measure(candidate, budget=None, passes=3, with_memory=False)
         shortest.append(min(found.pass_s))
         session.close()
     assert shortest[1] > 8 * 0.004 > shortest[0], "eight rows sleep so long where they are read in the pass"

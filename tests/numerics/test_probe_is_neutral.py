@@ -10,6 +10,7 @@ from lab import MOE, Rows, class_rows, digest, make_session, optimizer_state, to
 from torch import Tensor, nn
 
 from experts.routing.router import TopKRouter
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.startup.precision import measure_precision
 from raytrain.data.rows.batches import Cursor
@@ -159,7 +160,7 @@ def test_whole_steps_of_a_candidate_leave_everything_as_it_was(build: Any) -> No
     session = build()
     before = state_of(session)
     for candidate in CANDIDATES:
-        found = session.measure(candidate, budget_bytes=None, passes=2, with_memory=True)
+        found = StepProbe(session).measure(candidate, budget=None, passes=2, with_memory=True)
         assert state_of(session) == before, candidate
         assert found.outcome == "ok", found
         assert found.loss > 0 and found.grad_norm > 0
@@ -174,12 +175,12 @@ def test_a_run_interrupted_by_measurements_is_the_run_without_them(build: Any) -
     plain = build()
     reference = train(plain)[0].losses
     probed = build()
-    probed.measure(CANDIDATES[0], budget_bytes=None, passes=1, with_memory=True)
+    StepProbe(probed).measure(CANDIDATES[0], budget=None, passes=1, with_memory=True)
     loop = probed.loop(reporter=(rows := Rows()), should_stop=lambda: probed.state.step == 3)
     assert loop.run(probed.state).kind == "interrupted"
     before = state_of(probed)
     for candidate in CANDIDATES:
-        probed.measure(candidate, budget_bytes=None, passes=1, with_memory=True)
+        StepProbe(probed).measure(candidate, budget=None, passes=1, with_memory=True)
     assert state_of(probed) == before
     assert rows.losses + train(probed)[0].losses == reference and len(reference) == 8
     assert digest(plain.trainable.module.state_dict()) == digest(probed.trainable.module.state_dict())
@@ -197,12 +198,12 @@ def test_a_candidate_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.
         return forward(*arguments, **named)
 
     monkeypatch.setattr(session.trainable, "loss", fails)
-    found = session.measure(Candidate("fp32", 8), budget_bytes=None, passes=3, with_memory=True)
+    found = StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=True)
     assert found.outcome == "out_of_memory" and found.reason == "from a test"
     assert found.peak_bytes is None and found.pass_s == ()
     assert state_of(session) == before
     monkeypatch.setattr(session.trainable, "loss", forward)
-    assert session.measure(Candidate("fp32", 8), budget_bytes=None, passes=3, with_memory=True).outcome == "ok"
-    too_much = session.measure(Candidate("fp32", 8), budget_bytes=1000, passes=3, with_memory=True)
+    assert StepProbe(session).measure(Candidate("fp32", 8), budget=None, passes=3, with_memory=True).outcome == "ok"
+    too_much = StepProbe(session).measure(Candidate("fp32", 8), budget=1000, passes=3, with_memory=True)
     assert too_much.outcome == "out_of_memory" and "the budget is 1000 B" in too_much.reason
     assert too_much.peak_bytes is not None and too_much.peak_bytes > 1000

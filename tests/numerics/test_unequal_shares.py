@@ -13,8 +13,8 @@ import unequal
 from gang import run_gang
 
 from raytrain.autotune.probe.worker_speed import measure_paces
-from raytrain.autotune.search.shares import Shares
 from raytrain.autotune.startup.shares import sizes_to_try
+from raytrain.plan.shares import Shares
 
 STEPS = 12
 TWO = Shares(unequal.MICRO, (unequal.MICRO, unequal.MICRO), (1.0, 3.0)).to_json()

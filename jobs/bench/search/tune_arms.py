@@ -14,6 +14,7 @@ from jobs.bench.harness.options import TuneOptions
 from jobs.bench.harness.sessions import session_of
 from raytrain.autotune.probe.run_proposal import carry_out
 from raytrain.autotune.probe.state_guard import restored_steps, untouched
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.batch import decide, next_proposals
 from raytrain.autotune.search.decision import BatchDecision
 from raytrain.autotune.search.head_to_head import Contest
@@ -91,10 +92,12 @@ class Bench:
     gate_steps: int
     free: bool
     session: Session = field(init=False)
+    probe: StepProbe = field(init=False)
 
     def __post_init__(self) -> None:
         self.session, _ = session_of(self.job)
         self.session.prepare("fp32")
+        self.probe = StepProbe(self.session)
 
     def budget(self) -> int | None:
         """What this process may take, as a run on this machine would be told."""
@@ -110,7 +113,7 @@ class Bench:
         return [Candidate(name, size) for name in precisions for size in self.sizes]
 
     def _timed(self, candidate: Candidate, *, passes: int = PASSES) -> Measurement:
-        return self.session.measure(candidate, budget_bytes=None, passes=passes, with_memory=False)
+        return self.probe.measure(candidate, budget=None, passes=passes, with_memory=False)
 
     def grid(self) -> tuple[list[Measurement], float]:
         """Time every point, without a look at its memory; and the seconds of it."""
@@ -121,7 +124,7 @@ class Bench:
     def peaks(self) -> dict[int, int]:
         """Peak bytes of every size in fp32, by brute force."""
         found = {
-            size: self.session.measure(Candidate("fp32", size), budget_bytes=None, passes=0, with_memory=True)
+            size: self.probe.measure(Candidate("fp32", size), budget=None, passes=0, with_memory=True)
             for size in self.sizes
         }
         return {size: one.peak_bytes or 0 for size, one in found.items()}
@@ -141,7 +144,7 @@ class Bench:
         began = time.perf_counter()
         while proposals := next_proposals(space, measurements, (), gates, contests):
             wanted, at = proposals[0], time.perf_counter()
-            taken = carry_out(self.session, wanted, reference=space.lead, budget=budget)
+            taken = carry_out(self.probe, wanted, reference=space.lead, budget=budget)
             for part, found in ((taken.measurement, measurements), (taken.gate, gates), (taken.contest, contests)):
                 if part is not None:
                     found.append(part)  # pyright: ignore[reportArgumentType]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from jobs.bench.harness.lines import dial
 from jobs.bench.harness.sessions import Losses, session_of
-from raytrain.autotune.search.shares import Shares
 from raytrain.autotune.startup.shares import measure_shares
+from raytrain.plan.shares import Shares
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.session import Session
 from raytrain.train.step import MicroBatch

@@ -21,6 +21,7 @@ from jobs.tuning.batch.trials import TrialRequest
 from raytrain.autotune.probe.gradient_noise import measure_norms
 from raytrain.autotune.probe.loaders import measure_loaders
 from raytrain.autotune.probe.run_proposal import carry_out
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.noise_scale import noise_scale
 from raytrain.autotune.startup.confirm import signature_of
 from raytrain.data.sources.open import handed_over
@@ -87,9 +88,11 @@ def _measured(session: Session, wanted: TrialRequest, orders: BatchOrders) -> di
         pairs = measure_norms(session, micro_batch_size=size, **few)
         return {"noise": asdict(noise_scale(pairs))}
     if wanted.loaders is not None:
-        found = measure_loaders(session, wanted.candidate, most=wanted.loaders, passes=wanted.passes)
+        found = measure_loaders(StepProbe(session), wanted.candidate, most=wanted.loaders, passes=wanted.passes)
         return {"loaders": found.to_json()}
-    taken = carry_out(session, wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind])
+    taken = carry_out(
+        StepProbe(session), wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind]
+    )
     found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
     return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
 

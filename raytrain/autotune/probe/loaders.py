@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raytrain.autotune.probe.state_guard import skipped_steps, untouched
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.loaders import LoaderRate, LoaderRates, next_count
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.plan.plan import Resolved
@@ -22,27 +23,27 @@ TIMED_S, ROUNDS, LEAST = 1.0, 2, 4
 MOST_S = 10.0
 
 
-def measure_loaders(session: Session, candidate: Candidate, *, most: int, passes: int) -> LoaderRates:
+def measure_loaders(probe: StepProbe, candidate: Candidate, *, most: int, passes: int) -> LoaderRates:
     """Batches a second of one worker with the counts that `next_count` asks for.
 
     Args:
-        session: prepared, one worker's, whose rows are streamed from a dataset that is read item by item.
+        probe: of a session with one worker, whose rows are streamed from a dataset that is read item by item.
         most: processes.
         passes: micro-batches of a step, after which there is an update.
     """
     rates: list[LoaderRate] = []
     while (count := next_count(rates, most=most)) is not None:
-        rates.append(_rate(session, candidate, count, passes))
+        rates.append(_rate(probe, candidate, count, passes))
     return LoaderRates(candidate, most, tuple(rates))
 
 
-def _rate(session: Session, candidate: Candidate, count: int, passes: int) -> LoaderRate:
-    step, trainable = session.step, session.trainable
-    with session.probe.computing_as(candidate), untouched(trainable, session.device), skipped_steps(step.optimizers):
+def _rate(probe: StepProbe, candidate: Candidate, count: int, passes: int) -> LoaderRate:
+    session, step, trainable = probe.session, probe.step, probe.session.trainable
+    with probe.computing_as(candidate), untouched(trainable, session.device), skipped_steps(step.optimizers):
         loader = _loader(session, candidate.micro_batch_size, count)
         try:
             ahead = 0 if loader.pool is None else loader.pool.depth
-            batches = _through(session, loader, passes)
+            batches = _through(probe, loader, passes)
             for _ in range(max(1, ahead)):
                 next(batches)
             began, taken, seconds = seconds_of(session.device), 0, 0.0
@@ -64,16 +65,16 @@ def _loader(session: Session, rows: int, count: int) -> BatchLoader:
                      weight=session.trainable.weight, dtype=session.policy.master_dtype)  # fmt: skip
 
 
-def _through(session: Session, loader: BatchLoader, passes: int) -> Iterator[int]:
+def _through(probe: StepProbe, loader: BatchLoader, passes: int) -> Iterator[int]:
     """Windows go through the model without end; the micro-batches of each."""
-    cursor, done = session.state.cursor, 0
+    cursor, done = probe.session.state.cursor, 0
     while True:
         indices, cursor = loader.window(cursor)
         count = loader.passes(indices)
-        session.step.backward(loader.micro_batches(indices), global_weight=len(indices), passes=count)
+        probe.step.backward(loader.micro_batches(indices), global_weight=len(indices), passes=count)
         done += count
         if done >= passes:
-            session.probe.update()
+            probe.update()
             done = 0
         yield count
 

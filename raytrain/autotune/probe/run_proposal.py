@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raytrain.autotune.probe.numeric_gate import run_gate
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.head_to_head import Contest
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import LEAST_PASSES, Proposal
-from raytrain.train.session import Session
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Taken:
     contest: Contest | None = None
 
 
-def carry_out(session: Session, wanted: Proposal, *, reference: str, budget: int | None) -> Taken:
-    """Measure what is wanted; changes nothing that it measures. Collective over the session's workers.
+def carry_out(probe: StepProbe, wanted: Proposal, *, reference: str, budget: int | None) -> Taken:
+    """Measure what is wanted; changes nothing that it measures. Collective over the probe's workers.
 
     Args:
         reference: the precision that a gate compares with.
@@ -30,14 +30,12 @@ def carry_out(session: Session, wanted: Proposal, *, reference: str, budget: int
     """
     one = wanted.candidate
     if wanted.gate_steps:
-        return Taken(gate=run_gate(session, one, reference=reference, steps=wanted.gate_steps, budget=budget))
+        return Taken(gate=run_gate(probe.session, one, reference=reference, steps=wanted.gate_steps, budget=budget))
     passes = 0 if wanted.against else wanted.passes
     alone = None
     if passes or wanted.with_memory:
-        alone = session.measure(
-            one, budget_bytes=budget, passes=passes, least=LEAST_PASSES, with_memory=wanted.with_memory
-        )
+        alone = probe.measure(one, budget=budget, passes=passes, least=LEAST_PASSES, with_memory=wanted.with_memory)
     if not wanted.against or (alone is not None and alone.outcome != "ok"):
         return Taken(measurement=alone)
-    rounds = session.probe.measure_in_turn((one, *wanted.against), budget=budget, rounds=wanted.passes)
+    rounds = probe.measure_in_turn((one, *wanted.against), budget=budget, rounds=wanted.passes)
     return Taken(measurement=alone, contest=Contest(rounds))

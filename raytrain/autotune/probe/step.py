@@ -24,14 +24,13 @@ from raytrain.autotune.probe.agreed import tried
 from raytrain.autotune.probe.rows import RowChoice
 from raytrain.autotune.probe.state_guard import restored_steps, skipped_steps, untouched
 from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, alike
-from raytrain.data.rows.batches import Cursor
-from raytrain.data.rows.contract import Split
 from raytrain.plan.choice import size_text
 from raytrain.train.device import device_name, seconds_of
-from raytrain.train.loader import EVAL_MICRO_BATCHES, BatchLoader
+from raytrain.train.loader import EVAL_MICRO_BATCHES
 from raytrain.train.memory.device import PeakMeter, exact_memory
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
-from raytrain.train.step import MicroBatch, TrainingStep
+from raytrain.train.session import Session
+from raytrain.train.step import MicroBatch
 from raytrain.trainable import GlobalStep
 
 #: Micro-batches that accumulate while memory is read (from the second on, gradients are there already), and rows that
@@ -58,25 +57,41 @@ class _Found:
 
 
 class StepProbe:
-    """Measures candidates on one worker; collective over all of them.
+    """Measures candidates with the step of a prepared session; collective over its workers.
+
+    Every worker measures the same candidates in the same order, and gets the same measurement. The device should do
+    nothing else meanwhile. The rows are those that training would use next; reading them moves nothing.
 
     Args:
-        step: the run's own, whose precision is changed for the time of a measurement.
-        loader: where rows come from.
-        cursor: position of the rows that are used; training goes on from it as if nothing had been read.
-        eval_split: placed, or None where nothing is evaluated.
+        session: prepared; its step's precision is changed for the duration of a measurement.
     """
 
-    def __init__(self, step: TrainingStep, loader: BatchLoader, *, cursor: Cursor, eval_split: Split | None) -> None:
-        self.step, self.loader, self.eval_split = step, loader, eval_split
-        self.device, self.workers = step.device, step.workers
-        self._choice = RowChoice(loader, cursor=cursor, workers=step.workers, eval_split=eval_split)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.step, self.loader, self.eval_split = session.step, session.loader, session.source.eval
+        self.device, self.workers = session.device, session.workers
+        self._choice = RowChoice(
+            self.loader, cursor=session.state.cursor, workers=self.workers, eval_split=self.eval_split
+        )
         self._optimizer_s: float | None = None
 
     def measure(
-        self, candidate: Candidate, *, budget: int | None, passes: int, least: int | None, with_memory: bool
+        self, candidate: Candidate, *, budget: int | None, passes: int, least: int | None = None, with_memory: bool
     ) -> Measurement:
-        """See `Session.measure`."""
+        """Measure one candidate with the real step and the real group of workers; changes nothing.
+
+        Args:
+            candidate: of a precision with the same master dtype as the session's (all but fp64 keep float32 weights).
+            budget: bytes; a higher peak counts as out of memory (`raytrain.train.memory.device.process_budget`). With
+                None only a refusal of the allocator does.
+            passes: timed forward and backward passes, and as many updates, after one that is dropped; 0 = no timing.
+            least: stop after this many passes if the last two took the same time; None = always `passes`.
+            with_memory: also read peak and floor, over a step with the longest rows, the worst-case routing and an
+                evaluation batch.
+
+        Raises:
+            ValueError: a precision of another master dtype.
+        """
         found = _Found()
         with self.computing_as(candidate):
             if with_memory:

@@ -84,8 +84,7 @@ class Proposal:
     """One measurement that the search asks for.
 
     Attributes:
-        candidate: what to measure; as `Session.measure(candidate, budget_bytes=, passes=, least=LEAST_PASSES,
-            with_memory=)`.
+        candidate: what to measure.
         passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
         with_memory: the peak is wanted too.
         against: other candidates, to be measured with this one in turn, `passes` rounds

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from cluster.environment import package_version
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.micro_batch import micro_batch_sizes
 from raytrain.autotune.search.signature import Signature, make_signature
@@ -81,7 +82,9 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         _write(session, run, record, reporter, value=chosen.value, reason=text)
         return
     budget = memory_budget(session)
-    measured = session.measure(Candidate(found.precision, micro), budget_bytes=budget, passes=PASSES, with_memory=True)
+    measured = StepProbe(session).measure(
+        Candidate(found.precision, micro), budget=budget, passes=PASSES, with_memory=True
+    )
     rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world_size)
     step_s = measured.step_s(rows) if measured.pass_s else None
     off = differences(found, step_s=step_s, peak_bytes=measured.peak_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.micro_batch import (
     Next,
@@ -17,12 +18,12 @@ from raytrain.autotune.search.micro_batch import (
     next_reading,
     settled_record,
 )
-from raytrain.autotune.search.shares import SPLITS
 from raytrain.autotune.startup.record import Push, shared_record, write_measured
 from raytrain.errors import RunError
 from raytrain.plan.choice import size_text
 from raytrain.plan.plan import Deferred, Resolved
 from raytrain.plan.rules.shortage import DOUBTFUL, TINY_PARAMETERS
+from raytrain.plan.shares import SPLITS
 from raytrain.runs.folder import RunFolder
 from raytrain.train.memory.allocator import give_back_freed_memory
 from raytrain.train.memory.device import process_budget
@@ -121,6 +122,7 @@ def measure_micro_batch(
     shares = session.workers.world_size * _parts(session)
     sizes = sizes or micro_batch_sizes(int(session.job.planned("global_batch_size")), shares)
     budget = memory_budget(session)
+    probe = StepProbe(session)
     tried = [(Next(one.candidate.micro_batch_size, None), one) for one in known]
     before = session.step.inflight
     if isinstance(session.job.plan.inflight, Deferred):
@@ -128,7 +130,7 @@ def measure_micro_batch(
     try:
         while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
             candidate = Candidate(session.precision, asked.rows)
-            found = session.measure(candidate, budget_bytes=budget, passes=0, with_memory=True)
+            found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
             # a loss that is not finite takes as much memory as any other; the run itself has rules for it
             tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
     finally:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raytrain.autotune.search.shares import Shares
 from raytrain.data.loading.resident import Storage, place
 from raytrain.data.rows.contract import Batch, Order, Split
 from raytrain.data.rows.token_budget import cut_by_tokens
+from raytrain.plan.shares import Shares
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.devices.inventory import Device, Inventory
-from raytrain.autotune.search.shares import SPLITS, Shares, gain_over_equal
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Deferred, ModelFacts, Resolved
 from raytrain.plan.rules.devices import Machines
 from raytrain.plan.rules.step_time import GPU_SHARE, peak_flops
 from raytrain.plan.rules.workers import spread
+from raytrain.plan.shares import SPLITS, Shares, gain_over_equal
 
 MEASURED = "measured at the start, on all workers at the same time"
 EVENLY = "shares follow the measurement, and stay equal where unequal ones would save less than 5 %"

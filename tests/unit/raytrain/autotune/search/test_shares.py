@@ -1,68 +1,11 @@
-"""Unequal shares, pure: who takes how many micro-batches of how many rows."""
+"""Shares chosen from measured worker speeds."""
 
 from __future__ import annotations
 
-from itertools import product
-
-import numpy as np
-import pytest
-
-from raytrain.autotune.search.shares import Shares, WorkerPace, apportion, choose_shares, shown, slowest_s
-from raytrain.data.rows.batches import rank_micro_batches
+from raytrain.autotune.search.shares import WorkerPace, choose_shares, shown
+from raytrain.plan.shares import Shares
 
 INFINITE = float("inf")
-
-
-def best_of_all(units: int, unit_s: tuple[float, ...]) -> float:
-    """The earliest end of any division, by trying them all."""
-    ways = (way for way in product(range(units + 1), repeat=len(unit_s)) if sum(way) == units)
-    return min(slowest_s(way, unit_s) for way in ways)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_no_other_division_is_done_earlier(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    units, unit_s = int(draw.integers(1, 20)), tuple(float(value) for value in draw.integers(1, 9, draw.integers(1, 4)))
-    assert slowest_s(apportion(units, unit_s), unit_s) == best_of_all(units, unit_s)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_taken_once_in_order_and_equal_shares_are_as_without(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    world_size, micro, total = int(draw.integers(1, 6)), int(draw.integers(1, 9)), int(draw.integers(1, 200))
-    indices = draw.permutation(1000)[:total]
-    rows = tuple(micro * int(n) for n in draw.integers(1, 5, world_size))
-    unequal = Shares(micro, rows, tuple(float(value) for value in draw.uniform(0.1, 3, world_size)))
-    equal = Shares(micro, (micro,) * world_size, (0.25,) * world_size)
-    for shares, now in product((unequal, equal), {micro, max(1, micro // 2), 4 * micro}):
-        parts = [
-            rank_micro_batches(indices, micro_batch=now, rank=rank, world_size=world_size, shares=shares)
-            for rank in range(world_size)
-        ]
-        assert np.concatenate([own for part in parts for own in part]).tolist() == indices.tolist()
-        for most, part in zip(shares.rows, parts, strict=True):
-            assert all(0 < len(own) <= most * now // micro for own in part)
-    for rank in range(world_size):
-        ways = [
-            rank_micro_batches(indices, micro_batch=micro, rank=rank, world_size=world_size, shares=given)
-            for given in (equal, None)
-        ]
-        assert [own.tolist() for own in ways[0]] == [own.tolist() for own in ways[1]]
-
-
-def test_half_the_speed_gets_half_the_micro_batches() -> None:
-    assert apportion(12, (1.0, 2.0)) == (8, 4)
-    assert apportion(1, (3.0, 1.0, 2.0)) == (0, 1, 0)
-
-
-def test_a_worker_with_room_takes_several_micro_batches_in_a_pass_and_alike() -> None:
-    shares = Shares(8, (32, 8), (1.0, 1.0))
-    assert [len(own) for own in shares.passes(96, rank=0, micro_batch=8)] == [32, 32, 16]
-    assert [len(own) for own in shares.passes(120, rank=0, micro_batch=8)] == [32, 32, 32]
-    assert [len(own) for own in shares.passes(64, rank=0, micro_batch=8)] == [32, 24]
-    assert [len(own) for own in shares.passes(96, rank=1, micro_batch=8)] == [8, 8]
-    assert [len(own) for own in shares.passes(96, rank=0, micro_batch=4)] == [16] * 5, "halved in the run"
-    assert shares.passes(8, rank=1, micro_batch=8) == [] and Shares.from_json(shares.to_json()) == shares
 
 
 def paces(*seconds: float, micro: int = 4) -> list[WorkerPace]:
@@ -98,9 +41,3 @@ def test_each_kind_has_a_size_of_its_own_where_it_fits_and_pays() -> None:
 
 def test_equal_neighbours_are_shown_together() -> None:
     assert shown(Shares(4, (8, 8, 4), (1.0, 1.0, 1.0)), 40) == "ranks 0-1: 16 rows in 2 passes, rank 2: 8 rows in 2"
-
-
-@pytest.mark.parametrize(("rows", "pass_s"), [((1, 0), (1.0, 1.0)), ((1,), (1.0, 1.0)), ((1, 1), (1.0, 0.0)), ((), ())])
-def test_impossible_shares_are_refused(rows: tuple[int, ...], pass_s: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="shares of"):
-        Shares(4, rows, pass_s)

@@ -1,0 +1,111 @@
+"""`Shares`: how the rows of a global batch are divided among workers of unequal speed. Pure, without torch.
+
+Rows are assigned in whole micro-batches; a worker whose device has room for several of them computes several in one
+pass. The assignment follows from the measured seconds and the number of rows alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+from raytrain.plan.choice import Choice, Resolved
+
+SPLITS = 8
+"""Micro-batches that `loop.micro_batch_size: auto` makes of an equal share, so that shares can differ by an eighth."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How fast every worker is; one entry for each rank.
+
+    Attributes:
+        micro_batch: `loop.micro_batch_size` as it was when this was measured: rows are dealt in so many at a time.
+            Where it shrinks later, `rows` shrink alike.
+        rows: of one pass of each worker, at most.
+        pass_s: seconds of one such pass; only their ratios matter.
+    """
+
+    micro_batch: int
+    rows: tuple[int, ...]
+    pass_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.rows) == len(self.pass_s) > 0 or min(self.rows) < 1 or min(self.pass_s) <= 0:
+            raise ValueError(f"shares of {self.rows} rows in {self.pass_s} seconds")
+
+    @property
+    def row_s(self) -> tuple[float, ...]:
+        """Seconds of a row of each worker."""
+        return tuple(seconds / rows for seconds, rows in zip(self.pass_s, self.rows, strict=True))
+
+    def spans(self, total: int, *, micro_batch: int) -> list[range]:
+        """Rows of each rank in a window of so many; they follow each other. The last micro-batch may be shorter."""
+        taken = apportion(-(-total // micro_batch), self.row_s)
+        ends = [min(total, micro_batch * units) for units in accumulate(taken)]
+        return [range(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def passes(self, total: int, *, rank: int, micro_batch: int) -> list[range]:
+        """This rank's rows in a window of so many, pass by pass: as few as can be, of whole micro-batches, alike."""
+        mine = self.spans(total, micro_batch=micro_batch)[rank]
+        size = max(1, self.rows[rank] * micro_batch // self.micro_batch)
+        number = -(-len(mine) // size)
+        each = max(1, min(size, micro_batch * -(-len(mine) // (max(1, number) * micro_batch))))
+        return [mine[begin : begin + each] for begin in range(0, len(mine), each)]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping; `from_json` of it equals this."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Shares:
+        """The inverse of `to_json`."""
+        return cls(row["micro_batch"], tuple(row["rows"]), tuple(row["pass_s"]))
+
+
+@lru_cache(maxsize=64)
+def apportion(units: int, unit_s: tuple[float, ...]) -> tuple[int, ...]:
+    """Of `units` alike each worker's number, so that the last one is done as early as can be.
+
+    They are handed out one by one, each to the worker that would be the first to finish it (of equal ones the lowest
+    rank): when the last one is handed out, no other division could have been done by then.
+
+    Args:
+        unit_s: seconds of one unit on each worker; only their ratios matter.
+    """
+    taken = [0] * len(unit_s)
+    ready = [(seconds, rank) for rank, seconds in enumerate(unit_s)]
+    heapq.heapify(ready)
+    for _ in range(units):
+        _, rank = heapq.heappop(ready)
+        taken[rank] += 1
+        heapq.heappush(ready, ((taken[rank] + 1) * unit_s[rank], rank))
+    return tuple(taken)
+
+
+def slowest_s(number: Sequence[int], each_s: Sequence[float]) -> float:
+    """Seconds until the last worker is done, of so many units each."""
+    return max(count * seconds for count, seconds in zip(number, each_s, strict=True))
+
+
+def gain_over_equal(shares: Shares, *, total: int, plain_s: Sequence[float]) -> float:
+    """How many times as fast a window of `total` rows is as with equal shares.
+
+    Args:
+        plain_s: of each worker, seconds of a pass of `shares.micro_batch` rows.
+    """
+    units = -(-total // shares.micro_batch)
+    equal = slowest_s(apportion(units, (1.0,) * len(plain_s)), plain_s)
+    own = tuple(shares.micro_batch * seconds for seconds in shares.row_s)
+    return equal / slowest_s(apportion(units, shares.row_s), own)
+
+
+def shares_in_force(choice: Choice | None) -> Shares | None:
+    """What a plan says; None while nothing is measured, and where it came out equal."""
+    if not isinstance(choice, Resolved) or choice.value == "equal":
+        return None
+    return Shares.from_json(choice.value)
