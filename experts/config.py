@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Text
-from experts.kinds import Activation
+from experts.shapes import Activation
 
 HostsByAccelerator = Annotated[
     dict[Text, Count],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,6 +61,27 @@ class MoELayer(nn.Module):
 
     def _share(self, x_TD: Tensor) -> Tensor | None:
         return None if self.shared is None else self.shared(x_TD)
+
+
+@contextlib.contextmanager
+def worst_case_routing(module: nn.Module) -> Iterator[None]:
+    """Force the routing that takes the most memory in this process, for passes that only measure it.
+
+    Every token goes to the widest experts, whose intermediate values are the largest. With a capacity, tokens go to all
+    experts in turn, so that none is dropped. Layers whose experts are in other processes route as usual: the rows sent
+    there take no memory here.
+    """
+    layers = [
+        part for part in module.modules() if isinstance(part, MoELayer) and not isinstance(part.experts, PooledExperts)
+    ]
+    for layer in layers:
+        widths = getattr(layer.experts, "hidden_E", (0,) * layer.router.num_experts)
+        layer.router.forced = sorted(range(len(widths)), key=lambda e, widths=widths: -widths[e])
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.router.forced = None
 
 
 def dispatch(x_TD: Tensor, order_R: Tensor, *, top_k: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
 from experts.exchange.interval_log import LoadLog
-from experts.layer import MoELayer
+from experts.layer import MoELayer, worst_case_routing
 from experts.plan.sizes import (
     check_experts,
     check_moe_mlp,
@@ -27,7 +27,6 @@ from experts.routing.grouped import SharedExpert, build_experts
 from experts.routing.load import LoadBook
 from experts.routing.router import TopKRouter
 from experts.routing.trace import traced
-from experts.routing.worst_case import worst_case
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -203,6 +202,6 @@ def _trainable(
         log_metrics=book.metrics,
         window=LoadLog(book),
         state_parts=lambda: {"load": book},
-        worst_case=partial(worst_case, module),
+        worst_case=partial(worst_case_routing, module),
     )
     return trainable if experts.connection is None else distribute(trainable, experts)

@@ -1,21 +1,37 @@
-"""What the experts of a layer look like, wherever they are; and how one is named. No torch."""
+"""Shapes of a layer's experts and of their weights, and the key that names one expert. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from experts.kinds import Activation, weight_shapes
+Activation = Literal["gelu", "swiglu", "relu"]
 
 Key = tuple[int, int]
 """(layer, logical expert)."""
 
 
+def weight_shapes(
+    width: int, hidden: int, *, activation: Activation | str, bias: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of one expert by name, in the order in which they are packed.
+
+    w1 (F, D) is the input projection, w2 (D, F) the output projection; swiglu multiplies by a third one, w3 (F, D).
+    With `bias` each adds a vector: b1 (F,), b2 (D,), b3 (F,).
+    """
+    shapes: dict[str, tuple[int, ...]] = {"w1": (hidden, width), "w2": (width, hidden)}
+    if activation == "swiglu":
+        shapes["w3"] = (hidden, width)
+    if bias:
+        shapes |= {f"b{name[1]}": shape[:1] for name, shape in list(shapes.items())}
+    return shapes
+
+
 @dataclass(frozen=True)
 class LayerShape:
-    """The experts of one layer; `hidden_E` is the hidden width of each."""
+    """Sizes and kind of the experts of one layer; `hidden_E` is the hidden width of each."""
 
     width: int
     hidden_E: tuple[int, ...]
@@ -29,7 +45,7 @@ class LayerShape:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What they have in common, as `build_experts` takes it."""
+        """Keyword arguments of `build_experts` that all experts share."""
         return {"activation": self.activation, "bias": self.bias}
 
     def to_json(self) -> dict[str, Any]:
@@ -42,13 +58,13 @@ class LayerShape:
         return cls(**{**row, "hidden_E": tuple(row["hidden_E"])})
 
     def weights(self, expert: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each weight of one expert, in the order in which they travel."""
+        """`weight_shapes` of one expert."""
         return weight_shapes(self.width, self.hidden_E[expert], **self.kind)
 
     def numel(self, expert: int) -> int:
-        """Parameters of one expert."""
+        """Number of parameters of one expert."""
         return sum(math.prod(shape) for shape in self.weights(expert).values())
 
     def row_work(self, expert: int) -> float:
-        """FLOPs of one row, forward and backward."""
+        """FLOPs of one row of one expert, forward and backward."""
         return 6.0 * self.numel(expert)

@@ -36,7 +36,7 @@ TORCH_FREE = {
     "raytrain.runs.folder",
     "raytrain.plan.plan",
     "experts.config",
-    "experts.kinds",
+    "experts.shapes",
     "experts.plan.sizes",
     "jobs.job.spec",
     "jobs.plan",

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from experts.config import ExpertsConfig
-from experts.kinds import weight_shapes
+from experts.shapes import weight_shapes
 from raytrain.config.messages import describe
 from raytrain.errors import InputError
 from raytrain.models.sizes import (

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experts.kinds import Activation, weight_shapes
+from experts.shapes import Activation, weight_shapes
 
 INIT_STD = 0.02
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
-from experts.kinds import weight_shapes
 from experts.layer import MoELayer, combine, dispatch
 from experts.models import moe_layer
 from experts.routing.grouped import GroupedExperts, UnevenExperts, build_experts
 from experts.routing.router import TopKRouter
+from experts.shapes import weight_shapes
 
 D = 6
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from experts.huggingface.layouts import export_layers, from_layout, load_layers, to_layout
 from experts.layer import MoELayer
-from experts.layouts import export_layers, from_layout, load_layers, to_layout
 from raytrain.models.weights.stored import StoredTensors
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experts.config import ExpertsConfig
+from experts.huggingface.layouts import export_layers, from_layout, load_layers, to_layout
 from experts.layer import MoELayer
-from experts.layouts import export_layers, from_layout, load_layers, to_layout
 from experts.models import moe_layer
 from experts.routing.grouped import SharedExpert
 from raytrain.errors import InputError
