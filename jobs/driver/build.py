@@ -11,10 +11,11 @@ from torch.overrides import TorchFunctionMode
 from jobs.driver.facts import formula_facts
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec
+from raytrain.config.user_code import resolve
 from raytrain.data.sources.open import Source, open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
-from raytrain.models.registry import call_builder, resolve, takes, to_trainable
+from raytrain.models.registry import call_builder, takes, to_trainable
 from raytrain.plan.plan import DataFacts, ModelFacts
 from raytrain.train.job import source_facts
 from raytrain.trainable import Trainable, parameters_of

@@ -11,12 +11,12 @@ from jobs.driver.build import build, check_experts, check_shards, counted, opene
 from jobs.driver.facts import formula_facts
 from jobs.job.spec import JobSpec
 from jobs.plan import uses_hosts
+from raytrain.config.user_code import check_shadowing, make_importable, resolve
 from raytrain.data.rows.token_budget import check_budget
 from raytrain.data.sources.open import hand_over, handed_over
 from raytrain.errors import InputError
 from raytrain.execution.observers import load_observers
 from raytrain.models.blocks import blocks_of
-from raytrain.models.registry import check_shadowing, make_importable, resolve
 from raytrain.models.weights.initial import StartingWeights
 from raytrain.plan.plan import DataFacts, ModelFacts, Plan
 from raytrain.runs.folder import RunFolder

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, Literal
-
-from torch import Tensor
 
 from raytrain.checkpoint.files import write_checkpoint
 from raytrain.checkpoint.reader import (
@@ -32,8 +29,8 @@ from raytrain.checkpoint.reader import (
     verify,
 )
 from raytrain.checkpoint.retention import discard, discard_after, retain
-from raytrain.checkpoint.safetensors import SHARD_BYTES, write_tensors
-from raytrain.checkpoint.snapshot import Flat, Snapshot, Staging, flatten, split_tied, take_snapshot, unflatten
+from raytrain.checkpoint.safetensors import SHARD_BYTES
+from raytrain.checkpoint.snapshot import Flat, Snapshot, Staging, flatten, take_snapshot, unflatten
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import plain
@@ -50,7 +47,6 @@ __all__ = [
     "Staging",
     "best_checkpoint",
     "discard_after",
-    "export_weights",
     "flatten",
     "list_checkpoints",
     "load",
@@ -220,26 +216,3 @@ class CheckpointWriter:
         self.last_write_s, self.last_step = time.perf_counter() - began, snapshot.step
         self._fence()
         retain(self._run, keep=self._keep, newest=snapshot.step)
-
-
-def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes weights for plain PyTorch: `safetensors.torch.load_model(model, path)` takes them.
-
-    Tied weights are written once; on a local path the file appears whole. Errors: RunError, CheckpointError.
-
-    Args:
-        module_state: a module's state_dict, on any device.
-        path: local path or URI of the file.
-        metadata: text beside the tensors.
-    """
-    folder, _slash, name = path.rpartition("/")
-    store = open_store(folder or ".")
-    distinct, tied = split_tied(module_state)
-    on_cpu = {key: tensor.detach().cpu() for key, tensor in distinct.items()}
-    # The aliases are noted as safetensors' own save_model does; transformers asks for the format.
-    notes = {**(metadata or {}), **tied, "format": "pt"}
-    partial = f".{name}.tmp" if store.is_local else name
-    with store.open_write(partial) as file:
-        write_tensors(file, on_cpu, metadata=notes)
-    if store.is_local:
-        os.replace(f"{store.uri}/{partial}", f"{store.uri}/{name}")

@@ -8,9 +8,9 @@ import tempfile
 
 from torch import nn
 
-from raytrain.checkpoint.writer import export_weights
 from raytrain.infer.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
+from raytrain.models.weights.stored import export_weights
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
 from raytrain.train.session import Session

@@ -23,6 +23,7 @@ from raytrain.autotune.startup.overlap import resolve_overlap
 from raytrain.autotune.startup.precision import resolve_inflight, resolve_precision
 from raytrain.autotune.startup.shares import resolve_shares
 from raytrain.checkpoint.writer import discard_after
+from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.sources.open import Source, handed_over
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
 from raytrain.execution.attempt import AttemptStart, attempt_number, begin
@@ -32,7 +33,6 @@ from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
 from raytrain.execution.rollback import Rewinds, RollBacks
-from raytrain.models.registry import make_importable, resolve
 from raytrain.plan.plan import Deferred, Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder

@@ -11,12 +11,13 @@ import os
 import posixpath
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from raytrain.errors import RunError
+from raytrain.errors import InputError, RunError, first_line
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_DIR_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # network file systems
@@ -296,3 +297,77 @@ class ObjectStore:
 def open_store(path: str) -> LocalStore | ObjectStore:
     """The store for a path or a URI. Errors: ValueError or OSError of pyarrow for a URI it does not know."""
     return ObjectStore(path) if "://" in path else LocalStore(path)
+
+
+# -- single files that a job names: every failure is an InputError with the key it came from ------------
+
+
+def locate(path: str, *, key: str) -> tuple[Any, str]:
+    """The pyarrow filesystem of `path` and the path inside it.
+
+    A path with ``://`` is a URI (``s3://``, ``gs://``, ``file://``, ...); anything else is a local path.
+
+    Raises:
+        InputError: an unknown scheme, or a filesystem that cannot be reached.
+    """
+    from pyarrow import fs
+
+    if "://" not in path:
+        return fs.LocalFileSystem(), os.path.expanduser(path)
+    try:
+        return fs.FileSystem.from_uri(path)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(
+            key, seen=f"{path} ({first_line(error)})", expected="a local path or a URI pyarrow can open"
+        ) from error
+
+
+def file_size(path: str, *, key: str) -> int:
+    """Bytes of one file. Raises InputError for what is missing, unreadable, empty or a directory."""
+    try:
+        is_folder, size = _stat(path, key=key)
+    except FileNotFoundError as error:
+        where = "" if "://" in path or os.path.isabs(path) else f" (from {os.getcwd()})"
+        raise InputError(key, seen=f"no file at {path}{where}", expected="an existing file") from error
+    except OSError as error:
+        raise unreadable(path, error, key=key) from error
+    if is_folder:
+        remedy = "give a list of files to read several"
+        raise InputError(key, seen=f"a directory at {path}", expected="a file", remedy=remedy)
+    if not size:
+        raise InputError(key, seen=f"an empty file at {path}", expected="a file with data in it")
+    return size
+
+
+def _stat(path: str, *, key: str) -> tuple[bool, int]:
+    """(is a directory, bytes). A local path does without pyarrow, so that `plan` stays fast."""
+    if "://" not in path:
+        found = os.stat(os.path.expanduser(path))
+        return stat.S_ISDIR(found.st_mode), found.st_size
+    from pyarrow import fs
+
+    filesystem, inner = locate(path, key=key)
+    info = filesystem.get_file_info(inner)
+    if info.type == fs.FileType.NotFound:
+        raise FileNotFoundError(path)
+    return info.type == fs.FileType.Directory, int(info.size or 0)
+
+
+def read_bytes(path: str, *, key: str, limit: int | None = None) -> bytes:
+    """The bytes of one file as they are (nothing is decompressed), or its first `limit` bytes."""
+    file_size(path, key=key)
+    try:
+        if "://" not in path:
+            with open(os.path.expanduser(path), "rb") as file:
+                return file.read(limit)
+        filesystem, inner = locate(path, key=key)
+        with filesystem.open_input_stream(inner, compression=None) as stream:
+            return stream.read(limit)
+    except OSError as error:
+        raise unreadable(path, error, key=key) from error
+
+
+def unreadable(path: str, error: BaseException, *, key: str) -> InputError:
+    """The error for a file that exists but cannot be read."""
+    kind = "no permission to read" if isinstance(error, PermissionError) else "cannot read"
+    return InputError(key, seen=f"{kind} {path}: {first_line(error)}", expected="a readable file")

@@ -24,9 +24,10 @@ from raytrain.config.sections import (
     SaveConfig,
     TuneFound,
 )
+from raytrain.config.user_code import resolve
 from raytrain.data.sources.open import Source
 from raytrain.errors import CheckpointError
-from raytrain.models.registry import call_builder, resolve, to_trainable
+from raytrain.models.registry import call_builder, to_trainable
 from raytrain.models.weights.initial import StartingWeights, offered
 from raytrain.plan.plan import Plan, Resolved
 from raytrain.train.state import LoopLimits

@@ -24,8 +24,8 @@ from raytrain.autotune.probe.run_proposal import carry_out
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.noise_scale import noise_scale
 from raytrain.autotune.startup.confirm import signature_of
+from raytrain.config.user_code import make_importable
 from raytrain.data.sources.open import handed_over
-from raytrain.models.registry import make_importable
 from raytrain.train.job import TrainJob
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.parallel.collectives import Workers

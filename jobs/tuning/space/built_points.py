@@ -10,8 +10,9 @@ from typing import Any
 from jobs.driver.build import build, opened
 from jobs.job.spec import JobSpec
 from raytrain.config.decode import encode
+from raytrain.config.user_code import resolve
 from raytrain.errors import InputError
-from raytrain.models.registry import resolve, takes
+from raytrain.models.registry import takes
 from raytrain.train.job import source_facts
 
 MOST_S = 60.0

@@ -13,9 +13,10 @@ from jobs.tuning.space.built_points import Builds
 from jobs.tuning.space.keys import Space, parse_space, told
 from raytrain.config.decode import apply_overrides, decode, encode
 from raytrain.config.messages import render
+from raytrain.config.user_code import resolve
 from raytrain.data.sources.keys import is_own
 from raytrain.errors import InputError
-from raytrain.models.registry import check_keys, resolve
+from raytrain.models.registry import check_keys
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate

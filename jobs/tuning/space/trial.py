@@ -22,8 +22,8 @@ from jobs.driver.command import Result, TrainCommand, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.runtime import StopSignals
 from jobs.job.spec import load_spec
+from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
-from raytrain.models.registry import make_importable
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.sweep import SweepFolder
 

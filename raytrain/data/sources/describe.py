@@ -9,13 +9,14 @@ from raytrain.data.sources.columns import convert
 from raytrain.data.sources.idx import IMAGES, describe_idx, read_shape
 from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, source_keys
 from raytrain.data.sources.parquet import parquet_files, sizes_of
-from raytrain.data.sources.stdlib import STDLIB, file_size, stdlib_files
+from raytrain.data.sources.stdlib import STDLIB, stdlib_files
 from raytrain.data.sources.tables import choose, class_names, parquet_sizes, read_tables
 from raytrain.data.sources.text import describe_bytes, describe_text
 from raytrain.data.sources.tokenised import is_tokenised
 from raytrain.errors import InputError
 from raytrain.models.huggingface.tokenizer import check_tokenizer
 from raytrain.plan.plan import DataFacts
+from raytrain.runs.storage import file_size
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raytrain.data.rows.contract import Source, facts_of, split_off
-from raytrain.data.sources.stdlib import read_bytes
 from raytrain.errors import InputError
 from raytrain.plan.plan import DataFacts
+from raytrain.runs.storage import read_bytes
 
 if TYPE_CHECKING:
     from raytrain.data.rows.splits import TensorSplit

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.sources.columns import check_classes
-from raytrain.data.sources.stdlib import read_bytes
 from raytrain.errors import InputError
+from raytrain.runs.storage import read_bytes
 
 
 def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) -> dict[str, list[Any]]:

@@ -113,9 +113,10 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
 
 def _open_own(data: DataConfig, seed: int) -> Source:
     """Call the user's function and take what it returns."""
+    from raytrain.config.user_code import resolve
     from raytrain.data.sources.in_memory import KINDS, memory_source
     from raytrain.data.sources.ray_dataset import mentions_ray, written_datasets
-    from raytrain.models.registry import call_builder, resolve
+    from raytrain.models.registry import call_builder
 
     name = data.source or ""
     function = resolve(name, key="data.source")

@@ -10,9 +10,9 @@ from typing import Any
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of
 from raytrain.data.sources.columns import check_present
 from raytrain.data.sources.keys import as_paths
-from raytrain.data.sources.stdlib import locate
 from raytrain.data.sources.tables import Choice, choose, class_names, column_kind, is_text, no_label, parquet_sizes
 from raytrain.errors import InputError
+from raytrain.runs.storage import locate
 
 #: `order: auto` shuffles by row groups from so many bytes on; of the files alone, so that it is the same everywhere.
 GROUPS_FROM_BYTES = 1 << 30

@@ -114,7 +114,8 @@ def _main(orders: dict[str, Any]) -> dict[str, Any]:
     """In the process: call the function, write what it gives where those are Ray Datasets."""
     import ray
 
-    from raytrain.models.registry import call_builder, make_importable, resolve
+    from raytrain.config.user_code import make_importable, resolve
+    from raytrain.models.registry import call_builder
 
     make_importable(os.getcwd())
     address = os.environ.get("RAY_ADDRESS")

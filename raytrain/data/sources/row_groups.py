@@ -29,9 +29,9 @@ from raytrain.data.rows.ragged import Ragged, RaggedSplit
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.columns import convert
 from raytrain.data.sources.in_memory import columns_split
-from raytrain.data.sources.stdlib import locate
 from raytrain.data.sources.tables import Choice
 from raytrain.errors import RunError
+from raytrain.runs.storage import locate
 
 #: Rows are shuffled within so many bytes of row groups; three such windows are in memory.
 WINDOW_BYTES = 256 << 20

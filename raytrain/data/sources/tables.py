@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain.data.sources.stdlib import file_size, locate, unreadable
 from raytrain.errors import InputError
+from raytrain.runs.storage import file_size, locate, unreadable
 
 # pyarrow's own list without its spellings of NaN, which are told from missing values here.
 MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "null"]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.stdlib import file_size, read_bytes
 from raytrain.errors import InputError
 from raytrain.plan.plan import DataFacts
+from raytrain.runs.storage import file_size, read_bytes
 
 
 @dataclass(frozen=True)

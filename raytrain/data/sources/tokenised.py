@@ -13,10 +13,10 @@ from raytrain.data.sources.columns import TableColumns
 from raytrain.data.sources.documents import Document, Row, joined, packed, padded, to_row
 from raytrain.data.sources.jsonl import class_numbers, read_fields
 from raytrain.data.sources.keys import as_paths, source_keys
-from raytrain.data.sources.stdlib import read_bytes
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
 from raytrain.models.huggingface.tokenizer import Words, encode_rows, encode_text, open_tokenizer, pad_id
+from raytrain.runs.storage import read_bytes
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from raytrain.checkpoint.safetensors import write_tensors
+from raytrain.checkpoint.snapshot import split_tied
 from raytrain.errors import InputError
+from raytrain.runs.storage import open_store
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -56,3 +60,26 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes weights for plain PyTorch: `safetensors.torch.load_model(model, path)` takes them.
+
+    Tied weights are written once; on a local path the file appears whole. Errors: RunError, CheckpointError.
+
+    Args:
+        module_state: a module's state_dict, on any device.
+        path: local path or URI of the file.
+        metadata: text beside the tensors.
+    """
+    folder, _slash, name = path.rpartition("/")
+    store = open_store(folder or ".")
+    distinct, tied = split_tied(module_state)
+    on_cpu = {key: tensor.detach().cpu() for key, tensor in distinct.items()}
+    # The aliases are noted as safetensors' own save_model does; transformers asks for the format.
+    notes = {**(metadata or {}), **tied, "format": "pt"}
+    partial = f".{name}.tmp" if store.is_local else name
+    with store.open_write(partial) as file:
+        write_tensors(file, on_cpu, metadata=notes)
+    if store.is_local:
+        os.replace(f"{store.uri}/{partial}", f"{store.uri}/{name}")

@@ -44,12 +44,12 @@ from jobs.plan import plan_job
 from jobs.tuning.batch.cache import Cache
 from jobs.tuning.batch.command import find_search
 from jobs.tuning.space.points import find_points
-from raytrain.checkpoint.writer import export_weights
 from raytrain.config.decode import dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.execution.failure_policy import decide
+from raytrain.models.weights.stored import export_weights
 from raytrain.plan.plan import Deferred, Plan, Resolved
 from raytrain.runs.faults import Fault
 from raytrain.runs.folder import RunFolder

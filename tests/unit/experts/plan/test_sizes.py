@@ -10,8 +10,8 @@ import pytest
 
 from experts.config import ExpertsConfig
 from experts.plan.sizes import EXPERT_BUILDERS, expert_facts
+from raytrain.config.user_code import resolve
 from raytrain.errors import InputError
-from raytrain.models.registry import resolve
 
 LANGUAGE = {"layers": 2, "heads": 2, "width": 16, "context": 12}
 SECTIONS = [

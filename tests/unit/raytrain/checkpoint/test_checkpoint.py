@@ -28,7 +28,6 @@ from raytrain.checkpoint.writer import (
     CheckpointWriter,
     best_checkpoint,
     discard_after,
-    export_weights,
     flatten,
     list_checkpoints,
     load,
@@ -38,6 +37,7 @@ from raytrain.checkpoint.writer import (
     verify,
 )
 from raytrain.errors import CheckpointError, RunError
+from raytrain.models.weights.stored import export_weights
 from raytrain.runs import storage
 from raytrain.runs.folder import RunFolder
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytrain.config.user_code import resolve
 from raytrain.errors import InputError
 from raytrain.models.cnn import cnn
 from raytrain.models.gpt import gpt
 from raytrain.models.mlp import mlp
-from raytrain.models.registry import resolve
 from raytrain.models.sizes import DENSE_BUILDERS, SizeError, model_facts
 from raytrain.trainable import Trainable
 

@@ -27,8 +27,8 @@ from raytrain.data.sources.open import (
     read_stdlib,
     text_source,
 )
-from raytrain.data.sources.stdlib import locate, read_bytes
 from raytrain.errors import InputError
+from raytrain.runs.storage import locate, read_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[5]
 

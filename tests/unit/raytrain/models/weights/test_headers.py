@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from raytrain.checkpoint.writer import CheckpointWriter, export_weights
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import InputError
 from raytrain.models.weights.headers import find_weights
 from raytrain.models.weights.initial import StartingWeights
+from raytrain.models.weights.stored import export_weights
 from raytrain.runs.folder import RunFolder
 
 KEY = "model.init_from"

@@ -14,10 +14,10 @@ from torch import nn
 from jobs.driver.checks import check_on_driver
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
-from raytrain.checkpoint.writer import export_weights
 from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
 from raytrain.models.weights.initial import StartingWeights, fill_offered
+from raytrain.models.weights.stored import export_weights
 from raytrain.train.job import build_trainable
 
 DATA = {"train": token_rows(32)}

@@ -1,0 +1,122 @@
+"""Import the user's code that a job names as "module:function". Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from raytrain.errors import InputError, RaytrainError
+
+OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
+HOME = Path(__file__).resolve().parents[2]
+"""The folder our four packages stand in."""
+
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def resolve(path: str, key: str) -> Callable[..., Any]:
+    """The callable that "module:function" names; the working directory is searched last.
+
+    Args:
+        path: e.g. ``my_pkg.my_mod:build``.
+        key: the job's key it came from, for messages.
+    Raises:
+        InputError: not of that form, no such module or attribute, the module's own import fails, or a
+            folder of the working directory shadows one of our packages.
+    """
+    if not isinstance(path, str) or not _PATH.fullmatch(path):
+        raise InputError(key, seen=repr(path), expected="module:function, e.g. my_pkg.my_mod:build")
+    check_shadowing()
+    make_importable(os.getcwd())
+    name, _, attributes = path.partition(":")
+    found: Any = _import(name, path, key)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise _no_attribute(found, attribute, path, key)
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise InputError(key, seen=f"{path}, a {type(found).__name__}", expected="a function or a class")
+    return found
+
+
+def make_importable(folder: str) -> None:
+    """Append `folder` to the import path where it is not on it; never first, so it shadows nothing."""
+    real = os.path.realpath(folder)
+    if not any(os.path.realpath(entry or os.getcwd()) == real for entry in sys.path):
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+
+
+def check_shadowing(folder: str | None = None) -> None:
+    """Refuse a working directory with code under the name of one of our packages.
+
+    A folder without Python files (say `jobs/` full of YAML) shadows nothing and is let be; so is the
+    repository itself.
+
+    Raises:
+        InputError: naming the file or folder.
+    """
+    here = Path(folder or os.getcwd()).resolve()
+    if here == HOME:
+        return
+    for package in OUR_PACKAGES:
+        as_folder, as_file = here / package, here / f"{package}.py"
+        if as_file.is_file() or (as_folder.is_dir() and any(as_folder.glob("*.py"))):
+            shadow = as_file if as_file.is_file() else as_folder
+            raise InputError(
+                str(shadow),
+                seen=f"code of your own named {package} in the directory the command runs in",
+                expected=f"no module of that name: it shadows the package {package} of raytrain",
+                remedy="rename it, or run the command from another directory",
+            )
+
+
+def function_name(function: Any) -> str:
+    """The "module:function" of a callable, for messages."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    return f"{module}:{name}" if module and name else repr(function)
+
+
+def _import(name: str, path: str, key: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except RaytrainError:
+        raise
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if missing != name and not name.startswith(missing + "."):
+            raise InputError(
+                key,
+                seen=f"{path}, which imports the missing module {missing}",
+                expected="a module that imports",
+            ) from error
+        raise InputError(
+            key,
+            seen=f"{path}, but there is no module {missing}",
+            expected="a module that can be imported",
+            remedy=f"besides the installed ones, those in {os.getcwd()} can",
+        ) from error
+    except Exception as error:  # whatever the user's module raises while it is imported is their input
+        raise InputError(
+            key,
+            seen=f"{path}, whose import raises {type(error).__name__}: {error}",
+            expected="a module that imports",
+        ) from error
+
+
+def _no_attribute(found: Any, attribute: str, path: str, key: str) -> InputError:
+    names = [n for n in vars(found) if not n.startswith("_")]
+    near = difflib.get_close_matches(attribute, names, n=1)
+    where = getattr(found, "__file__", None) or function_name(found)
+    return InputError(
+        key,
+        seen=f"{path}, but {where} has no {attribute}",
+        expected="a function or class of that module",
+        remedy=f"did you mean {near[0]}?" if near else "",
+    )

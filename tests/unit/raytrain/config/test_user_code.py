@@ -1,0 +1,91 @@
+"""From a "module:function" in a job to the callable, and every way in which that goes wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.config.user_code import check_shadowing, resolve
+from raytrain.errors import InputError
+from raytrain.models.registry import to_trainable
+
+MINE = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self, *, size: int):
+        super().__init__(size, size)
+
+def build(*, size):
+    return Net(size=size)
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory of a user's, with import path and modules put back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    before = set(sys.modules)
+    (tmp_path / "mine_registry.py").write_text(MINE)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.endswith("_registry"):
+            del sys.modules[name]
+
+
+def test_the_working_directory_is_importable_but_last(folder: Path) -> None:
+    build = resolve("mine_registry:build", "model.builder")
+    assert to_trainable(build(size=3)).module.weight.shape == (3, 3)
+    assert sys.path[-1] == str(folder) and sys.path.count(str(folder)) == 1
+    resolve("mine_registry:Net", "model.builder")
+    assert sys.path.count(str(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        ("mine_registry", "'mine_registry', expected module:function"),
+        ("mine_registry:", "expected module:function"),
+        ("mine registry:build", "expected module:function"),
+        (7, "seen 7, expected module:function"),
+        ("mine_registry:bulid", r"has no bulid.*did you mean build\?"),
+        ("mine_registry:NUMBER", "a int, expected a function or a class"),
+        ("nowhere_registry:build", "there is no module nowhere_registry"),
+        ("mine_registry.inner:build", "there is no module mine_registry.inner"),
+        ("needs_registry:build", "imports the missing module not_installed_here"),
+        ("broken_registry:build", "whose import raises SyntaxError"),
+        ("fails_registry:build", "whose import raises RuntimeError: no config"),
+    ],
+)
+def test_names_that_lead_nowhere_are_input_errors(folder: Path, path: Any, seen: str) -> None:
+    (folder / "needs_registry.py").write_text("import not_installed_here\n")
+    (folder / "broken_registry.py").write_text("def build(:\n")
+    (folder / "fails_registry.py").write_text("raise RuntimeError('no config')\n")
+    with pytest.raises(InputError, match=seen) as caught:
+        resolve(path, "model.builder")
+    assert caught.value.key == "model.builder"
+
+
+@pytest.mark.parametrize("name", ["raytrain", "experts", "jobs", "cluster"])
+def test_code_that_shadows_our_packages_is_named(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "default.yaml").write_text("{}\n")
+    check_shadowing()  # a folder without code shadows nothing
+    (folder / name / "__init__.py").touch()
+    with pytest.raises(InputError, match=f"shadows the package {name}") as caught:
+        resolve("mine_registry:build", "model.builder")
+    assert caught.value.key == str(folder / name)
+
+
+def test_a_file_that_shadows_is_named_and_our_own_folder_is_let_be(folder: Path) -> None:
+    (folder / "jobs.py").touch()
+    with pytest.raises(InputError, match=r"jobs\.py"):
+        check_shadowing(str(folder))
+    check_shadowing(str(Path(__file__).parents[4]))
