@@ -17,7 +17,9 @@ from jobs.job.named_devices import warn_of_named_devices
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from raytrain.config.decode import encode
-from raytrain.plan.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan.choice import Resolved
+from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.devices import pick_devices
 from raytrain.plan.rules.hosts import separate
 

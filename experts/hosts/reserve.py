@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experts.exchange.membership import ColocatedConnection, Connection
-from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import kinds_of_hosts
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event

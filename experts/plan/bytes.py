@@ -11,7 +11,7 @@ from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, 
 from experts.placement.values import Costs, ExpertCost, HostSpec
 from experts.shapes import LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.plan.choice import ExpertFacts, Held
+from raytrain.plan.facts import ExpertFacts, Held
 from raytrain.plan.rules.hosts import number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
 

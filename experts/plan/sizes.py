@@ -24,8 +24,7 @@ from raytrain.models.sizes import (
     known_facts,
     language_flops,
 )
-from raytrain.plan.choice import ExpertFacts
-from raytrain.plan.plan import ModelFacts
+from raytrain.plan.facts import ExpertFacts, ModelFacts
 
 DEFAULT_EXPERTS = 4
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}

@@ -16,7 +16,7 @@ from raytrain.data.sources.open import Source, open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, takes, to_trainable
-from raytrain.plan.plan import DataFacts, ModelFacts
+from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.train.job import source_facts
 from raytrain.trainable import Trainable, parameters_of
 

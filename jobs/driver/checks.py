@@ -18,7 +18,8 @@ from raytrain.errors import InputError
 from raytrain.execution.observers import load_observers
 from raytrain.models.blocks import blocks_of
 from raytrain.models.weights.initial import StartingWeights
-from raytrain.plan.plan import DataFacts, ModelFacts, Plan
+from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.train.compute.compile_parts import parts_to_compile

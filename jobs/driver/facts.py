@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs.job.spec import JobSpec
-from raytrain.plan.plan import DataFacts, ModelFacts
+from raytrain.plan.facts import DataFacts, ModelFacts
 
 
 def facts_of_data(spec: JobSpec) -> DataFacts | None:

@@ -10,7 +10,8 @@ from jobs.job.job_file import read_job
 from jobs.job.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
 from raytrain.config.decode import apply_overrides, load_yaml
 from raytrain.errors import InputError
-from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder, find_unfinished
 
 

@@ -18,7 +18,7 @@ from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport, gate_refusal
 from raytrain.autotune.search.space import BatchSpace
-from raytrain.plan.choice import size_text
+from raytrain.plan.text import size_text
 
 PIPED_COLUMNS = 10_000
 """Wider than any line of a table."""

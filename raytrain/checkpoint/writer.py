@@ -19,43 +19,15 @@ from typing import Any, Literal
 from raytrain.checkpoint.files import write_checkpoint
 from raytrain.checkpoint.reader import (
     FORMAT,
-    CheckpointInfo,
-    LoadedCheckpoint,
-    NewestGood,
-    best_checkpoint,
-    list_checkpoints,
-    load,
-    newest_good,
-    verify,
 )
-from raytrain.checkpoint.retention import discard, discard_after, retain
+from raytrain.checkpoint.retention import discard, retain
 from raytrain.checkpoint.safetensors import SHARD_BYTES
-from raytrain.checkpoint.snapshot import Flat, Snapshot, Staging, flatten, take_snapshot, unflatten
+from raytrain.checkpoint.snapshot import Snapshot, Staging, take_snapshot
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import plain
 from raytrain.runs.storage import open_store
 from raytrain.trainable import RemoteCheckpoint
-
-__all__ = [
-    "CheckpointInfo",
-    "CheckpointWriter",
-    "Flat",
-    "LoadedCheckpoint",
-    "NewestGood",
-    "Snapshot",
-    "Staging",
-    "best_checkpoint",
-    "discard_after",
-    "flatten",
-    "list_checkpoints",
-    "load",
-    "newest_good",
-    "retain",
-    "take_snapshot",
-    "unflatten",
-    "verify",
-]
 
 
 class CheckpointWriter:
@@ -114,7 +86,7 @@ class CheckpointWriter:
         """Makes the buffers and times a copy into them, without writing; None where saving is synchronous.
 
         The first copy into new memory takes far longer than all later ones: done at the start, no step pays
-        for it, and the time returned (seconds) is how long the training stalled.
+        for it, and the time returned (seconds) is the stall that `solve_interval` needs.
         """
         if self._staging is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from raytrain.checkpoint.writer import LoadedCheckpoint, load, newest_good
+from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_good
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.failure_policy import RecoveryDecision, decide, origins
 from raytrain.execution.reporter import Superseded

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from raytrain.checkpoint.writer import LoadedCheckpoint, discard_after, load, newest_good
+from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_good
+from raytrain.checkpoint.retention import discard_after
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import RunError, StateLost
 from raytrain.runs.folder import RunFolder

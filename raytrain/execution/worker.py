@@ -22,7 +22,7 @@ from raytrain.autotune.startup.micro_batch import resolve_micro_batch
 from raytrain.autotune.startup.overlap import resolve_overlap
 from raytrain.autotune.startup.precision import resolve_inflight, resolve_precision
 from raytrain.autotune.startup.shares import resolve_shares
-from raytrain.checkpoint.writer import discard_after
+from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.sources.open import Source, handed_over
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
@@ -33,7 +33,7 @@ from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
 from raytrain.execution.rollback import Rewinds, RollBacks
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import platform

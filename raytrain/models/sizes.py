@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from raytrain.errors import InputError
-from raytrain.plan.plan import ModelFacts
+from raytrain.plan.facts import ModelFacts
 
 FLOAT_BYTES = 4
 """Master weights and the estimate of activations are in fp32."""

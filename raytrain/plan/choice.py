@@ -1,9 +1,9 @@
-"""The values a plan is made of: what is decided with its reason, and what is known beforehand."""
+"""The decisions of a plan: resolved values with their reasons, and those deferred to a measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -44,102 +44,3 @@ def choice_from_json(row: Mapping[str, Any]) -> Choice:
     if "how" in row:
         return Deferred(how=row["how"], bounds=tuple(row["bounds"]), reason=row["reason"])
     return Resolved(value=row["value"], reason=row["reason"])
-
-
-@dataclass(frozen=True)
-class ExpertFacts:
-    """The parts of a model that may live outside the workers.
-
-    Attributes:
-        parameters: of each expert of each layer.
-        gate_bytes: of the routers of all layers, which every worker holds; linear in the experts.
-        rows_per_sample: that one sample sends through the experts of one layer.
-        row_bytes: what travels of a row, one way, in fp32.
-        kept_bytes_per_row: what the holder of an expert keeps of a row for backward, in fp32.
-    """
-
-    parameters: tuple[tuple[int, ...], ...]
-    gate_bytes: int
-    rows_per_sample: int
-    row_bytes: int
-    kept_bytes_per_row: int
-
-    @property
-    def total(self) -> int:
-        """Parameters of all experts."""
-        return sum(map(sum, self.parameters))
-
-    @property
-    def flops_per_sample(self) -> float:
-        """Forward and backward of one sample through its experts, where all are visited alike."""
-        return sum(6.0 * self.rows_per_sample * sum(layer) / len(layer) for layer in self.parameters)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one holder of experts begins with: how many of them, and their parameters at home and as replicas."""
-
-    number: int
-    homes: int
-    replicas: int
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What is known of a model without building it on a device.
-
-    Bytes count the master weights as they are kept (fp32: 4 a parameter); `activation_bytes_per_sample` and
-    `flops_per_sample` (forward and backward of one row) are None where nobody knows. `blocks` are the parameters of
-    each repeated block, None likewise.
-    """
-
-    parameters: int
-    trainable_bytes: int
-    activation_bytes_per_sample: int | None
-    flops_per_sample: float | None
-    reason: str
-    experts: ExpertFacts | None = None
-    blocks: tuple[int, ...] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "blocks": None if self.blocks is None else list(self.blocks)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> ModelFacts:
-        """The inverse of `to_json`, also after JSON made lists of tuples."""
-        experts = row.get("experts")
-        if experts is not None:
-            parameters = tuple(tuple(layer) for layer in experts["parameters"])
-            experts = ExpertFacts(**{**experts, "parameters": parameters})
-        blocks = row.get("blocks")
-        return cls(**{**row, "experts": experts, "blocks": None if blocks is None else tuple(blocks)})
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """What is known of a source without reading it whole: rows, bytes, and tokens a row where it has them.
-
-    `kind` says how its rows come: "memory" (the host has them all), "items" (a map-style dataset is asked for each) or
-    "groups" (read from files, row group by row group).
-    """
-
-    train_rows: int
-    eval_rows: int
-    row_bytes: int
-    tokens_per_row: int | None
-    total_bytes: int
-    vocab_size: int | None
-    reason: str
-    kind: str = "memory"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def size_text(count: float) -> str:
-    """Bytes in binary units with three digits: 12.3 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if abs(count) >= 100 else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

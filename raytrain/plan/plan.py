@@ -21,14 +21,8 @@ from raytrain.config.sections import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan.choice import (
-    Choice,
-    DataFacts,
-    Deferred,
-    ModelFacts,
-    Resolved,
-    choice_from_json,
-)
+from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json
+from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.rules.batch import (
     choose_batches,
     choose_checkpoint_every,
@@ -57,9 +51,7 @@ from raytrain.plan.rules.speed import choose_speed
 from raytrain.plan.rules.step_time import predict_step
 from raytrain.plan.rules.storage import Room, choose_loaders, choose_storage, resident_bytes
 from raytrain.plan.rules.workers import choose_placement, choose_threads, cores_of, count_workers, spread, worker_room
-from raytrain.plan.table import reason_of, shown
-
-__all__ = ["DataFacts", "Deferred", "ModelFacts", "Plan", "Resolved", "make_plan"]
+from raytrain.plan.text import reason_of, shown
 
 
 @dataclass(frozen=True)

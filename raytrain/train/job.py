@@ -29,7 +29,8 @@ from raytrain.data.sources.open import Source
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, to_trainable
 from raytrain.models.weights.initial import StartingWeights, offered
-from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.train.state import LoopLimits
 from raytrain.trainable import Trainable
 

@@ -11,7 +11,7 @@ from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Batch, Source
 from raytrain.data.rows.token_budget import waste_of
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
 from raytrain.train.job import TrainJob
 from raytrain.train.loader import BatchLoader

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain.checkpoint.writer import LoadedCheckpoint
+from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.data.loading.misplaced import verify_placement
 from raytrain.data.loading.prepare import Say, prepare_source
 from raytrain.data.sources.open import Source, open_source
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
 from raytrain.train.compute.switches import Switches
 from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from raytrain.checkpoint.writer import newest_good
+from raytrain.checkpoint.reader import newest_good
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 

@@ -11,7 +11,7 @@ import torch
 from jobs.driver.checks import check_on_driver, train_job
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session

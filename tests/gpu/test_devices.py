@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytrain.data.loading.transfer import COPIES
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.train.device import worker_device
 from raytrain.train.session import Session
 from raytrain.train.state import LoopState

@@ -22,7 +22,7 @@ from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup, gloo
 from experts.transport.protocol import Header, Op
-from raytrain.checkpoint.writer import load
+from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers, WorkersGroup

@@ -17,7 +17,7 @@ from experts.member.shard import ExpertShard
 from raytrain.autotune.probe.precision import compare_precisions
 from raytrain.autotune.startup.micro_batch import resolve_micro_batch
 from raytrain.autotune.startup.record import read_measured
-from raytrain.plan.plan import Deferred
+from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 

@@ -9,7 +9,7 @@ from lab import Rows, class_rows, digest, make_session, optimizer_state, train
 from torch import Tensor, nn
 
 from raytrain.autotune.startup import layers as settled_layers
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 

@@ -24,7 +24,7 @@ from jobs.driver.checks import train_job
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
 from raytrain.data.sources.open import Source, open_source
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob
 from raytrain.train.parallel.collectives import Workers

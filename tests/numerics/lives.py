@@ -12,7 +12,7 @@ import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain.checkpoint.writer import load, newest_good
+from raytrain.checkpoint.reader import load, newest_good
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder

@@ -17,7 +17,7 @@ from unequal import everything
 import raytrain.train.parallel.reduction
 from raytrain.autotune.startup.overlap import resolve_overlap
 from raytrain.errors import CollectiveFailed
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.buckets import BucketSums

@@ -17,7 +17,7 @@ from raytrain.autotune.startup.confirm import confirm_found, signature_of
 from raytrain.autotune.startup.micro_batch import memory_budget, resolve_micro_batch
 from raytrain.autotune.startup.record import read_measured
 from raytrain.config.sections import TuneFound
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import with_micro_batch
 from raytrain.train.memory import device as memory

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import raytrain.train.parallel.fsdp.checkpoint
 import raytrain.train.parallel.fsdp.timed_collectives
-from raytrain.checkpoint.writer import newest_good
+from raytrain.checkpoint.reader import newest_good
 from raytrain.errors import RunError
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.models.gpt import Block, FeedForward, language_loss

@@ -19,7 +19,7 @@ from experts.exchange.call import Call
 from experts.transport.protocol import Op
 from raytrain.autotune.startup.precision import resolve_inflight
 from raytrain.errors import StateLost
-from raytrain.plan.plan import Deferred
+from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 
 COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")

@@ -23,7 +23,7 @@ from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.startup.precision import resolve_precision
 from raytrain.autotune.startup.record import read_measured
 from raytrain.errors import RunError
-from raytrain.plan.plan import Deferred
+from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

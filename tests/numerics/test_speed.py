@@ -18,7 +18,8 @@ from torch import nn
 
 from jobs.bench.harness.sessions import SavedForBackward
 from jobs.job.reference import PLAIN
-from raytrain.checkpoint.writer import CheckpointWriter, load
+from raytrain.checkpoint.reader import load
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.runs.folder import RunFolder
 from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.train.session import Session

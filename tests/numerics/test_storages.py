@@ -15,7 +15,7 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, make_job, token_rows, train
 
 from raytrain.data.rows.batches import Cursor
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.step import TrainingStep

@@ -9,9 +9,9 @@ from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, tr
 from torch import nn
 
 from raytrain.autotune.startup import shares as settled_shares
-from raytrain.checkpoint.writer import load
+from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers

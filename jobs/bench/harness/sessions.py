@@ -16,7 +16,8 @@ from jobs.job.spec import load_spec
 from jobs.plan import plan_job
 from raytrain.autotune.startup.precision import measure_precision
 from raytrain.execution.reporter import SilentReporter
-from raytrain.plan.plan import Deferred, Plan
+from raytrain.plan.choice import Deferred
+from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session

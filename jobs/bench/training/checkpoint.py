@@ -22,7 +22,7 @@ from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare
 from jobs.bench.harness.options import CheckpointOptions
 from jobs.bench.harness.sessions import SessionArm
-from raytrain.checkpoint.writer import load
+from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import STALL_BUDGET, CheckpointSaver, solve_interval
 from raytrain.execution.reporter import SilentReporter
 from raytrain.runs.folder import RunFolder

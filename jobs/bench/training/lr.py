@@ -24,7 +24,7 @@ from jobs.job.spec import load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
 from raytrain.execution.reporter import SilentReporter
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.optim.build import Schedule
 from raytrain.train.session import Session

@@ -15,7 +15,7 @@ from raytrain.autotune.search.batch import BatchSpace, next_proposals
 from raytrain.autotune.search.head_to_head import Contest
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport
-from raytrain.plan.choice import size_text
+from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import to_line
 

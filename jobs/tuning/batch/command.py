@@ -25,7 +25,8 @@ from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.config.messages import render
 from raytrain.errors import InputError
-from raytrain.plan.plan import Deferred, Plan
+from raytrain.plan.choice import Deferred
+from raytrain.plan.plan import Plan
 from raytrain.plan.rules.shortage import check_limit
 from raytrain.runs.sweep import SweepFolder
 

@@ -13,8 +13,9 @@ from raytrain.autotune.search.batch import BatchSpace, decide
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.errors import RunError
-from raytrain.plan.choice import DataFacts
-from raytrain.plan.plan import Choice, Deferred, Plan
+from raytrain.plan.choice import Choice, Deferred
+from raytrain.plan.facts import DataFacts
+from raytrain.plan.plan import Plan
 from raytrain.plan.rules.devices import choose_machines
 from raytrain.plan.rules.workers import spread
 

@@ -25,7 +25,8 @@ from raytrain.autotune.search.precision import gate_refusal
 from raytrain.config.decode import encode
 from raytrain.config.sections import TuneFound
 from raytrain.errors import RunError
-from raytrain.plan.choice import Resolved, size_text
+from raytrain.plan.choice import Resolved
+from raytrain.plan.text import size_text
 from raytrain.report.tune_figures import batch_spec
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from raytrain.autotune.probe.state_guard import skipped_steps, untouched
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.loaders import LoaderRate, LoaderRates, next_count
 from raytrain.autotune.search.measurement import Candidate
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.train.device import seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.loader_open import open_loader

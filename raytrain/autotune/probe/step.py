@@ -24,7 +24,7 @@ from raytrain.autotune.probe.agreed import tried
 from raytrain.autotune.probe.rows import RowChoice
 from raytrain.autotune.probe.state_guard import restored_steps, skipped_steps, untouched
 from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, alike
-from raytrain.plan.choice import size_text
+from raytrain.plan.text import size_text
 from raytrain.train.device import device_name, seconds_of
 from raytrain.train.loader import EVAL_MICRO_BATCHES
 from raytrain.train.memory.device import PeakMeter, exact_memory

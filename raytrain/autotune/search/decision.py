@@ -10,7 +10,8 @@ from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.space import BatchSpace
 from raytrain.autotune.search.speed_curve import SpeedCurve
 from raytrain.errors import RunError
-from raytrain.plan.choice import Resolved, size_text
+from raytrain.plan.choice import Resolved
+from raytrain.plan.text import size_text
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from typing import Any
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.memory_line import MemoryLine, line_of
 from raytrain.autotune.search.space import sizes_dividing
-from raytrain.plan.choice import Resolved, size_text
+from raytrain.plan.choice import Resolved
+from raytrain.plan.text import size_text
 
 #: The first size measured is at most this part of the largest one.
 FIRST = 1 / 8

@@ -19,8 +19,8 @@ from raytrain.autotune.startup.micro_batch import measure_micro_batch, memory_bu
 from raytrain.autotune.startup.record import Push, shared_record, write_measured
 from raytrain.config.sections import TuneFound
 from raytrain.data.rows.longest import longest_row
-from raytrain.plan.choice import size_text
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import device_bytes, device_name
 from raytrain.train.session import Session

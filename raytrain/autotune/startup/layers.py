@@ -9,7 +9,7 @@ from raytrain.autotune.search.layers import LayerChange
 from raytrain.autotune.startup.micro_batch import take_fitting_rows
 from raytrain.autotune.startup.record import Push, shared_record, write_decision
 from raytrain.errors import OutOfMemory
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.precision.layers import layers_of
 from raytrain.train.precision.policy import policy_for

@@ -20,10 +20,10 @@ from raytrain.autotune.search.micro_batch import (
 )
 from raytrain.autotune.startup.record import Push, shared_record, write_measured
 from raytrain.errors import RunError
-from raytrain.plan.choice import size_text
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.rules.shortage import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan.shares import SPLITS
+from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.train.memory.allocator import give_back_freed_memory
 from raytrain.train.memory.device import process_budget

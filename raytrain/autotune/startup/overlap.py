@@ -11,7 +11,7 @@ from torch import nn
 from raytrain.autotune.probe.state_guard import untouched
 from raytrain.autotune.search.precision import choose_overlap
 from raytrain.autotune.startup.record import Push, shared_record, write_decision
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.memory.oom import StepDropped

@@ -14,9 +14,9 @@ from raytrain.autotune.search.precision import choose_inflight, choose_precision
 from raytrain.autotune.startup.layers import resolve_layers
 from raytrain.autotune.startup.micro_batch import NothingFits, take_fitting_rows
 from raytrain.autotune.startup.record import Push, shared_record, write_decision
-from raytrain.checkpoint.writer import LoadedCheckpoint
+from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.errors import StateLost, first_line
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.faults import fallen_precision
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter

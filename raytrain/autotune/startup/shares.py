@@ -7,7 +7,7 @@ import socket
 from raytrain.autotune.probe.worker_speed import measure_paces
 from raytrain.autotune.search.shares import WorkerPace, choose_shares
 from raytrain.autotune.startup.record import shared_record, write_decision
-from raytrain.plan.plan import Deferred, Resolved
+from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.rules.memory import moments
 from raytrain.runs.folder import RunFolder
 from raytrain.train.device import device_name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 
 from raytrain.errors import InputError
-from raytrain.plan.plan import DataFacts
+from raytrain.plan.facts import DataFacts
 
 if TYPE_CHECKING:
     import torch

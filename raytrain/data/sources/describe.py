@@ -15,7 +15,7 @@ from raytrain.data.sources.text import describe_bytes, describe_text
 from raytrain.data.sources.tokenised import is_tokenised
 from raytrain.errors import InputError
 from raytrain.models.huggingface.tokenizer import check_tokenizer
-from raytrain.plan.plan import DataFacts
+from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import file_size
 
 if TYPE_CHECKING:

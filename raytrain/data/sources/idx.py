@@ -11,7 +11,7 @@ import numpy as np
 
 from raytrain.data.rows.contract import Source, facts_of, split_off
 from raytrain.errors import InputError
-from raytrain.plan.plan import DataFacts
+from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import read_bytes
 
 if TYPE_CHECKING:

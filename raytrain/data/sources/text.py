@@ -11,7 +11,7 @@ import numpy as np
 
 from raytrain.data.rows.contract import Source
 from raytrain.errors import InputError
-from raytrain.plan.plan import DataFacts
+from raytrain.plan.facts import DataFacts
 from raytrain.runs.storage import file_size, read_bytes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from raytrain.errors import InputError, first_line
 from raytrain.models.sizes import FLOAT_BYTES, missing_key, unknown_key
 from raytrain.models.weights.headers import find_weights
-from raytrain.plan.plan import ModelFacts
+from raytrain.plan.facts import ModelFacts
 
 CAUSAL_LM = "raytrain.models.transformers:causal_lm"
 CLASSIFIER = "raytrain.models.transformers:classifier"

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from raytrain.config.sections import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, DataFacts, Deferred, Resolved
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.facts import DataFacts
 
 REFERENCE_BATCH = 32
 """`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""

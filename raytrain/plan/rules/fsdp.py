@@ -11,7 +11,8 @@ from typing import Any
 
 from raytrain.config.sections import LoopConfig, PrecisionConfig, ScaleConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, Deferred, ModelFacts, Resolved
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.facts import ModelFacts
 
 KEY = "scale.strategy"
 UNMEASURED = "scale.strategy fsdp measures nothing: an out-of-memory cannot be undone among shards"

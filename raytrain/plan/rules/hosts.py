@@ -16,6 +16,7 @@ from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.rules.devices import Machines, is_named
 from raytrain.plan.rules.fsdp import hosts_of_shards
 from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
+from raytrain.plan.text import kinds_text
 
 CPU_HOSTS = 2
 """On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""
@@ -126,11 +127,6 @@ def separate(hosts: Choice) -> int:
 def number_of_hosts(asked: Any) -> int:
     """Of a value of `experts.hosts`; 0 where they are no processes of their own."""
     return sum(asked.values()) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
-
-
-def kinds_text(asked: Mapping[str, int]) -> str:
-    """Hosts by accelerator type in words."""
-    return ", ".join(f"{number} {kind}" for kind, number in asked.items())
 
 
 def kinds_of_hosts(asked: Any) -> list[str | None]:

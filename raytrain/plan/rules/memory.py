@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.config.sections import OptimConfig
-from raytrain.plan.choice import Choice, Deferred, ExpertFacts, Held, ModelFacts, Resolved, size_text
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.facts import ExpertFacts, Held, ModelFacts
 from raytrain.plan.rules.fsdp import together
+from raytrain.plan.text import size_text
 
 AFTER_MODEL = "known after start (or plan --build)"
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from cluster.devices.inventory import Device, Inventory
 from raytrain.config.sections import LoopConfig, ScaleConfig
-from raytrain.plan.choice import Choice, Deferred, ModelFacts, Resolved
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.facts import ModelFacts
 from raytrain.plan.rules.devices import Machines
 from raytrain.plan.rules.step_time import GPU_SHARE, peak_flops
 from raytrain.plan.rules.workers import spread

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, ModelFacts, Resolved, size_text
+from raytrain.plan.choice import Choice, Resolved
+from raytrain.plan.facts import ModelFacts
 from raytrain.plan.rules.memory import PROCESS_BYTES, named, told, trained_bytes
+from raytrain.plan.text import size_text
 
 LEAST_PROCESS_BYTES = PROCESS_BYTES * 9 // 10
 """What no worker is taken to do without: another build of torch for CPUs may need somewhat less."""

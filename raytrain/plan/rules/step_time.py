@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.devices.inventory import Inventory
-from raytrain.plan.choice import Choice, Deferred, ExpertFacts, ModelFacts, Resolved
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.facts import ExpertFacts, ModelFacts
 from raytrain.plan.rules.devices import Machines
 from raytrain.plan.rules.memory import AFTER_MODEL, SHOWN_HOSTS
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from raytrain.config.sections import DataConfig
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, DataFacts, Deferred, Resolved, size_text
+from raytrain.plan.choice import Choice, Deferred, Resolved
+from raytrain.plan.facts import DataFacts
+from raytrain.plan.text import size_text
 
 AFTER_DATA = "read from the data at start"
 

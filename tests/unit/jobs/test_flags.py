@@ -50,7 +50,8 @@ from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 from raytrain.execution.failure_policy import decide
 from raytrain.models.weights.stored import export_weights
-from raytrain.plan.plan import Deferred, Plan, Resolved
+from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process

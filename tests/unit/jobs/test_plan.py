@@ -21,7 +21,8 @@ from jobs.job.spec import load_spec
 from jobs.plan import config_rows, plan_job, plan_verb, print_plan, visible_devices
 from raytrain.config.sections import DataConfig
 from raytrain.errors import InputError
-from raytrain.plan.plan import Deferred, Plan, Resolved
+from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[3]
 NODES = """

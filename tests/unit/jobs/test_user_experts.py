@@ -11,7 +11,8 @@ from jobs.driver.checks import check_on_driver
 from jobs.job.spec import LoadedSpec, load_spec
 from jobs.plan import plan_job
 from raytrain.errors import InputError
-from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 
 CODE = """
 import torch

@@ -13,7 +13,7 @@ from experts.placement.values import HostSpec
 from experts.plan.bytes import check_room, idle_keys
 from experts.shapes import LayerShape
 from raytrain.errors import InputError
-from raytrain.plan.choice import ExpertFacts
+from raytrain.plan.facts import ExpertFacts
 
 SHAPE = LayerShape(width=8, hidden_E=(32,) * 6, activation="gelu")
 ONE = HOME_BYTES * SHAPE.numel(0)

@@ -19,7 +19,7 @@ from experts.plan.sizes import expert_facts
 from experts.routing.router import TopKRouter
 from experts.shapes import LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.plan.choice import ExpertFacts
+from raytrain.plan.facts import ExpertFacts
 from raytrain.plan.rules.memory import held_bytes, trained_bytes
 
 WIDTH, HIDDEN = 16, 64

@@ -14,7 +14,8 @@ import pytest
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.job.spec import load_spec
 from raytrain.errors import InputError
-from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 

@@ -21,21 +21,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raytrain.checkpoint.reader import looks_like_pickle
+from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_good, verify
+from raytrain.checkpoint.retention import discard_after
 from raytrain.checkpoint.safetensors import write_tensors
-from raytrain.checkpoint.snapshot import Staging
-from raytrain.checkpoint.writer import (
-    CheckpointWriter,
-    best_checkpoint,
-    discard_after,
-    flatten,
-    list_checkpoints,
-    load,
-    newest_good,
-    take_snapshot,
-    unflatten,
-    verify,
-)
+from raytrain.checkpoint.snapshot import Staging, flatten, take_snapshot, unflatten
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import CheckpointError, RunError
 from raytrain.models.weights.stored import export_weights
 from raytrain.runs import storage
@@ -663,7 +653,8 @@ def test_checkpoints_in_an_object_store(tmp_path):
 
 KILLS = """
     import os, random, select, signal, sys, torch
-    from raytrain.checkpoint.writer import CheckpointWriter, newest_good
+    from raytrain.checkpoint.reader import newest_good
+    from raytrain.checkpoint.writer import CheckpointWriter
     from raytrain.runs.folder import RunFolder
 
     run, rng, newest, torn = RunFolder(sys.argv[1]), random.Random(7), 0, 0

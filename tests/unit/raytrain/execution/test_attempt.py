@@ -10,7 +10,8 @@ import pytest
 import torch
 from lab import MLP, class_rows, make_job
 
-from raytrain.checkpoint.writer import CheckpointWriter, list_checkpoints
+from raytrain.checkpoint.reader import list_checkpoints
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.attempt import attempt_number, begin
 from raytrain.execution.worker import fault_of

@@ -12,8 +12,8 @@ import pytest
 import torch
 from lab import GPT, Rows, digest, make_session, token_rows
 
+from raytrain.checkpoint.reader import list_checkpoints, load
 from raytrain.checkpoint.snapshot import flatten, unflatten
-from raytrain.checkpoint.writer import list_checkpoints, load
 from raytrain.execution.checkpointer import (
     FIRST_STEP,
     STALL_BUDGET,

@@ -14,7 +14,7 @@ import torch
 from lab import MLP, Rows, class_rows, make_job, train
 from torch import Tensor, nn
 
-from raytrain.checkpoint.writer import newest_good
+from raytrain.checkpoint.reader import newest_good
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver

@@ -23,11 +23,13 @@ from raytrain.config.sections import (
 )
 from raytrain.errors import InputError
 from raytrain.models.sizes import model_facts as facts_of
-from raytrain.plan.choice import ExpertFacts, size_text
-from raytrain.plan.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.facts import DataFacts, ExpertFacts, ModelFacts
+from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.hosts import separate
 from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, PROCESS_BYTES
 from raytrain.plan.rules.shortage import LEAST_PROCESS_BYTES
+from raytrain.plan.text import size_text
 
 GIB = 1 << 30
 NO_FLAGS = {"amx_bf16": False, "avx512_bf16": False}

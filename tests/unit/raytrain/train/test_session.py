@@ -10,7 +10,8 @@ import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train
 from torch import nn
 
-from raytrain.checkpoint.writer import CheckpointWriter, load
+from raytrain.checkpoint.reader import load
+from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.errors import CheckpointError
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session

@@ -27,8 +27,8 @@ from raytrain.autotune.search.loaders import LoaderRate, LoaderRates
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.space import BatchSpace
 from raytrain.errors import InputError
-from raytrain.plan.choice import DataFacts
-from raytrain.plan.plan import Deferred
+from raytrain.plan.choice import Deferred
+from raytrain.plan.facts import DataFacts
 from raytrain.runs.sweep import SweepFolder
 
 DEATH = ray.exceptions.ActorDiedError()

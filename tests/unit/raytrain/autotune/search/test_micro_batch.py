@@ -15,7 +15,7 @@ from raytrain.autotune.search.micro_batch import (
     next_reading,
     settled_record,
 )
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 
 FLOOR = 1000
 

@@ -15,7 +15,7 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, waste_of
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.train.job import with_micro_batch
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.loop_memory import LoopMemory

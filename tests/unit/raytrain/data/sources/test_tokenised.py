@@ -17,7 +17,7 @@ from jobs.plan import plan_job
 from raytrain.data.sources.open import Source, describe_source, hand_over, handed_over, open_source
 from raytrain.errors import InputError
 from raytrain.models.huggingface.tokenizer import encode_text, open_tokenizer
-from raytrain.plan.plan import Resolved
+from raytrain.plan.choice import Resolved
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra `transformers`)")
 

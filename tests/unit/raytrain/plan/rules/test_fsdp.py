@@ -20,7 +20,9 @@ from raytrain.config.sections import (
 )
 from raytrain.errors import InputError
 from raytrain.models.sizes import model_facts
-from raytrain.plan.plan import DataFacts, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan.choice import Resolved
+from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.plan import Plan, make_plan
 
 GIB = 1 << 30
 DATA = DataFacts(2000, 100, 64, None, 134_400, None, "a test")

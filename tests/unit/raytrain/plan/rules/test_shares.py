@@ -17,7 +17,9 @@ from raytrain.config.sections import (
     SaveConfig,
     ScaleConfig,
 )
-from raytrain.plan.plan import DataFacts, Deferred, ModelFacts, Plan, Resolved, make_plan
+from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.plan import Plan, make_plan
 
 GIB = 1 << 30
 DATA = DataFacts(2000, 100, 64, None, 134_400, None, "a test")

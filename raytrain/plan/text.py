@@ -1,9 +1,10 @@
-"""A plan's choices as text for its table."""
+"""Choices and quantities as text, for the table of a plan, warnings and errors."""
 
 from __future__ import annotations
 
-from raytrain.plan.choice import Choice, Resolved, size_text
-from raytrain.plan.rules.hosts import kinds_text
+from collections.abc import Mapping
+
+from raytrain.plan.choice import Choice, Resolved
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
@@ -36,3 +37,17 @@ def reason_of(choice: Choice) -> str:
     if isinstance(choice, Resolved):
         return choice.reason
     return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
+
+
+def size_text(count: float) -> str:
+    """Bytes in binary units with three digits: 12.3 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if abs(count) >= 100 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def kinds_text(asked: Mapping[str, int]) -> str:
+    """Hosts by accelerator type in words."""
+    return ", ".join(f"{number} {kind}" for kind, number in asked.items())
