@@ -65,7 +65,7 @@ def main() -> None:
     job = {
         "name": "kinds",
         "model": {"builder": "two_kinds:build", "hidden": [16], "notes": str(notes)},
-        "data": {"source": "two_kinds:rows", "file": str(runs / "rows.pt"), "eval_fraction": 0.0},
+        "data": {"source": "stored_rows:rows", "file": str(runs / "rows.pt"), "eval_fraction": 0.0},
         "precision": {"dtype": "fp32"},
         "loop": {"global_batch_size": 32, "max_steps": 3, "log_every": 1},
         "save": {"dir": str(runs)},
@@ -80,11 +80,6 @@ def main() -> None:
     print("ANSWER", json.dumps(answer), flush=True)
     ray.shutdown()
     cluster.shutdown()
-
-
-def rows(file: str) -> dict[str, Any]:
-    """The data."""
-    return {"train": torch.load(file)}
 
 
 if __name__ == "__main__":
