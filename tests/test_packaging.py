@@ -40,7 +40,7 @@ def test_no_file_names_a_machine() -> None:
     places = [f"{ROOT}/", f"{ROOT.parent}/", f"{Path.home()}/", "/ro" + "ot/", "/wo" + "rk/"]
     kinds = {".py", ".md", ".yaml", ".toml", ".txt", ".csv", ""}
     folders = [ROOT / name for name in (*packages, "tests", ".ci")]
-    files = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in kinds]
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in kinds and path.name != ".git"]
     inside = [path for folder in folders for path in folder.rglob("*")]
     files += [path for path in inside if path.is_file() and path.suffix in kinds]
     assert {ROOT / "README.md", ROOT / ".ci/run", Path(__file__)} <= set(files)
