@@ -87,7 +87,7 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str]] = []
         self.words: list[str] = []
         self._open: list[str] = []
-        self.loader(html)
+        self.feed(html)
         self.close()
         assert self._open == [], f"left open: {self._open}"
 
