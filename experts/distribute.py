@@ -66,8 +66,8 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     trainable.optimizers = experts.optimizers
     trainable.agree = pool.agree
     trainable.remote = experts
-    if isinstance(trainable.window, LoadLog):
-        trainable.window = LoadLog(trainable.window.book, pool)
+    if isinstance(trainable.interval_log, LoadLog):
+        trainable.interval_log = LoadLog(trainable.interval_log.book, pool)
     return trainable
 
 
@@ -112,7 +112,7 @@ class DistributedExperts:
     ) -> None:
         self.pool, self.layers, self.trainable, self._balancer = pool, layers, trainable, balancer
         self.module = trainable.module
-        self.note, self.workers_group, self.turns = pool.member.note, pool.member.workers_group, pool.turns
+        self.note, self.workers_group, self.interleaver = pool.member.note, pool.member.workers_group, pool.interleaver
         self.deaths = list(pool.member.deaths)
         self._told = not self.deaths
         self._width = pool.shapes[0].width

@@ -200,7 +200,7 @@ def _trainable(
         counts=book.pending,
         commit=book.commit,
         log_metrics=book.metrics,
-        window=LoadLog(book),
+        interval_log=LoadLog(book),
         state_parts=lambda: {"load": book},
         worst_case=partial(worst_case_routing, module),
     )

@@ -91,7 +91,7 @@ def plan_job(
     spec = resolved(loaded.spec)
     if build and (model_facts is None or data_facts is None):
         from jobs.driver.build import check_experts, facts_from, opened
-        from raytrain.train.job import source_facts
+        from raytrain.train.build import source_facts
 
         source = opened(spec)
         built, read = facts_from(spec, source)

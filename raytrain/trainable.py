@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +36,16 @@ class LossOutput:
     loss: Tensor
     aux: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens), whether
+    it is the `last` of its step as far as is known."""
+
+    batch: Batch
+    weight: int
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,13 +130,13 @@ class RemoteState(RemoteCheckpoint, Protocol):
         note: what is different about where it lives since the time before, for the record; mostly nothing.
         deaths: who has died since the last step that was committed and before this came to be, in order.
         workers_group: where the workers' own group must end together with theirs; None = torch's default group.
-        turns: given away in every pass before it waits for other processes, so that two passes can take turns.
+        interleaver: lets another pass run while one waits for other processes.
     """
 
     note: str
     deaths: list[Death]
     workers_group: WorkersGroup | None
-    turns: Interleaver
+    interleaver: Interleaver
 
     def waited_s(self) -> float:
         """Seconds that this worker has spent waiting for them, so far; no collective."""
@@ -222,7 +233,7 @@ class Trainable:
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
             over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
-        window: more than scalars, at log intervals only; None = nothing.
+        interval_log: more than scalars at log intervals; None = nothing.
         elsewhere: what lives in other processes, or None.
         worst_case: a context in which what depends on the data (routing) takes the most memory it can; None = nothing
             does but the length of the rows.
@@ -244,7 +255,7 @@ class Trainable:
     takes_global_count: bool = False
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
-    window: IntervalLog | None = None
+    interval_log: IntervalLog | None = None
     remote: RemoteState | None = None
     worst_case: Callable[[], AbstractContextManager[None]] | None = None
     export: Callable[[dict[str, Tensor], str], None] | None = None
@@ -269,6 +280,18 @@ class Trainable:
             counted = _names_global_count(loss)
             return cls(module, _own_loss(loss), takes_global_count=counted)
         return cls(module, _convention_loss(module), takes_global_count=_names_global_count(module.forward))
+
+
+@contextlib.contextmanager
+def in_eval(module: nn.Module) -> Iterator[None]:
+    """Inside, all of a module is in eval mode; then each part as it was: a user may keep frozen parts so."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def labels_weight(batch: Batch) -> int:

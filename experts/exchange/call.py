@@ -90,7 +90,7 @@ class Call:
 
     def _arrived(self, exchange: Any) -> Tensor:
         """What comes to this worker; meanwhile the other micro-batch in flight has the turn."""
-        self.pool.turns.give()
+        self.pool.interleaver.yield_turn()
         return exchange.wait()
 
     def _note(self, rows: Tensor, *, counted: bool) -> None:

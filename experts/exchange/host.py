@@ -21,7 +21,7 @@ from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.oom import Shortage, attempt
+from raytrain.train.memory.oom import Shortage, run_or_shortage
 
 
 class HostServer:
@@ -147,7 +147,9 @@ class HostServer:
     def _receive(self, header: Header, sources: list[list[int]]) -> Tensor:
         nothing = torch.empty((0, header.width), dtype=DTYPES[header.dtype], device=self.device)
         receive = [sum(source) for source in sources] + [0] * (self.group.size - self.workers)
-        room = attempt(lambda: self._room(sum(receive), header), device=self.device, who=f"expert host {self.host}")
+        room = run_or_shortage(
+            lambda: self._room(sum(receive), header), device=self.device, who=f"expert host {self.host}"
+        )
         if isinstance(room, Shortage):  # what is kept for backward makes room: the step is dropped by then
             self._set().ran_out(room)
             room = self._room(sum(receive), header)

@@ -68,7 +68,7 @@ class ExpertClient:
         self._end = StepCommit(group, membership.placement, self.layout)
         self._take_placement(membership.placement)
         self.optim, self.dtype, self.device = OptimConfig(), torch.float32, torch.device("cpu")
-        self.turns = Interleaver()
+        self.interleaver = Interleaver()
         self.steps = 0
         self.balancer = balancer
         self.busy_s = [0.0] * len(group.holders)

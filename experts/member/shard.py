@@ -17,7 +17,7 @@ from experts.placement.values import Placement
 from experts.routing.routes import LayerRoutes
 from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.oom import Shortage, attempt
+from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.optim.build import build_optimizers, takes_skip_on_device
 
 
@@ -110,7 +110,7 @@ class ExpertShard:
     def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
         """What `work` makes of the rows, or, from the first shortage of anybody on, the rows themselves."""
         if not self.dropping:
-            made = attempt(work, device=self.device, who=f"expert host {self.host}")
+            made = run_or_shortage(work, device=self.device, who=f"expert host {self.host}")
             if not isinstance(made, Shortage):
                 return made
             self.ran_out(made)

@@ -17,7 +17,7 @@ from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, takes, to_trainable
 from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.train.job import source_facts
+from raytrain.train.build import source_facts
 from raytrain.trainable import Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",

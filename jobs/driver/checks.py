@@ -22,8 +22,9 @@ from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
+from raytrain.train.build import source_facts
 from raytrain.train.compute.compile_parts import parts_to_compile
-from raytrain.train.job import TrainJob, source_facts
+from raytrain.train.job import TrainJob
 from raytrain.train.optim.build import hidden_matrices, muons_blocks
 from raytrain.train.precision.layers import parts_named
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
 from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_good
@@ -60,7 +59,7 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
     Raises:
         OSError: a checkpoint could not be read, which says nothing about it: nothing is given up for that.
     """
-    message, loaded = b"", None
+    message, loaded = None, None
     place = place_of(job, rank=workers.rank, world_size=workers.world_size)
     if workers.rank == 0:
         rows = run.read_rows(run.events)
@@ -76,9 +75,9 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         if unread is not None and decision.action != "stop":
             raise unread
         cursor = skipped_to(rows, step)
-        told = {"attempt": attempt, "step": step, "cursor": cursor and asdict(cursor), "refused": refused}
-        message = json.dumps({**told, "decision": vars(decision)}).encode()
-    told = json.loads(workers.all_gather_bytes(message)[0])
+        message = {"attempt": attempt, "step": step, "cursor": cursor and asdict(cursor), "refused": refused}
+        message["decision"] = vars(decision)
+    told = workers.broadcast_object(message)
     if workers.rank and told["step"] and told["decision"]["action"] != "stop":  # rank 0 has verified every byte of it
         loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
     told["decision"] = RecoveryDecision(**told["decision"])

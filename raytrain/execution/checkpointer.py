@@ -14,9 +14,10 @@ from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
+from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, LoopState, Reporter
+from raytrain.train.state import LoopState, Reporter
 
 #: `save.every: auto`: the stall may cost this share of the time ...
 STALL_BUDGET = 0.03

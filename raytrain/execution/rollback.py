@@ -3,7 +3,6 @@ state elsewhere, to the same data."""
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -211,13 +210,13 @@ def _forget_after(session: Session, run: RunFolder) -> None:
 def _same_checkpoint(run: RunFolder, job: TrainJob, workers: Workers) -> tuple[LoadedCheckpoint | None, Cursor | None]:
     """The newest good one as rank 0 sees it and where the data goes on after it, if elsewhere, on every worker: asked
     one by one they might see different ones."""
-    place, loaded, message = place_of(job, rank=workers.rank, world_size=workers.world_size), None, b""
+    place, loaded, message = place_of(job, rank=workers.rank, world_size=workers.world_size), None, None
     if workers.rank == 0:
         loaded = newest_good(run, place=place).checkpoint
         step = loaded.step if loaded else 0
         cursor = skipped_to(run.read_rows(run.events), step)
-        message = json.dumps({"step": step, "cursor": cursor and asdict(cursor)}).encode()
-    told = json.loads(workers.all_gather_bytes(message)[0])
+        message = {"step": step, "cursor": cursor and asdict(cursor)}
+    told = workers.broadcast_object(message)
     if workers.rank and told["step"]:
         loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
     return loaded, Cursor(**told["cursor"]) if told["cursor"] else None

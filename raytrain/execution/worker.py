@@ -36,13 +36,14 @@ from raytrain.execution.rollback import Rewinds, RollBacks
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
+from raytrain.train.clock import Clock
 from raytrain.train.device import platform
 from raytrain.train.job import TrainJob, with_micro_batch
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, LoopOutcome
+from raytrain.train.state import LoopOutcome
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:

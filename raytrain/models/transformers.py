@@ -27,13 +27,13 @@ from raytrain.models.huggingface.folder import (
 from raytrain.models.huggingface.loading import exporter, load_module, open_config, quiet, translator
 from raytrain.models.huggingface.tokenizer import has_tokenizer, open_tokenizer, pad_id
 from raytrain.models.sizes import SizeError, check_counts, language_flops
-from raytrain.train.step import in_eval
 from raytrain.trainable import (
     IGNORED_LABEL,
     Batch,
     LossOutput,
     Trainable,
     accuracy,
+    in_eval,
     need_keys,
     parameters_of,
     shifted_labels_weight,

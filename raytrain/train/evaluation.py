@@ -11,10 +11,8 @@ from torch import Tensor
 from raytrain.train.memory.allocator import give_back_free_pages
 from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.step import MicroBatch, TrainingStep, in_eval
-
-#: In place of a worker's names: it had no memory for its batches. No name of a metric begins so.
-SHORT = b"\0"
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import MicroBatch, in_eval
 
 
 def evaluate(
@@ -34,7 +32,7 @@ def evaluate(
     Returns:
         {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
     """
-    came = step.attempt(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
+    came = step.reduction.run_or_shortage(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
     names = _agreed_names(step, came, workers)
     assert not isinstance(came, Shortage)
     remote = step.trainable.remote
@@ -87,8 +85,7 @@ def give_back_cached(device: torch.device) -> None:
 def _agreed_names(step: TrainingStep, came: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:
     """A worker without eval rows still takes part in the sum: names come from whoever has them. Where somebody had a
     shortage, everybody hears of it here."""
-    short = isinstance(came, Shortage)
-    rows = workers.all_gather_bytes(SHORT if short else ",".join(came[0]).encode())
-    if SHORT in rows:
-        raise step.dropped(came)
-    return next((row.decode().split(",") for row in rows if row), ["loss"])
+    rows = workers.all_gather_object(None if isinstance(came, Shortage) else list(came[0]))
+    if None in rows:
+        raise step.reduction.dropped(came)
+    return next(filter(None, rows), ["loss"])

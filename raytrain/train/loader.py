@@ -1,4 +1,4 @@
-"""What the loop eats: the rows of a window as this worker's micro-batches, each with its weight, on the device."""
+"""Loads the rows of each step as this worker's micro-batches, each with its weight, on the device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from raytrain.data.loading.guard import Guard
 from raytrain.data.loading.misplaced import verify_placement
 from raytrain.data.loading.pinned_upload import AHEAD, Uploads
 from raytrain.data.loading.prefetch import Ahead, BatchRequest, PendingBatch, begun_ahead, results
+from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.loading.resident import StreamSplit
 from raytrain.data.loading.transfer import rebuild
 from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
-from raytrain.data.rows.contract import Batch, Split
+from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.draws import gathered
-from raytrain.train.step import MicroBatch
-from raytrain.trainable import labels_weight
+from raytrain.data.rows.token_budget import waste_of
+from raytrain.plan.choice import Resolved
+from raytrain.plan.shares import shares_in_force
+from raytrain.train.job import TrainJob
+from raytrain.train.parallel.collectives import Workers
+from raytrain.trainable import MicroBatch, labels_weight, shifted_labels_weight
 
 #: A forward pass without gradients keeps no activations: an eval batch of this many micro-batches fits beside it.
 EVAL_MICRO_BATCHES = 4
+#: Global batches of the first epoch from which the waste of a token budget is estimated.
+WASTE_BATCHES = 50
 
 Ready = PendingBatch[MicroBatch]
 
@@ -64,6 +71,54 @@ class BatchLoader:
         self._at, self._following = Cursor(), Cursor()
         self._guards: dict[int, Guard] = {}
         self._notices: list[tuple[str, dict[str, Any]]] = []
+
+    @classmethod
+    def open(
+        cls, job: TrainJob, source: Source, *, workers: Workers, device: torch.device,
+        weight: Callable[[Batch], int] | None, dtype: torch.dtype,
+    ) -> BatchLoader:  # fmt: skip
+        """The loader that the plan asks for, over a prepared source (`raytrain.data.loading.prepare`); the caller
+        closes it."""
+        micro, data = job.plan.micro_batch_size, data_plan(job)
+        batches = StepBatches(
+            source.train,
+            seed=job.seed,
+            global_batch=int(job.planned("global_batch_size")),
+            micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is measured
+            rank=workers.rank,
+            world_size=workers.world_size,
+            storage=None,
+            tokens_per_batch=job.data.tokens_per_batch,
+        )
+        batches.shares = shares_in_force(job.plan.shares)
+        pool = open_pool(source, data)
+        # rows that a dataset reads here draw from the generators that the model draws from too: never prefetched
+        ahead = device.type == "cuda" and data.storage in ("pinned", "partial") and (pool or not reads_items(source))
+        uploads: Uploads[MicroBatch] | None = Uploads(device, parts=lambda micro: micro.batch) if ahead else None
+        if weight is shifted_labels_weight and source.first_labels_ignored:
+            weight = None  # the split knows it, and no batch has to be read for it
+        loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
+        if job.data.tokens_per_batch is not None:
+            loader._report_waste(job.data.tokens_per_batch)
+        return loader
+
+    def _report_waste(self, budget: int) -> None:
+        """Report what padding costs in the first global batches, against batches of as many rows as always fit."""
+        cursor, lengths, longest = Cursor(), [], 1
+        while cursor.epoch == 0 and len(lengths) < WASTE_BATCHES:
+            indices, cursor = self.batches.window(cursor)
+            found = self.batches.split.lengths(indices)
+            assert found is not None, "checked before the start (check_budget)"
+            lengths.append(found)
+            longest = max(longest, int(found.max()))
+        rows = max(1, budget // longest)
+        waste = waste_of(lengths, budget=budget, most_rows=self.micro_batch, fixed_rows=rows)
+        self.notice(
+            "token_budget",
+            **waste._asdict(),
+            reason=f"{waste.budget:.1%} of what is computed is padding, in {waste.micro_batches} micro-batches; "
+            f"{waste.fixed:.1%} in {waste.fixed_micro_batches} of {rows} rows each",
+        )
 
     @property
     def micro_batch(self) -> int:
@@ -248,6 +303,13 @@ class _OnHost:
 
     def cancel(self) -> None:
         self._loading.cancel()
+
+
+def data_plan(job: TrainJob) -> DataPlan:
+    """How the plan has rows stored and moved to the device."""
+    planned = {name: getattr(job.plan, name) for name in ("resident_rows", "loader_workers")}
+    numbers = {name: int(choice.value) for name, choice in planned.items() if isinstance(choice, Resolved)}
+    return DataPlan(job.planned("storage"), prefetch=job.data.prefetch, seed=job.seed, **numbers)
 
 
 def most_passes(rows: int, *, micro_batch: int, world_size: int) -> int:

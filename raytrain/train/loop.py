@@ -18,13 +18,15 @@ import torch
 
 from raytrain.errors import RunError
 from raytrain.runs.records import EvalRecord, StepRecord, spreads
+from raytrain.train.clock import Clock, Fetching
 from raytrain.train.compute.switches import Switches
 from raytrain.train.loader import BatchLoader
-from raytrain.train.memory.loop_memory import LoopMemory
 from raytrain.train.memory.micro_batch import MicroBatchSize
-from raytrain.train.memory.oom import Shortage, attempt
-from raytrain.train.state import Clock, Fetching, LoopLimits, LoopOutcome, LoopState, NonFinite, Reporter, Saver
-from raytrain.train.step import MicroBatch, StepOutput, TrainingStep
+from raytrain.train.memory.oom import Shortage, run_or_shortage
+from raytrain.train.memory.retry import ShortageRetry
+from raytrain.train.state import LoopLimits, LoopOutcome, LoopState, NonFinite, Reporter, Saver
+from raytrain.train.step import StepOutput, TrainingStep
+from raytrain.trainable import MicroBatch
 
 #: Parameters that a message about non-finite gradients names.
 NAMED_AT_MOST = 5
@@ -73,7 +75,7 @@ class TrainingLoop:
         self.peak_memory = peak_memory
         self.clock = clock or Clock()
         sizing = sizing or MicroBatchSize(loader.micro_batch, grow_after=None)
-        self._memory = LoopMemory(step, loader, sizing=sizing, reporter=reporter)
+        self._retry = ShortageRetry(step, loader, sizing=sizing, reporter=reporter)
         self._nonfinite = NonFinite(step.device)
         self._culprit = ""
         self._skipped_before = 0
@@ -115,8 +117,8 @@ class TrainingLoop:
         begin = time.perf_counter()
         indices, following = self.loader.window(state.cursor)
         self._fetching = fetching = Fetching()
-        output = self._memory.taken(lambda: self._taken(indices, step=state.step + 1), step=state.step + 1)
-        self._memory.clean(step=state.step + 1)
+        output = self._retry.run(lambda: self._taken(indices, step=state.step + 1), step=state.step + 1)
+        self._retry.after_step(state.step + 1)
         state.step += 1
         self._epoch, state.cursor = state.cursor.epoch, following
         remote = self.step.trainable.remote
@@ -161,11 +163,11 @@ class TrainingLoop:
     def _fetched(self, micros: Iterator[MicroBatch]) -> tuple[list[MicroBatch], int]:
         """Only the batches themselves know what they weigh: this worker's share, and the weight of all."""
         workers = self.step.workers
-        came = attempt(lambda: list(micros), device=self.step.device, who=f"rank {workers.rank}")
+        came = run_or_shortage(lambda: list(micros), device=self.step.device, who=f"rank {workers.rank}")
         own = [] if isinstance(came, Shortage) else came
         weight, short = workers.all_reduce_ints([sum(micro.weight for micro in own), int(isinstance(came, Shortage))])
         if short:
-            raise self.step.dropped(came)
+            raise self.step.reduction.dropped(came)
         return own, weight
 
     def _micro_batches(self, indices: Any) -> Iterator[MicroBatch]:
@@ -200,7 +202,7 @@ class TrainingLoop:
     def _log(self, state: LoopState, output: StepOutput) -> int:
         """Read the device once, meet once, write a row; returns the longest run of failed steps since the last row."""
         extra = self.step.trainable.log_metrics() if self.step.trainable.log_metrics else {}
-        window = self.step.trainable.window
+        window = self.step.trainable.interval_log
         bad, scaler = self._nonfinite, self.step.scale
         named = [output.loss, output.aux_loss, output.norm, output.skip, bad.total, bad.longest, scaler.value]
         read = torch.stack([v.detach().double().to(output.loss.device) for v in (*named, *extra.values())])
@@ -271,7 +273,7 @@ class TrainingLoop:
             return
         begin = time.perf_counter()
         evaluate = self.evaluate
-        values = self._memory.taken(lambda: evaluate(state.step), step=state.step, evaluation=True)
+        values = self._retry.run(lambda: evaluate(state.step), step=state.step, evaluation=True)
         loss = values.pop("loss")
         record = EvalRecord(step=state.step, loss=loss, accuracy=values.pop("accuracy", None), extra=values)
         self._charge("eval", begin, step=state.step)

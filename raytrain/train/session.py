@@ -19,12 +19,13 @@ from raytrain.data.loading.prepare import Say, prepare_source
 from raytrain.data.sources.open import Source, open_source
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
+from raytrain.train.build import build_of, source_facts
+from raytrain.train.clock import Clock
 from raytrain.train.compute.switches import Switches
 from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 from raytrain.train.evaluation import evaluate
-from raytrain.train.job import TrainJob, build_of, limits_of, restore_remote, source_facts
-from raytrain.train.loader import BatchLoader, most_passes
-from raytrain.train.loader_open import data_plan, open_loader
+from raytrain.train.job import TrainJob, limits_of
+from raytrain.train.loader import BatchLoader, data_plan, most_passes
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
@@ -33,7 +34,8 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.strategy import strategy_of
 from raytrain.train.precision.layers import LayerPrecision, kept_in_fp32
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
-from raytrain.train.state import Clock, LoopLimits, LoopState, NeverSaves, Reporter, Saver
+from raytrain.train.restore import restore_remote
+from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.train.step import TrainingStep
 
 
@@ -121,7 +123,7 @@ class Session:
         self.close()
         self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
         own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
-        return open_loader(self.job, self.source, device=self.device, **own)
+        return BatchLoader.open(self.job, self.source, device=self.device, **own)
 
     def close(self) -> None:
         """End what reads ahead; may be called twice, and before there is any."""

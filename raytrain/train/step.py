@@ -21,30 +21,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raytrain.train.device import DeviceGuard
-from raytrain.train.memory.oom import Shortage, StepDropped
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import FlatReduction, Reduction
 from raytrain.train.precision.policy import LossScale, PrecisionPolicy
-from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, Trainable
-
-Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens), whether
-    it is the `last` of its step as far as is known."""
-
-    batch: Batch
-    weight: int
-    last: bool = False
+from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable, in_eval
 
 
 @dataclass(frozen=True)
@@ -71,18 +57,6 @@ class StepOutput:
     flags: list[int]
 
 
-@contextlib.contextmanager
-def in_eval(module: nn.Module) -> Iterator[None]:
-    """Inside, all of a module is in eval mode; then each part as it was: a user may keep frozen parts so."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
 def _total(output: LossOutput) -> Tensor:
     return output.loss if output.aux is None else output.loss + output.aux
 
@@ -105,7 +79,7 @@ class TrainingStep:
         workers: the group to reduce over.
         schedule: learning rate by step.
         max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
-        inflight: micro-batches in flight, 2 only where the trainable has `turns`.
+        inflight: micro-batches in flight, 2 only where the trainable has an interleaver.
         reduction: what becomes of the gradients; None = passes without communication, then a sum of flat buffers.
         filler: where the workers meet inside their passes: a batch for those of the others that this worker has no
             rows for; what it computes with it has no effect.
@@ -200,7 +174,7 @@ class TrainingStep:
         assert remote is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
         total = next(totals, None)
         while total is not None:
-            total = remote.turns.run_interleaved(partial(self._take_back, total), partial(next, totals, None))
+            total = remote.interleaver.run_interleaved(partial(self._take_back, total), partial(next, totals, None))
 
     def _take_back(self, total: Tensor) -> None:
         if self.device.type == "cuda":  # in a thread that may never have been told
@@ -258,14 +232,6 @@ class TrainingStep:
             communication_s=waited,
             flags=summed,
         )
-
-    def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
-        """What passes of this worker return, or that it had no memory for them; the others' go on without it."""
-        return self.reduction.attempt(passes)
-
-    def dropped(self, came: object) -> StepDropped:
-        """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
-        return self.reduction.dropped(came)
 
     def _waited(self) -> float:
         """Host seconds spent waiting for other processes, so far."""

@@ -38,9 +38,9 @@ from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.rollback import Rewinds
 from raytrain.runs.folder import RunFolder
+from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.state import Clock
 from raytrain.trainable import Death
 
 BEFORE, BETWEEN, BACKWARD, COMMIT, SAVE, MOVE = (

@@ -25,9 +25,9 @@ from experts.transport.protocol import Header, Op
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
+from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
-from raytrain.train.state import Clock
 
 DATA = {"train": token_rows(70, ragged=True, empty=(3, 11)), "eval": token_rows(20, seed=5)}
 

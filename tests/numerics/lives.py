@@ -18,7 +18,7 @@ from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
-from raytrain.train.step import MicroBatch
+from raytrain.trainable import MicroBatch
 
 # ---------------------------------------------------------------- DESIGN 4.2: one step, however it is shared out
 

@@ -19,9 +19,9 @@ from raytrain.errors import RunError
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.models.gpt import Block, FeedForward, language_loss
 from raytrain.runs.folder import RunFolder
+from raytrain.train.clock import Clock
 from raytrain.train.job import place_of
 from raytrain.train.session import Session
-from raytrain.train.state import Clock
 from raytrain.trainable import Trainable
 
 ROWS, STEPS = 53, 7

@@ -23,7 +23,7 @@ from raytrain.autotune.startup.shares import measure_shares
 from raytrain.plan.shares import Shares
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.session import Session
-from raytrain.train.step import MicroBatch
+from raytrain.trainable import MicroBatch
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from raytrain.config.decode import encode
 from raytrain.config.user_code import resolve
 from raytrain.errors import InputError
 from raytrain.models.registry import takes
-from raytrain.train.job import source_facts
+from raytrain.train.build import source_facts
 
 MOST_S = 60.0
 """So long models are built; what is not checked by then fails in its own trial, if it does."""
@@ -24,7 +24,7 @@ class Builds:
 
     Args:
         base: the job without the space's values.
-        shapes: what its data tells a builder (`raytrain.train.job.source_facts`); None: opened when first asked.
+        shapes: what its data tells a builder (`raytrain.train.build.source_facts`); None: opened when first asked.
     """
 
     def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:

@@ -12,7 +12,7 @@ from raytrain.autotune.probe.state_guard import untouched
 from raytrain.autotune.search.noise_scale import NormPair
 from raytrain.errors import RunError
 from raytrain.train.session import Session
-from raytrain.train.step import MicroBatch
+from raytrain.trainable import MicroBatch
 
 #: Micro-batches of a draw, and draws: the passes of eight steps that accumulate eight times.
 MICRO_BATCHES, DRAWS = 8, 8

@@ -5,7 +5,6 @@ Everything that is measured is put back. What follows from it is `raytrain.autot
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,7 +20,8 @@ from raytrain.plan.choice import Resolved
 from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
-from raytrain.train.step import MicroBatch, TrainingStep
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import MicroBatch
 
 MOST_LAYERS = 128
 """Where a model has more, its repeated blocks are measured as wholes."""
@@ -102,7 +102,7 @@ class LayerProbe:
             why = why or outside_band(
                 loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm
             )
-        return self._step.workers.all_gather_bytes(why.encode())[0].decode()
+        return self._step.workers.broadcast_object(why)
 
     def _pass(self, policy: PrecisionPolicy) -> tuple[float, float]:
         """(loss, gradient norm) of the micro-batch; the gradient stays in the step's buffers."""
@@ -117,5 +117,5 @@ class LayerProbe:
         return float(total.detach()), float(step.gradients.sum_of_squares().sqrt())
 
     def _agreed(self, changes: list[LayerChange]) -> list[LayerChange]:
-        own = json.dumps([asdict(change) for change in changes]).encode()
-        return [LayerChange(**row) for row in json.loads(self._step.workers.all_gather_bytes(own)[0])]
+        rows = self._step.workers.broadcast_object([asdict(change) for change in changes])
+        return [LayerChange(**row) for row in rows]

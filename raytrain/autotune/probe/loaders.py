@@ -14,7 +14,6 @@ from raytrain.autotune.search.measurement import Candidate
 from raytrain.plan.choice import Resolved
 from raytrain.train.device import seconds_of
 from raytrain.train.loader import BatchLoader
-from raytrain.train.loader_open import open_loader
 from raytrain.train.session import Session
 
 #: Seconds of timed batches for each count, at least, and so many batches for each that is read ahead. Of a dataset
@@ -61,7 +60,7 @@ def _loader(session: Session, rows: int, count: int) -> BatchLoader:
     choices = {"global_batch_size": rows, "micro_batch_size": rows, "loader_workers": count}
     planned = {name: Resolved(value, "measured") for name, value in choices.items()}
     job = replace(session.job, plan=replace(session.job.plan, **planned))
-    return open_loader(job, session.source, workers=session.workers, device=session.device,
+    return BatchLoader.open(job, session.source, workers=session.workers, device=session.device,
                      weight=session.trainable.weight, dtype=session.policy.master_dtype)  # fmt: skip
 
 

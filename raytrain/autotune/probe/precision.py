@@ -21,8 +21,8 @@ from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
 from raytrain.train.precision.policy import PrecisionPolicy, policy_for
-from raytrain.train.step import MicroBatch, TrainingStep
-from raytrain.trainable import Trainable
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import MicroBatch, Trainable
 
 #: Rounds are taken in turn over the candidates until the time is up, at least `MIN_ROUNDS` of them.
 BUDGET_S = 2.0

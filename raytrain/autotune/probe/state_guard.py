@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain.train.memory.undo import Undo
+from raytrain.train.memory.retry import SavedState
 from raytrain.train.optim.build import takes_skip_on_device
 from raytrain.trainable import Trainable
 
@@ -23,22 +23,22 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
         worst: what depends on the data (the routing of a mixture of experts) takes the most memory inside.
     """
     module = trainable.module
-    undo = Undo(module, device)
-    undo.take()
+    saved = SavedState(module, device)
+    saved.take()
     modes = [(part, part.training) for part in module.modules()]
     routing = trainable.worst_case() if worst and trainable.worst_case is not None else contextlib.nullcontext()
     try:
         with routing:
             yield
     finally:
-        undo.put_back()
+        saved.restore()
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         for part, training in modes:  # not module.train(): a user may keep frozen parts in eval mode
             part.training = training
-    if trainable.window is not None:
-        trainable.window.forget()
+    if trainable.interval_log is not None:
+        trainable.interval_log.forget()
     if trainable.remote is not None:  # after a failure nothing: the others may wait in the middle of an exchange
         trainable.remote.discard()
 

@@ -30,8 +30,7 @@ from raytrain.train.loader import EVAL_MICRO_BATCHES
 from raytrain.train.memory.device import PeakMeter, exact_memory
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.session import Session
-from raytrain.train.step import MicroBatch
-from raytrain.trainable import GlobalStep
+from raytrain.trainable import GlobalStep, MicroBatch
 
 #: Micro-batches that accumulate while memory is read (from the second on, gradients are there already), and rows that
 #: warm a CPU up before that: what a larger size takes for good is part of its own peak.

@@ -15,7 +15,8 @@ from raytrain.train.device import device_name
 from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.train.memory.oom import let_go
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.step import MicroBatch, TrainingStep
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import MicroBatch
 
 #: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
 TIMED_S = 1.0
@@ -53,7 +54,7 @@ def measure_paces(
     for size in sizes:
         found.setdefault(size, float("inf"))
     rows = workers.all_gather_floats([found[size] for size in sizes])
-    kinds = [name.decode() for name in workers.all_gather_bytes(device_name(device).encode())]
+    kinds = workers.all_gather_object(device_name(device))
     return [WorkerPace(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
 
 

@@ -7,7 +7,6 @@ tenth the measured figures replace the found ones. Either is an event.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from cluster.environment import package_version
@@ -72,8 +71,8 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         spare_memory(session, peak=again["peak_bytes"], budget=again["budget_bytes"])
         return
     push({"phase": "confirming what the search found"})
-    told = json.dumps(signature_of(session).to_json()).encode() if session.workers.rank == 0 else b""
-    now = Signature(**json.loads(session.workers.all_gather_bytes(told)[0]))
+    own = signature_of(session).to_json() if session.workers.rank == 0 else None
+    now = Signature(**session.workers.broadcast_object(own))
     micro = int(session.job.planned("micro_batch_size"))
     if (reason := _other(found, now, micro=micro, precision=session.precision or "")) is not None:
         chosen, record = _measured_anew(session, micro)

@@ -38,7 +38,7 @@ def resolve_precision(
     """
     planned = session.job.plan.precision
     fallen = fallen_precision(run) if session.workers.rank == 0 else None
-    fallen = session.workers.all_gather_bytes((forced or fallen or "").encode())[0].decode()
+    fallen = session.workers.broadcast_object(forced or fallen)
     known = fallen or (loaded.state["precision"] if loaded else None)
     if known is None and isinstance(planned, Deferred):
         known = (shared_record(session, run, "precision") or {}).get("value")

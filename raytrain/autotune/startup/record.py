@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ Push = Callable[[dict[str, Any]], None]
 def shared_record(session: Session, run: RunFolder, what: str) -> dict[str, Any] | None:
     """What rank 0 reads of one decision in memory_probe.json, on every worker; None where it was not taken yet."""
     own = read_measured(run).get(what) if session.workers.rank == 0 else None
-    return json.loads(session.workers.all_gather_bytes(json.dumps(own).encode())[0])
+    return session.workers.broadcast_object(own)
 
 
 def read_measured(run: RunFolder) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def resolve_shares(session: Session, run: RunFolder, *, reporter: Reporter) -> N
         return
     workers, micro = session.workers, session.loader.batches.micro_batch
     place = f"{socket.gethostname()} {device_name(session.device)}"
-    places = [name.decode() for name in workers.all_gather_bytes(place.encode())]
+    places = workers.all_gather_object(place)
     about = {"places": places, "micro_batch_size": micro}
     known = shared_record(session, run, "shares")
     if known is not None and known["trials"]["of"] == about:

@@ -12,6 +12,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +20,9 @@ from cluster.devices.limits import ROOT, memory_bytes
 from cluster.telemetry.process import process_memory, reset_peak
 from raytrain.errors import OutOfMemory
 from raytrain.train.memory.allocator import freed_at_once, give_back_free_pages
-from raytrain.train.parallel.collectives import Workers
+
+if TYPE_CHECKING:
+    from raytrain.train.parallel.collectives import Workers
 
 #: On a CPU torch says "out of memory" by a plain RuntimeError. It is taken for one where at least this part of what the
 #: process may have was in use: what failed is not known, but hardly larger than all that is there already.
@@ -150,5 +153,5 @@ def processes_sharing(device: torch.device, workers: Workers) -> int:
     CPU those of its node, as the launcher tells them. Collective on GPUs."""
     if device.type != "cuda":
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}".encode()
-    return workers.all_gather_bytes(own).count(own)
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    return workers.all_gather_object(own).count(own)

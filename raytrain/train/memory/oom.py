@@ -7,16 +7,18 @@ others, before anything of the step is committed; all drop the step then and tak
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from raytrain.errors import OutOfMemory
 from raytrain.train.memory.device import is_out_of_memory
+
+if TYPE_CHECKING:
+    from raytrain.train.parallel.collectives import Workers
 
 Made = TypeVar("Made")
 
@@ -49,7 +51,7 @@ class Shortage:
 
 class StepDropped(OutOfMemory):
     """Every process has dropped the passes that it was in, because some had no memory for them. Nothing of them is
-    left; generators and buffers are the caller's to put back (`raytrain.train.memory.undo`). All workers raise it
+    left; generators and buffers are the caller's to put back (`raytrain.train.memory.retry`). All workers raise it
     together."""
 
     def __init__(self, shortages: list[Shortage]) -> None:
@@ -60,7 +62,7 @@ class StepDropped(OutOfMemory):
         return StepDropped, (self.shortages,)
 
 
-def attempt(work: Callable[[], Made], *, device: torch.device, who: str) -> Made | Shortage:
+def run_or_shortage(work: Callable[[], Made], *, device: torch.device, who: str) -> Made | Shortage:
     """What `work` returned, or that it ran out of memory; everything it held is free again then."""
     try:
         return work()
@@ -94,11 +96,7 @@ def let_go(error: BaseException | None, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def encode_shortage(shortage: Shortage | None) -> bytes:
-    """A worker's word for the others; empty where it had memory enough."""
-    return b"" if shortage is None else json.dumps(shortage.to_json()).encode()
-
-
-def decode_shortages(words: list[bytes]) -> list[Shortage]:
-    """What all workers said, in the order of the ranks."""
-    return [Shortage(**json.loads(word)) for word in words if word]
+def step_dropped(workers: Workers, result: object) -> StepDropped:
+    """The error that all workers raise together where the `result` of one is a `Shortage`. Collective."""
+    own = result.to_json() if isinstance(result, Shortage) else None
+    return StepDropped([Shortage(**record) for record in workers.all_gather_object(own) if record is not None])

@@ -13,7 +13,6 @@ passes, parameters without a gradient, or a shortage in the middle: each begins 
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -114,8 +113,7 @@ class BucketSums:
         count = len(self._left)
         early = [bucket for bucket in self._whole if bucket and bucket not in self._late]
         rest = [bucket for bucket in range(count - 1, 0, -1) if bucket not in early]
-        told = self._workers.all_gather_bytes(json.dumps([*early, *rest, 0]).encode() if seen else b"")[0]
-        self._order = json.loads(told) if told else None
+        self._order = self._workers.broadcast_object([*early, *rest, 0] if seen else None)
 
     def came(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
         """A parameter has got its gradient, in whatever pass; its hook says so.

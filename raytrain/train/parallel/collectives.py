@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class Workers:
         return [[float(value) for value in row.numpy()] for row in rows]
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """One byte string for each worker, on every worker (used for small records: RNG states, names)."""
+        """One byte string for each worker, on every worker."""
         if self.world_size == 1:
             return [payload]
         sizes = [int(row[0]) for row in self.all_gather_floats([float(len(payload))])]
@@ -116,6 +117,14 @@ class Workers:
         with self._together():
             self._flags.allgather([rows], [own]).wait()
         return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """One JSON value for each worker, on every worker."""
+        return [json.loads(payload) for payload in self.all_gather_bytes(json.dumps(value).encode())]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's JSON value on every worker; what the others pass is ignored."""
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's values on every worker."""

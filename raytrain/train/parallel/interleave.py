@@ -34,7 +34,7 @@ class Interleaver:
         self._wake: list[threading.Semaphore] = []
         self._thread: ThreadPoolExecutor | None = None
 
-    def give(self) -> None:
+    def yield_turn(self) -> None:
         """Let the other pass compute until it gives the turn back or ends; nothing where there is no other.
 
         Raises:

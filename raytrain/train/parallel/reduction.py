@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from raytrain.train.memory.oom import Shortage, StepDropped, attempt, decode_shortages, encode_shortage
+from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.buckets import BUCKET_BYTES, BucketSums
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
@@ -25,7 +25,7 @@ Losses = tuple[Tensor, Tensor]
 
 
 class Reduction(Protocol):
-    """Every verb but `attempt` and `last_pass` is one of all workers at the same moment.
+    """Every verb but `run_or_shortage` and `last_pass` is one of all workers at the same moment.
 
     Attributes:
         gradients: where backward accumulates, and what norm, clip and optimizer see after `passed`.
@@ -43,7 +43,7 @@ class Reduction(Protocol):
         """
         ...
 
-    def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
+    def run_or_shortage(self, passes: Callable[[], Made]) -> Made | Shortage:
         """What passes of this worker return, or that it had no memory for them, where the others go on without it."""
         ...
 
@@ -93,7 +93,7 @@ class FlatReduction:
         workers, inside = self.workers, self._device.type == "cpu"
         begun = workers.start_all_reduce_ints(flags()) if inside else None  # travels while the passes compute
         with self.sums.inside():
-            came = self.attempt(passes)
+            came = self.run_or_shortage(passes)
         begun = begun or workers.start_all_reduce_ints([*flags(), int(isinstance(came, Shortage))])
         if isinstance(came, Shortage):
             self.gradients.say_short()
@@ -108,22 +108,20 @@ class FlatReduction:
             raise self.dropped(came)
         return came, summed
 
-    def attempt(self, passes: Callable[[], Made]) -> Made | Shortage:
+    def run_or_shortage(self, passes: Callable[[], Made]) -> Made | Shortage:
         """As in `Reduction`."""
-        came = attempt(passes, device=self._device, who=f"rank {self.workers.rank}")
+        came = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
         if self._trainable.remote is not None:
             self._trainable.remote.end_passes(short=isinstance(came, Shortage))
         return came
 
     def dropped(self, came: object) -> StepDropped:
         """As in `Reduction`."""
-        shortages = decode_shortages(
-            self.workers.all_gather_bytes(encode_shortage(came if isinstance(came, Shortage) else None))
-        )
+        error = step_dropped(self.workers, came)
         self.gradients.zero_()
         if self._trainable.remote is not None:
             self._trainable.remote.discard()
-        return StepDropped(shortages)
+        return error
 
     def overlap(self, wanted: bool) -> None:
         """As in `Reduction`."""

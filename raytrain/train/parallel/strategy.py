@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from raytrain.runs.folder import RunFolder
-from raytrain.train.job import load_module
 from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import Reduction
 from raytrain.train.precision.policy import PrecisionPolicy
+from raytrain.train.restore import load_module
 from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
 
 
@@ -119,6 +119,6 @@ def strategy_of(strategy: str, trainable: Trainable, *, workers: Workers, device
     """The layout of a resolved `scale.strategy`."""
     if strategy != "fsdp":
         return Replicated(trainable, workers=workers, device=device)
-    from raytrain.train.parallel.fsdp.shards import Sharded  # torch's part of it takes a second to import
+    from raytrain.train.parallel.fsdp.strategy import Sharded  # torch's part of it takes a second to import
 
     return Sharded(trainable, workers=workers, device=device)

@@ -55,7 +55,7 @@ from raytrain.plan.plan import Plan
 from raytrain.runs.faults import Fault
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
-from raytrain.train.job import build_trainable, source_facts
+from raytrain.train.build import build_trainable, source_facts
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 

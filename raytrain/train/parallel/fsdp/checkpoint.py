@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -37,9 +36,9 @@ class ShardSaver:
     ) -> None:
         self._parts, self._run, self._shard_bytes = parts, run, shard_bytes
         group = dist.new_group(backend="gloo")
-        self._meeting = Workers()
-        self._meeting.use(WorkersGroup(group, group, lambda: None))
-        self._first = self._meeting.rank == 0
+        self._workers = Workers()
+        self._workers.use(WorkersGroup(group, group, lambda: None))
+        self._first = self._workers.rank == 0
         self._pending: Future[None] | None = None
         if not self._first:
             self._staging = Staging()
@@ -64,12 +63,11 @@ class ShardSaver:
         """
         files: dict[str, WrittenFile] = {}
         parts: dict[str, list[str]] = {}
-        for word in self._meeting.all_gather_bytes(b"{}"):
-            told = json.loads(word)
-            if "error" in told:
-                raise RunError(told["error"])
-            files |= {name: WrittenFile(**written) for name, written in told.get("files", {}).items()}
-            for part, names in told.get("parts", {}).items():
+        for result in self._workers.all_gather_object({}):
+            if "error" in result:
+                raise RunError(result["error"])
+            files |= {name: WrittenFile(**written) for name, written in result.get("files", {}).items()}
+            for part, names in result.get("parts", {}).items():
                 parts.setdefault(part, []).extend(names)
         return {"files": files, "parts": parts}
 
@@ -93,13 +91,13 @@ class ShardSaver:
         return self._staging.copy(rows)
 
     def _write(self, rows: dict[str, dict[str, Tensor]], folder: str) -> None:
-        rank = self._meeting.rank
+        rank = self._workers.rank
         try:
             files, parts = write_parts(
                 open_store(folder), rows, fence=lambda: None, shard_bytes=self._shard_bytes, suffix=f".rank{rank:05d}"
             )
-            told = {"files": {name: asdict(written) for name, written in files.items()}, "parts": parts}
+            result = {"files": {name: asdict(written) for name, written in files.items()}, "parts": parts}
         except (RaytrainError, OSError) as error:
-            self._meeting.all_gather_bytes(json.dumps({"error": f"rank {rank}: {error}"}).encode())
+            self._workers.all_gather_object({"error": f"rank {rank}: {error}"})
             raise
-        self._meeting.all_gather_bytes(json.dumps(told).encode())
+        self._workers.all_gather_object(result)

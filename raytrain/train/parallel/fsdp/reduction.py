@@ -7,17 +7,45 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from raytrain.errors import CollectiveFailed, OutOfMemory, first_line
-from raytrain.train.memory.oom import Shortage, StepDropped, attempt, decode_shortages, encode_shortage
+from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
-from raytrain.train.parallel.fsdp.gradients import ShardGradients
 from raytrain.train.parallel.reduction import Losses
 from raytrain.trainable import Trainable
 
 Made = TypeVar("Made")
+
+
+class ShardGradients(GradientBuffers):
+    """FSDP2 adds what it reduces into a `.grad` that is there: these are, from before the first backward on."""
+
+    def own(self, parameter: nn.Parameter) -> Tensor:
+        """This worker's rows of it."""
+        return local(parameter)
+
+    def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
+        """The view as a gradient of the whole parameter."""
+        return like(parameter, view)
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """What this worker holds of a tensor: its rows of a sharded one, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(whole: Tensor, own: Tensor) -> Tensor:
+    """`own`, this worker's rows, as a tensor sharded as `whole` is, sharing memory; itself where that is not sharded.
+    No communication."""
+    if not isinstance(whole, DTensor):
+        return own
+    return DTensor.from_local(
+        own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 class ShardedReduction:
@@ -38,11 +66,11 @@ class ShardedReduction:
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
         """As in `raytrain.train.parallel.reduction.Reduction`. Raises OutOfMemory alone."""
         early = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
-        came = self.attempt(passes)
+        came = self.run_or_shortage(passes)
         self._bad = ~torch.isfinite(came[0] + came[1])
         return came, (early or self._workers.start_all_reduce_ints(flags()))()
 
-    def attempt(self, passes: Callable[[], Made]) -> Made:
+    def run_or_shortage(self, passes: Callable[[], Made]) -> Made:
         """What the passes return.
 
         Raises:
@@ -50,7 +78,7 @@ class ShardedReduction:
             CollectiveFailed: another worker is gone; no fault of what was computed, though torch raises RuntimeError.
         """
         try:
-            came = attempt(passes, device=self._device, who=f"rank {self._workers.rank}")
+            came = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
         except RuntimeError as error:
             if not _is_of_a_meeting(error):
                 raise
@@ -62,10 +90,7 @@ class ShardedReduction:
 
     def dropped(self, came: object) -> StepDropped:
         """As in `raytrain.train.parallel.reduction.Reduction`: of what is done outside the passes."""
-        shortages = decode_shortages(
-            self._workers.all_gather_bytes(encode_shortage(came if isinstance(came, Shortage) else None))
-        )
-        return StepDropped(shortages)
+        return step_dropped(self._workers, came)
 
     def overlap(self, wanted: bool) -> None:
         """As in `raytrain.train.parallel.reduction.Reduction`: each block is summed inside each backward anyway."""

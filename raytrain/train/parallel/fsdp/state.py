@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from raytrain.checkpoint.sharded import ShardPosition, rows_of
 from raytrain.errors import CheckpointError
-from raytrain.train.job import differences, refuse_other_model
-from raytrain.train.parallel.fsdp.gradients import like, local
+from raytrain.train.parallel.fsdp.reduction import like, local
+from raytrain.train.restore import differences, refuse_other_model
 
 
 def cut(whole: Tensor, value: Tensor) -> Tensor:

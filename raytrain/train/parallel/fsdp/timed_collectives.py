@@ -17,7 +17,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Meeting:
+class TimedCollective:
     """What FSDP2 asks of a communication of one's own (`torch.distributed.fsdp`, `set_custom_all_gather`).
 
     The seconds are added to `Workers.wait_s`. On a CPU a meeting is over when the call returns: FSDP2 waits for it at
@@ -38,7 +38,7 @@ class Meeting:
         return work
 
 
-class Gathering(Meeting):
+class TimedAllGather(TimedCollective):
     """Brings a block's parameters together."""
 
     def __call__(
@@ -50,7 +50,7 @@ class Gathering(Meeting):
         return self._timed(begin, work, output_tensor)
 
 
-class Scattering(Meeting):
+class TimedReduceScatter(TimedCollective):
     """Sums a block's gradients and leaves each worker its own rows of them."""
 
     def __call__(

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from raytrain.errors import InputError
 from raytrain.models.blocks import Block, blocks_of, outside
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.fsdp.gradients import local
-from raytrain.train.parallel.fsdp.timed_collectives import Gathering, Scattering
+from raytrain.train.parallel.fsdp.reduction import local
+from raytrain.train.parallel.fsdp.timed_collectives import TimedAllGather, TimedReduceScatter
 from raytrain.train.precision.layers import parts_named
 from raytrain.train.precision.policy import PrecisionPolicy
 from raytrain.trainable import Trainable
@@ -135,8 +135,8 @@ def _configure(module: FSDPModule, workers: Workers) -> None:
     for part in cast(nn.Module, module).modules():
         if isinstance(part, FSDPModule):
             # torch asks for its own base classes, which are private: it takes whatever has their verbs
-            part.set_custom_all_gather(Gathering(workers))  # pyright: ignore[reportArgumentType]
-            part.set_custom_reduce_scatter(Scattering(workers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_all_gather(TimedAllGather(workers))  # pyright: ignore[reportArgumentType]
+            part.set_custom_reduce_scatter(TimedReduceScatter(workers))  # pyright: ignore[reportArgumentType]
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             # a parameter may get no gradient on one worker and one on another

@@ -20,11 +20,12 @@ from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.execution.rollback import Rewinds, RollBacks, rewind, roll_back, skipped_to
 from raytrain.runs.folder import RunFolder
-from raytrain.train.job import copy_of
+from raytrain.train.build import copy_of
+from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.fsdp.gradients import local
+from raytrain.train.parallel.fsdp.reduction import local
 from raytrain.train.session import Session
-from raytrain.train.state import Clock, LoopOutcome
+from raytrain.train.state import LoopOutcome
 from raytrain.trainable import LossOutput, Trainable
 
 BAD = LoopOutcome("rollback", "3 steps in a row were not finite", 3)

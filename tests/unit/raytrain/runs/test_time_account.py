@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raytrain.runs.time_account import PURPOSES, account
-from raytrain.train.state import Clock
+from raytrain.train.clock import Clock
 
 
 def start(at: float, *, seen: float | None = None) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_nothing_happened() -> None:
 def test_what_a_way_back_inside_an_attempt_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost is what came after the checkpoint that is in force again, the wait for whoever was gone included."""
     now = 100.0
-    monkeypatch.setattr("raytrain.train.state.time.perf_counter", lambda: now)
+    monkeypatch.setattr("raytrain.train.clock.time.perf_counter", lambda: now)
     clock = Clock(4)
     for step in (5, 10):
         now += 20

@@ -18,7 +18,7 @@ from raytrain.train.device import rng_state
 from raytrain.train.evaluation import evaluate
 from raytrain.train.memory.allocator import give_back_freed_memory, keep_freed_memory
 from raytrain.train.session import Session
-from raytrain.train.step import MicroBatch
+from raytrain.trainable import MicroBatch
 
 Weights = dict[str, np.ndarray]
 

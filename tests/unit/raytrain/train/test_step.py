@@ -15,8 +15,8 @@ from raytrain.errors import RunError
 from raytrain.train.optim.build import Schedule, build_optimizers
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision.policy import LossScale, policy_for
-from raytrain.train.step import MicroBatch, TrainingStep
-from raytrain.trainable import GlobalStep, LocalStep, LossOutput, Trainable
+from raytrain.train.step import TrainingStep
+from raytrain.trainable import GlobalStep, LocalStep, LossOutput, MicroBatch, Trainable
 
 CPU = torch.device("cpu")
 PULL = torch.tensor([3.0, 4.0, 12.0])  # the gradient of `pulled`: its norm is 13

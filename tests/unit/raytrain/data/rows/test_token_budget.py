@@ -18,9 +18,9 @@ from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
 from raytrain.train.job import with_micro_batch
 from raytrain.train.loader import BatchLoader
-from raytrain.train.memory.loop_memory import LoopMemory
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import Shortage, StepDropped
+from raytrain.train.memory.retry import ShortageRetry
 from raytrain.train.parallel.collectives import Workers
 
 LENGTHS = np.random.default_rng(5).integers(1, 65, size=300)
@@ -86,7 +86,7 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
     """Of rows of twelve tokens the budget decides how many are together, not the number of rows."""
     data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": 48}
     session = make_session(GPT, data, loop={"micro_batch_size": 16})
-    memory = LoopMemory(session.step, session.loader, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows())
+    memory = ShortageRetry(session.step, session.loader, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows())
     indices, sizes = session.loader.window(Cursor()).indices, []
 
     def work() -> None:
@@ -94,10 +94,10 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
         if sizes[-1] > 1:
             raise StepDropped([Shortage("rank 0", "no memory")])
 
-    memory.taken(work, step=1)
+    memory.run(work, step=1)
     assert sizes == [4, 2, 1]
-    memory.clean(step=1)
-    memory.clean(step=2)
+    memory.after_step(1)
+    memory.after_step(2)
     with pytest.raises(StepDropped):
         work()
     assert sizes[-1] == 4, "grown back"

@@ -25,7 +25,7 @@ from raytrain.data.sources.open import describe_shapes, describe_source, open_so
 from raytrain.data.sources.row_groups import GroupOrder, GroupSplit, Piece, held_out
 from raytrain.errors import InputError, RunError
 from raytrain.train.loader import BatchLoader
-from raytrain.train.step import MicroBatch
+from raytrain.trainable import MicroBatch
 
 ROWS, PER_GROUP, FILES = 1000, 60, 3
 

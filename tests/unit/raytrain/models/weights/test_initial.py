@@ -18,7 +18,7 @@ from raytrain.config.sections import ModelConfig
 from raytrain.errors import InputError
 from raytrain.models.weights.initial import StartingWeights, fill_offered
 from raytrain.models.weights.stored import export_weights
-from raytrain.train.job import build_trainable
+from raytrain.train.build import build_trainable
 
 DATA = {"train": token_rows(32)}
 

@@ -84,10 +84,10 @@ class Told(Workers):
         self._other = other
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        return [payload, self._other or payload, b"another machine GPU-1"]
+        return [payload, self._other or payload, b'"another machine GPU-1"']
 
 
-@pytest.mark.parametrize(("other", "sharing"), [(b"", 2), (b"this machine GPU-2", 1)])
+@pytest.mark.parametrize(("other", "sharing"), [(b"", 2), (b'"this machine GPU-2"', 1)])
 def test_workers_with_one_gpu_between_them_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, other: bytes, sharing: int
 ) -> None:

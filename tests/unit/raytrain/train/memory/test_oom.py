@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from lab import MLP, Rows, class_rows, make_session
 from torch import Tensor
 
 from raytrain.errors import RunError
-from raytrain.train.memory.oom import Shortage, StepDropped, attempt, decode_shortages, encode_shortage
+from raytrain.train.memory.oom import Shortage, StepDropped, run_or_shortage, step_dropped
+from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 
 CPU = torch.device("cpu")
@@ -25,9 +27,9 @@ class Refused(torch.OutOfMemoryError):
 
 def test_it_is_known_by_type_and_never_by_words() -> None:
     for error in (torch.OutOfMemoryError("x"), MemoryError(), Refused()):
-        assert isinstance(attempt(partial(fails, error), device=CPU, who="rank 0"), Shortage)
+        assert isinstance(run_or_shortage(partial(fails, error), device=CPU, who="rank 0"), Shortage)
     with pytest.raises(RuntimeError, match="out of memory"):
-        attempt(lambda: fails(RuntimeError("out of memory")), device=CPU, who="rank 0")
+        run_or_shortage(lambda: fails(RuntimeError("out of memory")), device=CPU, who="rank 0")
 
 
 def fails(error: Exception) -> None:
@@ -51,7 +53,7 @@ def test_what_the_pass_held_is_free_as_soon_as_it_is_noticed(chained: bool) -> N
 
     gc.disable()
     try:
-        short = attempt(passes, device=CPU, who="rank 3")
+        short = run_or_shortage(passes, device=CPU, who="rank 3")
         assert held[0]() is None
     finally:
         gc.enable()
@@ -61,7 +63,12 @@ def test_what_the_pass_held_is_free_as_soon_as_it_is_noticed(chained: bool) -> N
 
 def test_what_workers_say_to_each_other_comes_back() -> None:
     one = Shortage("rank 1", "OutOfMemoryError: é", 2**40, 5)
-    assert decode_shortages([encode_shortage(None), encode_shortage(one), encode_shortage(None)]) == [one]
+    payload = json.dumps(one.to_json()).encode()
+    workers = Workers()
+    workers.all_gather_bytes = lambda own: [b"null", own, b"null"]  # type: ignore[method-assign]
+    assert step_dropped(workers, one).shortages == [one]
+    workers.all_gather_bytes = lambda own: [own, payload, own]  # type: ignore[method-assign]
+    assert step_dropped(workers, "a result").shortages == [one]
     assert str(one) == "rank 1: OutOfMemoryError: é (held 1,099,511,627,776 bytes, free 5 bytes)"
 
 

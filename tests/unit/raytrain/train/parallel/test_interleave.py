@@ -1,4 +1,4 @@
-"""Two passes in turns: the order, and how both end when one fails."""
+"""Two passes in interleaver: the order, and how both end when one fails."""
 
 from __future__ import annotations
 
@@ -10,79 +10,86 @@ import torch
 from raytrain.train.parallel.interleave import Interleaver
 
 
-def walker(turns: Interleaver, log: list[str], name: str, waits: int, *, fails_at: int | None = None) -> str:
+def walker(interleaver: Interleaver, log: list[str], name: str, waits: int, *, fails_at: int | None = None) -> str:
     """Says where it is, gives the turn away `waits` times, and says so after each."""
     for number in range(waits):
         log.append(f"{name}{number}")
         if number == fails_at:
             raise ValueError(f"{name} failed")
-        turns.give()
+        interleaver.yield_turn()
     log.append(f"{name} ends")
     return name
 
 
 def test_they_alternate_strictly_and_the_longer_one_goes_on_alone() -> None:
-    turns = Interleaver()
+    interleaver = Interleaver()
     log: list[str] = []
     for _ in range(50):
-        made = turns.run_interleaved(lambda: walker(turns, log, "a", 2), lambda: walker(turns, log, "b", 4))
+        made = interleaver.run_interleaved(
+            lambda: walker(interleaver, log, "a", 2), lambda: walker(interleaver, log, "b", 4)
+        )
         assert made == "b"
         assert log == ["a0", "b0", "a1", "b1", "a ends", "b2", "b3", "b ends"]
         log.clear()
-        turns.run_interleaved(lambda: walker(turns, log, "a", 3), lambda: log.append("b"))
+        interleaver.run_interleaved(lambda: walker(interleaver, log, "a", 3), lambda: log.append("b"))
         assert log == ["a0", "b", "a1", "a2", "a ends"]
         log.clear()
 
 
 def test_the_turn_belongs_to_a_pass_whatever_thread_it_runs_in() -> None:
     """On a GPU a backward pass runs in autograd's threads."""
-    turns, log = Interleaver(), []
+    interleaver, log = Interleaver(), []
 
     def remote() -> None:
-        thread = threading.Thread(target=walker, args=(turns, log, "a", 2))
+        thread = threading.Thread(target=walker, args=(interleaver, log, "a", 2))
         thread.start()
         thread.join()
 
-    turns.run_interleaved(remote, lambda: walker(turns, log, "b", 2))
+    interleaver.run_interleaved(remote, lambda: walker(interleaver, log, "b", 2))
     assert log == ["a0", "b0", "a1", "b1", "a ends", "b ends"]
 
 
 def test_alone_a_pass_keeps_the_turn() -> None:
-    turns = Interleaver()
-    turns.give()
-    turns.run_interleaved(lambda: None, lambda: None)
-    turns.give()
+    interleaver = Interleaver()
+    interleaver.yield_turn()
+    interleaver.run_interleaved(lambda: None, lambda: None)
+    interleaver.yield_turn()
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_failure_ends_both_is_raised_and_leaves_the_turn_usable(name: str, fails_at: int) -> None:
-    turns = Interleaver()
+    interleaver = Interleaver()
     log: list[str] = []
     with pytest.raises(ValueError, match=f"{name} failed"):
-        turns.run_interleaved(
-            lambda: walker(turns, log, "a", 5, fails_at=fails_at if name == "a" else None),
-            lambda: walker(turns, log, "b", 5, fails_at=fails_at if name == "b" else None),
+        interleaver.run_interleaved(
+            lambda: walker(interleaver, log, "a", 5, fails_at=fails_at if name == "a" else None),
+            lambda: walker(interleaver, log, "b", 5, fails_at=fails_at if name == "b" else None),
         )
     assert log[-1] == f"{name}{fails_at}", "the other went on"
-    turns.give()
+    interleaver.yield_turn()
     log.clear()
-    assert turns.run_interleaved(lambda: walker(turns, log, "a", 1), lambda: walker(turns, log, "b", 1)) == "b"
+    assert (
+        interleaver.run_interleaved(lambda: walker(interleaver, log, "a", 1), lambda: walker(interleaver, log, "b", 1))
+        == "b"
+    )
     assert log == ["a0", "b0", "a ends", "b ends"]
 
 
 def test_a_failure_after_the_others_end_is_raised_too() -> None:
-    turns, log = Interleaver(), []
+    interleaver, log = Interleaver(), []
     with pytest.raises(ValueError, match="a failed"):
-        turns.run_interleaved(lambda: walker(turns, log, "a", 3, fails_at=2), lambda: walker(turns, log, "b", 0))
+        interleaver.run_interleaved(
+            lambda: walker(interleaver, log, "a", 3, fails_at=2), lambda: walker(interleaver, log, "b", 0)
+        )
     assert log == ["a0", "b ends", "a1", "a2"]
-    turns.give()  # as if nothing had been
+    interleaver.yield_turn()  # as if nothing had been
 
 
 def test_a_backward_pass_beside_a_forward_pass_is_the_backward_pass() -> None:
     """What a pass computes does not depend on the thread: gradients are equal to the last bit."""
     torch.manual_seed(0)
-    weight, turns = torch.randn(64, 64, requires_grad=True), Interleaver()
+    weight, interleaver = torch.randn(64, 64, requires_grad=True), Interleaver()
 
     def forward(number: int) -> torch.Tensor:
         draw = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
@@ -91,6 +98,6 @@ def test_a_backward_pass_beside_a_forward_pass_is_the_backward_pass() -> None:
     forward(0).backward()
     forward(1).backward()
     plain, weight.grad = weight.grad, None
-    following = turns.run_interleaved(forward(0).backward, lambda: forward(1))
-    turns.run_interleaved(following.backward, lambda: None)
+    following = interleaver.run_interleaved(forward(0).backward, lambda: forward(1))
+    interleaver.run_interleaved(following.backward, lambda: None)
     assert torch.equal(plain, weight.grad)  # type: ignore[arg-type]

@@ -68,9 +68,9 @@ def test_a_worker_that_is_gone_is_no_fault_of_the_pass() -> None:
     gone = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9")
     for error in (gone, dist.DistBackendError("NCCL communicator was aborted")):
         with pytest.raises(CollectiveFailed, match="inside a pass failed"):
-            reduction.attempt(lambda error=error: failing(error))
+            reduction.run_or_shortage(lambda error=error: failing(error))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        reduction.attempt(lambda: failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+        reduction.run_or_shortage(lambda: failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
 
 
 def test_a_row_for_the_passes_of_others_weighs_something() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain.train.memory.undo import Undo
+from raytrain.train.memory.retry import SavedState
 
 CPU = torch.device("cpu")
 
@@ -30,15 +30,15 @@ class Counting(nn.Module):
 
 def test_generators_and_buffers_are_as_before() -> None:
     module = Counting()
-    undo = Undo(module, CPU)
+    saved = SavedState(module, CPU)
     for _ in range(2):  # the second time over the same buffers
-        undo.take()
+        saved.take()
         before = {name: value.clone() for name, value in module.named_buffers()}
         places = {name: id(value) for name, value in module.named_buffers()}
         drawn = (float(torch.rand(())), float(np.random.rand()), random.random())
         module(torch.randn(8, 4))
         assert int(module.calls) != int(before["calls"])
-        assert undo.put_back() is False
+        assert saved.restore() is False
         assert all(torch.equal(value, before[name]) for name, value in module.named_buffers())
         assert {name: id(value) for name, value in module.named_buffers()} == places
         assert (float(torch.rand(())), float(np.random.rand()), random.random()) == drawn
@@ -47,23 +47,23 @@ def test_generators_and_buffers_are_as_before() -> None:
 
 def test_a_model_that_draws_nothing_comes_to_the_same() -> None:
     module = nn.Linear(3, 3)
-    undo = Undo(module, CPU)
-    undo.take()
+    saved = SavedState(module, CPU)
+    saved.take()
     module(torch.ones(2, 3))
-    assert undo.put_back() is True
+    assert saved.restore() is True
     random.random()
-    assert undo.put_back() is False
+    assert saved.restore() is False
 
 
 def test_a_draw_after_many_quiet_steps_is_told_and_not_taken_for_undone() -> None:
-    undo = Undo(nn.Linear(3, 3), CPU)
+    saved = SavedState(nn.Linear(3, 3), CPU)
     for _ in range(6):
-        undo.take()
+        saved.take()
     np.random.rand()  # between two steps, or in this one: nobody knows
     after = np.random.get_state()
-    assert undo.put_back() is False
+    assert saved.restore() is False
     assert all(map(np.array_equal, np.random.get_state(), after))
-    undo.take()
+    saved.take()
     before, drawn = np.random.get_state(), np.random.rand()
-    assert undo.put_back() is False and all(map(np.array_equal, np.random.get_state(), before))
+    assert saved.restore() is False and all(map(np.array_equal, np.random.get_state(), before))
     assert np.random.rand() == drawn

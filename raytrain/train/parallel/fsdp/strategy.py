@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
-from raytrain.train.job import load_module
 from raytrain.train.loader import BatchLoader
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.fsdp.checkpoint import ShardSaver
-from raytrain.train.parallel.fsdp.filler import Filler
-from raytrain.train.parallel.fsdp.gradients import local
-from raytrain.train.parallel.fsdp.reduction import ShardedReduction
+from raytrain.train.parallel.fsdp.reduction import ShardedReduction, local
 from raytrain.train.parallel.fsdp.state import load_optimizer, load_sharded, whole_state
 from raytrain.train.parallel.fsdp.wrap import ShardingSizes, shard
 from raytrain.train.parallel.strategy import ForStep
 from raytrain.train.precision.policy import PrecisionPolicy
+from raytrain.train.restore import load_module
 from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
+
+#: So many rows are looked at for one that weighs something.
+LOOKED_AT = 1000
 
 
 class Sharded:
@@ -95,3 +97,31 @@ class Sharded:
     def facts(self) -> dict[str, Any]:
         """As in `Layout`: what sharding made of the module, in bytes."""
         return {} if self._sharded is None else {"sharded": asdict(self._sharded)}
+
+
+class Filler:
+    """The first training row that weighs something, as a batch on the device; found once.
+
+    What is computed with it is multiplied by zero: a row that weighs nothing (every label is -100) would give NaN.
+    """
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self._loader = loader
+        self._batch: Batch | None = None
+
+    def __call__(self) -> Batch:
+        """Raises RunError where the first rows all weigh nothing."""
+        if self._batch is None:
+            self._batch = self._found()
+        return self._batch
+
+    def _found(self) -> Batch:
+        order = self._loader.batches.split.eval_order()[:LOOKED_AT]
+        for at in range(len(order)):
+            micro = self._loader.one(order[at : at + 1])
+            if micro.weight > 0:
+                return micro.batch
+        raise RunError(
+            f"the first {len(order)} rows hold nothing to average over (every label is -100), and under"
+            " scale.strategy fsdp a worker without rows needs one; mend data.source"
+        )

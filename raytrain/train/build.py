@@ -1,0 +1,90 @@
+"""Builds the model that a job names."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+from raytrain.config.sections import ModelConfig
+from raytrain.config.user_code import resolve
+from raytrain.data.sources.open import Source
+from raytrain.models.registry import call_builder, to_trainable
+from raytrain.models.weights.initial import StartingWeights, offered
+from raytrain.train.job import TrainJob
+from raytrain.trainable import Trainable
+
+
+def source_facts(source: Source) -> dict[str, Any]:
+    """What a builder may take from the data by parameter name, where the YAML does not give it."""
+    facts: dict[str, Any] = {
+        "vocab_size": source.vocab_size, "num_classes": source.classes, "class_names": source.class_names
+    }  # fmt: skip
+    sample = source.train.gather(source.train.eval_order()[:1])
+    x = sample.get("x")
+    if isinstance(x, torch.Tensor):
+        facts["num_features"] = int(x[0].numel())
+        facts["image_shape"] = tuple(x.shape[1:]) if x.ndim in (3, 4) else None
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def build_trainable(
+    job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any], initial: bool = True
+) -> Trainable:
+    """Call the builder (or take the module given in Python) and wrap the result; with the weights of `init_from`.
+
+    Args:
+        initial: False where a checkpoint's weights will take their place.
+
+    Raises:
+        InputError: a builder that cannot be imported, keys it does not take, a result that is no module, weights that
+            do not fit.
+    """
+    weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
+    with offered(weights):
+        if job_model.module is not None:
+            trainable = to_trainable(job_model.module)
+        else:
+            builder = resolve(job_model.builder or "", key="model.builder")
+            trainable = to_trainable(call_builder(builder, job_model.keys, sections=sections, source_facts=facts))
+    if weights is not None:
+        weights.fill(trainable.module, trainable.translate)
+    return trainable
+
+
+def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainable:
+    """The job's model as `build_trainable` builds it; of an object that was given a copy, which training may change."""
+    model = job.model
+    if model.module is not None:
+        model = model.model_copy(update={"module": copy_of(model.module)})
+    return build_trainable(model, sections=job.builder_sections, facts=facts, initial=initial)
+
+
+def copy_of(given: Any) -> Any:
+    """A deep copy of a module or a Trainable; functions of a Trainable that close over parts of it (which
+    `copy.deepcopy` leaves alone) close over the copies."""
+    copies: dict[int, Any] = {}
+    made = copy.deepcopy(given, copies)
+    if isinstance(made, Trainable):
+        for each in fields(made):
+            setattr(made, each.name, _rebound(getattr(made, each.name), copies))
+    return made
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
+    """What stands in `copies` for an object; a function with what it closes over, or has as defaults, replaced so."""
+    if not isinstance(value, FunctionType):
+        return copies.get(id(value), value)
+    copies[id(value)] = value  # where it refers to itself
+    closed = [cell.cell_contents for cell in value.__closure__ or ()]
+    held = [*closed, *(value.__defaults__ or ())]
+    found = [_rebound(one, copies) for one in held]
+    if all(new is old for new, old in zip(found, held, strict=True)):
+        return value
+    cells, defaults = tuple(map(CellType, found[: len(closed)])), tuple(found[len(closed) :])
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells)
+    made.__kwdefaults__ = value.__kwdefaults__
+    return made

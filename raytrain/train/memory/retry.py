@@ -1,0 +1,187 @@
+"""Retries a step or an evaluation in smaller micro-batches after an out-of-memory error."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from raytrain.errors import RunError
+from raytrain.train.memory.micro_batch import MicroBatchSize
+from raytrain.train.memory.oom import StepDropped
+
+if TYPE_CHECKING:
+    from raytrain.train.loader import BatchLoader
+    from raytrain.train.state import Reporter
+    from raytrain.train.step import TrainingStep
+
+Result = TypeVar("Result")
+
+#: After this many steps in a row without a draw from numpy's or Python's generator, their states are no longer saved.
+QUIET_STEPS = 3
+
+
+class ShortageRetry:
+    """Runs the loop's steps and evaluations, and retries those that were dropped; every worker does the same.
+
+    Args:
+        step, loader: the loop's.
+        sizing: the micro-batch size in force, which the loader follows.
+        reporter: receives each change as an event.
+    """
+
+    def __init__(self, step: TrainingStep, loader: BatchLoader, *, sizing: MicroBatchSize, reporter: Reporter) -> None:
+        self._loader, self._sizing, self._reporter = loader, sizing, reporter
+        self._saved = SavedState(step.trainable.module, step.device)
+        self._apply_size()
+
+    def run(self, work: Callable[[], Result], *, step: int, evaluation: bool = False) -> Result:
+        """Return the result of `work`, which computes with the loader's micro-batches.
+
+        While `work` raises `StepDropped`, generators and buffers are restored and it runs again with half the size.
+
+        Raises:
+            RunError: there was no memory for a single row.
+        """
+        tries = 0
+        while True:
+            self._saved.take()
+            began = time.perf_counter()
+            try:
+                return work()
+            except StepDropped as error:
+                dropped = StepDropped(error.shortages)  # without the traceback, which keeps activations alive
+            tries += 1
+            if tries > 1:  # half was too much as well: user code may hold activations in a reference cycle
+                gc.collect()
+            self._shrink(dropped, step=step, evaluation=evaluation, seconds=time.perf_counter() - began)
+
+    def _shrink(self, dropped: StepDropped, *, step: int, evaluation: bool, seconds: float) -> None:
+        exact = self._saved.restore()
+        before = self._sizing.now
+        now = self._sizing.after_shortage()
+        where = f"the evaluation after step {step}" if evaluation else f"step {step}"
+        if now is None:
+            raise RunError(
+                f"out of memory in {where} with loop.micro_batch_size 1: {dropped}; there is nothing smaller to "
+                "compute. A smaller model or shorter samples (model.*), loop.activation_checkpointing: true, "
+                "precision.dtype: bf16 or data.storage: stream need less memory"
+            )
+        self._apply_size()
+        self._reporter.event(
+            "out_of_memory",
+            step=step,
+            during="evaluation" if evaluation else "step",
+            who=[shortage.who for shortage in dropped.shortages],
+            shortages=[shortage.to_json() for shortage in dropped.shortages],
+            micro_batch_size_before=before,
+            micro_batch_size=now,
+            grow_after=self._sizing.wait,
+            seconds=seconds,
+            equal="within rounding" if exact or evaluation else "in distribution only",
+            reason=f"{dropped}; {where} is retried with micro-batches of {now} instead of {before}",
+        )
+
+    def _apply_size(self) -> None:
+        """Set the loader's rows of a micro-batch, and its part of a token budget: long rows are limited by that."""
+        self._loader.micro_batch = self._sizing.now
+        self._loader.batches.budget_part = (self._sizing.now, self._sizing.planned)
+
+    def after_step(self, step: int) -> None:
+        """Count a step without a shortage; it may be time to try a larger size again."""
+        before, wait = self._sizing.now, self._sizing.wait
+        now = self._sizing.after_clean_step()
+        if now is None:
+            return
+        self._apply_size()
+        self._reporter.event(
+            "decision",
+            what="micro_batch_size",
+            value=now,
+            before=before,
+            step=step,
+            reason=f"{wait} steps without an out-of-memory (loop.grow_after): micro-batches of {now} again",
+        )
+
+
+class SavedState:
+    """What passes change besides gradients: a module's buffers and the random generators; saved and restored.
+
+    The copies of buffers stay in memory. A counter that a user's module keeps in a plain attribute is not seen. Reading
+    the states of numpy's and Python's generators takes 100 microseconds: after `QUIET_STEPS` steps that left them alone
+    they are no longer saved, until a restore finds them changed.
+
+    Args:
+        module: on its device, in its dtype.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._tables = [part._buffers for part in module.modules() if part._buffers]
+        self._batch_norm = any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules())
+        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._torch: list[Tensor] = []
+        self._host: tuple[Any, Any] | None = None
+        self._quiet = 0
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Save the state before the passes; no device read."""
+        held = [(table, leaf, tensor) for table in self._tables for leaf, tensor in table.items() if tensor is not None]
+        buffers = [tensor for _, _, tensor in held]
+        if len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers)):
+            if buffers:
+                torch._foreach_copy_(self._copies, buffers)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            self._copies = [buffer.clone() for buffer in buffers]
+        self._slots, self._buffers = [(table, leaf) for table, leaf, _ in held], buffers
+        self._torch = self._torch_states()
+        if self._quiet < QUIET_STEPS:
+            now = _host_states()
+            self._quiet = self._quiet + 1 if _same_host(now, self._host) else 0
+            self._host = now
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Restore the state after passes that do not count.
+
+        Returns:
+            whether running them again in smaller parts gives the same result up to rounding: not where random numbers
+            were drawn, nor where a batch norm computes its statistics.
+        """
+        for (table, leaf), buffer, copy in zip(self._slots, self._buffers, self._copies, strict=True):
+            buffer.copy_(copy)
+            table[leaf] = buffer
+        quiet = all(map(torch.equal, self._torch, self._torch_states()))
+        torch.set_rng_state(self._torch[0])
+        for state in self._torch[1:]:
+            torch.cuda.set_rng_state(state, self._device)
+        if self._host is not None and not _same_host(self._host, _host_states()):
+            quiet = False
+            if self._quiet < QUIET_STEPS:
+                np.random.set_state(self._host[0])
+                random.setstate(self._host[1])
+            self._quiet = 0
+        return quiet and not self._batch_norm
+
+    def _torch_states(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
+
+
+def _host_states() -> tuple[Any, Any]:
+    return np.random.get_state(), random.getstate()
+
+
+def _same_host(one: tuple[Any, Any], other: tuple[Any, Any] | None) -> bool:
+    return other is not None and one[1] == other[1] and all(map(np.array_equal, one[0], other[0]))
