@@ -8,7 +8,7 @@ from typing import Any
 from jobs.job.spec import JobSpec
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.sources.keys import path_keys
-from raytrain.data.sources.language import settle_language
+from raytrain.data.sources.tokenised import settle_language
 from raytrain.models.huggingface.folder import KEYS
 
 PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")

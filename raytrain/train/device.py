@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -103,47 +101,6 @@ def need_data(module: nn.Module) -> None:
         raise DevicePlacementError(
             f"{', '.join(empty[:5])}{more}: on the meta device, without values; model.builder has to initialise them"
         )
-
-
-class DeviceGuard:
-    """Where every parameter and buffer of a module should be; looked at in each step, without a device read.
-
-    The places are listed once (the module's own tables, so that a tensor put in place of another is seen too);
-    a look costs a tenth of a microsecond a tensor.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device = torch.empty(0, device=device).device  # with its index
-        self._slots = [
-            (table, leaf, f"{path}.{leaf}" if path else leaf)
-            for path, part in module.named_modules()
-            for table in (part._parameters, part._buffers)
-            for leaf, tensor in table.items()
-            if tensor is not None
-        ]
-
-    def check(self) -> None:
-        """Raises DevicePlacementError naming the first tensor that is elsewhere."""
-        for table, leaf, name in self._slots:
-            tensor = table.get(leaf)
-            if tensor is not None and tensor.device != self._device:
-                raise DevicePlacementError(
-                    f"{name} is on {tensor.device}, expected every tensor on {self._device}; "
-                    "something moved it during training"
-                )
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Checks after the work inside; if that fails, a misplaced tensor is the better explanation."""
-        try:
-            yield
-        except RuntimeError as error:
-            try:
-                self.check()
-            except DevicePlacementError as cause:
-                raise cause from error
-            raise
-        self.check()
 
 
 def set_determinism(*, deterministic: bool) -> None:

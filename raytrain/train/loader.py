@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.loading.guard import Guard
-from raytrain.data.loading.misplaced import verify_placement
+from raytrain.data.loading.checks import Guard, verify_placement
 from raytrain.data.loading.pinned_upload import AHEAD, Uploads
 from raytrain.data.loading.prefetch import Ahead, BatchRequest, PendingBatch, begun_ahead, results
 from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
 from raytrain.data.loading.processes import LoaderPool
-from raytrain.data.loading.resident import StreamSplit
-from raytrain.data.loading.transfer import rebuild
 from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
 from raytrain.data.rows.contract import Batch, Source, Split
-from raytrain.data.rows.draws import gathered
+from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.token_budget import waste_of
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force

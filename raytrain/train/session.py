@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint.reader import LoadedCheckpoint
-from raytrain.data.loading.misplaced import verify_placement
+from raytrain.data.loading.checks import verify_placement
 from raytrain.data.loading.prepare import Say, prepare_source
 from raytrain.data.sources.open import Source, open_source
 from raytrain.plan.choice import Resolved

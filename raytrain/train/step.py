@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raytrain.train.device import DeviceGuard
+from raytrain.data.loading.checks import DeviceGuard
 from raytrain.train.optim.build import Schedule, takes_skip_on_device
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.reduction import FlatReduction, Reduction

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raytrain.data.loading.transfer import COPIES
+from raytrain.data.transfer import COPIES
 from raytrain.plan.choice import Resolved
 from raytrain.train.device import worker_device
 from raytrain.train.session import Session

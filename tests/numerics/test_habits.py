@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
 from raytrain.data.loading.prepare import DataPlan, prepare_source
-from raytrain.data.loading.transfer import COPIES, to_device
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
+from raytrain.data.transfer import COPIES, to_device
 from raytrain.train.loader import BatchLoader
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}

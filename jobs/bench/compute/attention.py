@@ -20,8 +20,7 @@ from torch import Tensor
 
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
 from jobs.bench.harness.speed_options import AttentionOptions
-from raytrain.models.attention import windowed_attention
-from raytrain.models.mask_cache import MaskCache
+from raytrain.models.attention import MaskCache, windowed_attention
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 CPU = torch.device("cpu")

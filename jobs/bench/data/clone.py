@@ -26,9 +26,9 @@ from jobs.bench.harness.measuring import (
     median_interval,
 )
 from raytrain.data.loading.processes import LoaderPool
-from raytrain.data.loading.transfer import to_device
 from raytrain.data.rows.batches import Cursor, StepBatches
-from raytrain.data.sources.map_style import DatasetSplit
+from raytrain.data.rows.map_style import DatasetSplit
+from raytrain.data.transfer import to_device
 from raytrain.train.loader import BatchLoader
 
 #: Part of the time of reading that one process should hide.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.data.loading.prepare import DataPlan, prepare_source
-from raytrain.data.loading.transfer import to_device
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
+from raytrain.data.transfer import to_device
 from raytrain.train.loader import BatchLoader
 
 CLASSES = 4

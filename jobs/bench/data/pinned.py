@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
 from jobs.bench.harness.speed_options import PinnedOptions
-from raytrain.data.loading.transfer import pin, to_device
+from raytrain.data.transfer import pin, to_device
 
 BEFORE, NEVER, ON_THE_WAY = "pinned before", "pageable", "pinned on the way"
 SAID = "copies out of pinned memory are 1.1 to 1.2 times as fast, or 2 to 3 times: the guide has both"

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from raytrain.data.loading.misplaced import tensors_of
+from raytrain.data.transfer import tensors_of
 
 Made = TypeVar("Made")
 

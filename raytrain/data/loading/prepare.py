@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from raytrain.data.loading.processes import LoaderPool
-from raytrain.data.loading.resident import Storage, StreamSplit, place
-from raytrain.data.loading.transfer import COPIES
 from raytrain.data.rows.collate import tensor_split
 from raytrain.data.rows.contract import RowSplit, Source, Split
-from raytrain.data.rows.draws import generators_kept, seed_item
-from raytrain.data.sources.map_style import DatasetSplit, ItemSplit, PartlyKept
+from raytrain.data.rows.map_style import DatasetSplit, ItemSplit, PartlyKept, generators_kept, seed_item
+from raytrain.data.rows.residency import Storage, StreamSplit, place
+from raytrain.data.transfer import COPIES
 from raytrain.train.device import device_name
 
 Say = Callable[..., None]
@@ -37,7 +36,7 @@ class DataPlan:
     """What a plan says of the way to the device.
 
     Attributes:
-        storage, resident_rows: where rows are kept (`raytrain.data.loading.resident.place`).
+        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place`).
         loader_workers, prefetch: processes that read a dataset, and batches ahead for each.
         seed: of what a dataset draws.
     """

@@ -1,7 +1,7 @@
 """Processes that read a map-style dataset beside training: persistent, in order, bounded.
 
 They are forks of the training process, so that a dataset need not be picklable and is not copied. What an item draws at
-random does not depend on them (`raytrain.data.rows.draws`).
+random does not depend on them (`raytrain.data.rows.map_style`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import torch
 from raytrain.data.loading.prefetch import BatchRequest
 from raytrain.data.loading.shared_memory import receive, send
 from raytrain.data.rows.contract import Batch
-from raytrain.data.rows.draws import seeded_batch
-from raytrain.data.sources.map_style import DatasetSplit
+from raytrain.data.rows.map_style import DatasetSplit, seeded_batch
 from raytrain.errors import InputError, RunError, first_line
 
 ENDING_S = 5.0

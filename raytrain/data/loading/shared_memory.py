@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from raytrain.data.loading.transfer import dense, rebuild
+from raytrain.data.transfer import dense, rebuild
 
 #: Where each tensor begins in the memory: a multiple of this.
 ALIGNED = 64

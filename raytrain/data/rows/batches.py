@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raytrain.data.loading.resident import Storage, place
 from raytrain.data.rows.contract import Batch, Order, Split
+from raytrain.data.rows.residency import Storage, place
 from raytrain.data.rows.token_budget import cut_by_tokens
 from raytrain.plan.shares import Shares
 
@@ -66,7 +66,7 @@ class StepBatches:
         micro_batch: rows of one forward pass at most.
         rank, world: this worker among all.
         device: where batches must be.
-        storage, resident_rows: where the rows are put (`raytrain.data.loading.resident.place`); None leaves them where
+        storage, resident_rows: where the rows are put (`raytrain.data.rows.residency.place`); None leaves them where
             they are.
         tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
             (`raytrain.data.rows.token_budget`); None = by rows, in order.

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.data.loading.parts import whole
-from raytrain.data.loading.transfer import rebuild, with_fields
 from raytrain.data.rows.contract import Batch
 from raytrain.data.rows.ragged import MASK, Ragged, RaggedSplit, fill_value, mask_column, pad_rows
+from raytrain.data.rows.residency import whole
 from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
+from raytrain.data.transfer import rebuild, with_fields
 from raytrain.errors import InputError
 
 NUMBERS = (bool, int, float, np.number, np.bool_)

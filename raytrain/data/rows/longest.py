@@ -6,13 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raytrain.data.loading.resident import StreamSplit
 from raytrain.data.rows.collate import tensor_bytes
 from raytrain.data.rows.contract import Split
-from raytrain.data.rows.draws import generators_kept
+from raytrain.data.rows.map_style import DatasetSplit, PartlyKept, generators_kept
 from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.sources.map_style import DatasetSplit, PartlyKept
-from raytrain.data.sources.row_groups import InOrder
+from raytrain.data.rows.residency import InOrder, StreamSplit
 
 #: Items of a user's dataset are asked for one by one: so many of them, spread evenly, are looked at.
 LOOKED_AT = 256

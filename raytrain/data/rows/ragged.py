@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.data.loading.parts import Column, PartTensor, parted, take, whole
 from raytrain.data.rows.contract import IGNORED_LABEL, Batch, row_order
+from raytrain.data.rows.residency import Column, PartTensor, parted, take, whole
 from raytrain.data.rows.splits import TensorSplit, is_integer
 
 MASK = "attention_mask"

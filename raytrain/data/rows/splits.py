@@ -9,8 +9,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from raytrain.data.loading.parts import Column, PartTensor, parted, take, whole
 from raytrain.data.rows.contract import IGNORED_LABEL, Batch, Split, generator, nonfinite, row_order
+from raytrain.data.rows.residency import Column, PartTensor, parted, take, whole
 from raytrain.errors import InputError
 
 __all__ = ["Split", "TensorSplit", "TextSplit", "check_finite", "host_tensor", "is_integer", "label_counts"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from raytrain.data.sources.columns import convert
 from raytrain.data.sources.idx import IMAGES, describe_idx, read_shape
 from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, source_keys
 from raytrain.data.sources.parquet import parquet_files, sizes_of
 from raytrain.data.sources.stdlib import STDLIB, stdlib_files
-from raytrain.data.sources.tables import choose, class_names, parquet_sizes, read_tables
+from raytrain.data.sources.tables import choose, class_names, convert, parquet_sizes, read_tables
 from raytrain.data.sources.text import describe_bytes, describe_text
 from raytrain.data.sources.tokenised import is_tokenised
 from raytrain.errors import InputError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raytrain.data.rows.contract import IGNORED_LABEL
-from raytrain.data.sources.columns import TableColumns
+from raytrain.data.sources.tables import TableColumns
 
 
 @dataclass(frozen=True)

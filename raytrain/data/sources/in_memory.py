@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.loading.parts import whole
 from raytrain.data.rows.collate import as_row
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
+from raytrain.data.rows.map_style import DatasetSplit
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.residency import whole
 from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
-from raytrain.data.sources.columns import TableColumns, check_classes, convert
 from raytrain.data.sources.keys import is_table
-from raytrain.data.sources.map_style import DatasetSplit
-from raytrain.data.sources.tables import choose, class_names
+from raytrain.data.sources.tables import TableColumns, check_classes, choose, class_names, convert
 from raytrain.errors import InputError
 
 KINDS = "a dict of tensors, a map-style dataset (len and [i]), or a pyarrow Table"

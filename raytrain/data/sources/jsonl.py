@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain.data.sources.columns import check_classes
+from raytrain.data.sources.tables import check_classes
 from raytrain.errors import InputError
 from raytrain.runs.storage import read_bytes
 

@@ -8,9 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of
-from raytrain.data.sources.columns import check_present
 from raytrain.data.sources.keys import as_paths
-from raytrain.data.sources.tables import Choice, choose, class_names, column_kind, is_text, no_label, parquet_sizes
+from raytrain.data.sources.tables import (
+    Choice,
+    check_present,
+    choose,
+    class_names,
+    column_kind,
+    is_text,
+    no_label,
+    parquet_sizes,
+)
 from raytrain.errors import InputError
 from raytrain.runs.storage import locate
 

@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.loading.parts import whole
 from raytrain.data.rows.contract import HOLDOUT_SEED, Batch, Order, RowSplit, Split, generator, row_order
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.residency import InOrder, whole
 from raytrain.data.rows.splits import TensorSplit
-from raytrain.data.sources.columns import convert
 from raytrain.data.sources.in_memory import columns_split
-from raytrain.data.sources.tables import Choice
+from raytrain.data.sources.tables import Choice, convert
 from raytrain.errors import RunError
 from raytrain.runs.storage import locate
 
@@ -113,7 +112,7 @@ class GroupSplit:
 
     Args:
         pieces: what belongs to this split.
-        choice, classes: which columns, and the names of string labels (`raytrain.data.sources.columns.convert`).
+        choice, classes: which columns, and the names of string labels (`raytrain.data.sources.tables.convert`).
         row_bytes: of a row as it is kept in memory.
         weighs_rows: whether each row counts as one in a mean loss; else only a batch can tell.
         window_bytes: row groups of so many bytes are shuffled together.
@@ -177,46 +176,6 @@ class GroupSplit:
     def _split_of(self, piece: Piece, table: Any) -> RowSplit:
         key = f"data.path, row group {piece.group} of {piece.path}"
         return columns_split(convert(table, self._choice, classes=self._classes, key=key))
-
-
-class InOrder:
-    """Rows in memory, in the order of the row groups they came from."""
-
-    def __init__(self, split: Split, order: Callable[[int, int], Order]) -> None:
-        self.split, self._order = split, order
-        self.tokens_per_row = split.tokens_per_row
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.split.nbytes
-
-    def order(self, seed: int, epoch: int) -> Order:
-        """That of the groups; nothing is read for it."""
-        return self._order(seed, epoch)
-
-    def eval_order(self) -> np.ndarray:
-        return self.split.eval_order()
-
-    def gather(self, indices: np.ndarray) -> Batch:
-        return self.split.gather(indices)
-
-    def weights(self, indices: np.ndarray) -> int | None:
-        return self.split.weights(indices)
-
-    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
-        return self.split.lengths(indices)
-
-    def to(self, device: torch.device | str) -> InOrder:
-        """On another device, in the same order."""
-        return InOrder(self.split.to(device), self._order)
-
-    def partly(self, device: torch.device | str, *, rows: int) -> InOrder:
-        """Some of it there."""
-        return InOrder(self.split.partly(device, rows=rows), self._order)
 
 
 def joined(splits: Sequence[Any]) -> Any:

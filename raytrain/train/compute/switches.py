@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from raytrain.models.mask_cache import MaskCache
+from raytrain.models.attention import MaskCache
 from raytrain.plan.choice import Resolved
 from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.train.compute.compile import CompiledParts

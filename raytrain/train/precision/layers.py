@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain.data.loading.transfer import rebuild
+from raytrain.data.transfer import rebuild
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Resolved
 

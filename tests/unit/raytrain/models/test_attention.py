@@ -11,9 +11,8 @@ from lab import GPT, make_session, token_rows, train
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain.models.attention import Attention, window_mask, windowed_attention
+from raytrain.models.attention import BUDGET, Attention, MaskCache, window_mask, windowed_attention
 from raytrain.models.gpt import gpt
-from raytrain.models.mask_cache import BUDGET, MaskCache
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

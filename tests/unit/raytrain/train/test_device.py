@@ -12,9 +12,10 @@ from lab import MLP, Rows, class_rows, make_session, optimizer_state, train
 from torch import Tensor, nn
 
 from raytrain.checkpoint.snapshot import flatten, unflatten
-from raytrain.data.loading.misplaced import tensors_of
+from raytrain.data.loading.checks import DeviceGuard
+from raytrain.data.transfer import tensors_of
 from raytrain.errors import DevicePlacementError
-from raytrain.train.device import DeviceGuard, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.train.device import rng_state, seed_everything, set_determinism, set_rng_state, worker_device
 
 CPU = torch.device("cpu")
 DATA = {"train": class_rows(64), "eval_fraction": 0.0}

@@ -13,10 +13,10 @@ import torch
 
 from raytrain.data.loading import prepare as prepared
 from raytrain.data.loading.prepare import DataPlan, prepare_source, read_whole
-from raytrain.data.loading.transfer import to_device
+from raytrain.data.rows.map_style import DatasetSplit, ItemSplit
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.in_memory import memory_source, object_split
-from raytrain.data.sources.map_style import DatasetSplit, ItemSplit
+from raytrain.data.transfer import to_device
 from raytrain.runs.time_account import account
 
 CPU = torch.device("cpu")

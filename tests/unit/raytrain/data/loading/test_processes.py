@@ -17,7 +17,7 @@ from raytrain.data.loading.pinned_upload import AHEAD, Uploads
 from raytrain.data.loading.prefetch import BatchRequest, begun_ahead
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.batches import Cursor, StepBatches
-from raytrain.data.sources.map_style import DatasetSplit
+from raytrain.data.rows.map_style import DatasetSplit
 from raytrain.errors import InputError, RunError
 from raytrain.train.loader import BatchLoader
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raytrain.data.loading.resident import place
 from raytrain.data.rows.longest import LongestRow, longest_row
+from raytrain.data.rows.residency import place
 from raytrain.data.sources.in_memory import object_split
 from raytrain.train.device import rng_state
 

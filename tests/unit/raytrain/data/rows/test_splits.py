@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from raytrain.data.loading.resident import place
-from raytrain.data.loading.transfer import to_device
 from raytrain.data.rows.contract import holdout
+from raytrain.data.rows.map_style import DatasetSplit, ItemSplit
 from raytrain.data.rows.ragged import RaggedSplit
+from raytrain.data.rows.residency import place
 from raytrain.data.rows.splits import TensorSplit, TextSplit
 from raytrain.data.sources.in_memory import object_split
-from raytrain.data.sources.map_style import DatasetSplit, ItemSplit
+from raytrain.data.transfer import to_device
 from raytrain.errors import InputError
 
 

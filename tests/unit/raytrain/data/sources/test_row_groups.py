@@ -16,10 +16,10 @@ from pyarrow import parquet
 
 from raytrain.config.sections import DataConfig
 from raytrain.data.loading.pinned_upload import Uploads
-from raytrain.data.loading.resident import place
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.longest import longest_row
+from raytrain.data.rows.residency import place
 from raytrain.data.sources import parquet as parquet_folder
 from raytrain.data.sources.open import describe_shapes, describe_source, open_source
 from raytrain.data.sources.row_groups import GroupOrder, GroupSplit, Piece, held_out

@@ -108,6 +108,6 @@ def test_a_missing_file_is_named() -> None:
 
 
 def test_headers_are_read_without_torch() -> None:
-    imports = "import sys, raytrain.models.huggingface.folder, raytrain.data.sources.language"
+    imports = "import sys, raytrain.models.huggingface.folder, raytrain.data.sources.tokenised"
     code = f"{imports}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -54,6 +54,32 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
         names = (field.name for field in dataclasses.fields(value))
         return with_fields(value, {name: change(getattr(value, name)) for name in names})
     return value
+
+
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside `value` with its path, such as ``batch.pixels[1].mask``.
+
+    Of a module its parameters and buffers; of a packed sequence the data (its lengths belong on the host).
+    """
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        for part, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{name}.{part}" if name else part, tensor
+    elif isinstance(value, PackedSequence):
+        yield f"{name}.data", value.data
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        for key, part in zip(fields, value, strict=True):
+            yield from tensors_of(part, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield from tensors_of(part, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name), f"{name}.{field.name}")
 
 
 def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:

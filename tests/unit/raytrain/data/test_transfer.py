@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from raytrain.data.loading.transfer import COPIES, Copies, dense, to_device
+from raytrain.data.transfer import COPIES, Copies, dense, to_device
 
 
 @dataclass(frozen=True)

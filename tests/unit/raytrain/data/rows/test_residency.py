@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain.data.loading.parts import PartTensor
-from raytrain.data.loading.resident import StreamSplit, place
 from raytrain.data.rows.contract import Split
+from raytrain.data.rows.map_style import DatasetSplit, PartlyKept
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.residency import PartTensor, StreamSplit, place
 from raytrain.data.rows.splits import TextSplit
 from raytrain.data.sources.in_memory import object_split
-from raytrain.data.sources.map_style import DatasetSplit, PartlyKept
 
 
 def ragged() -> dict[str, Any]:
