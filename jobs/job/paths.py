@@ -8,7 +8,7 @@ from typing import Any
 from jobs.job.spec import JobSpec
 from raytrain.config.sections import DataConfig, ModelConfig
 from raytrain.data.sources.keys import path_keys
-from raytrain.data.sources.tokenised import settle_language
+from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.models.huggingface.folder import KEYS
 
 PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")
@@ -22,7 +22,7 @@ def resolved(spec: JobSpec) -> JobSpec:
         InputError: the two do not go together.
     """
     model = resolve_model_paths(spec.model)
-    return spec.model_copy(update={"model": model, "data": resolve_paths(settle_language(spec.data, model))})
+    return spec.model_copy(update={"model": model, "data": resolve_paths(resolve_text_keys(spec.data, model))})
 
 
 def resolve_model_paths(model: ModelConfig) -> ModelConfig:

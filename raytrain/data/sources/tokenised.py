@@ -259,11 +259,10 @@ def _held_out(
 
 
 USUAL_LENGTH = 512
-FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
 ROW_KEYS = ("tokenizer", "max_length", "packing", "labels")
 
 
-def settle_language(data: DataConfig, model: ModelConfig) -> DataConfig:
+def resolve_text_keys(data: DataConfig, model: ModelConfig) -> DataConfig:
     """The section with every `auto` about text in its place; any other section as it is.
 
     Args:
@@ -274,11 +273,11 @@ def settle_language(data: DataConfig, model: ModelConfig) -> DataConfig:
     if data.train is not None or data.source not in ("text", "jsonl"):
         return data
     keys = source_keys(data)
-    changed = _text(data, keys, model) if data.source == "text" else _rows(data, keys, model)
+    changed = _resolve_text(data, keys, model) if data.source == "text" else _resolve_rows(data, keys, model)
     return data.model_copy(update=changed) if changed else data
 
 
-def _text(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _resolve_text(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     if model.builder == CLASSIFIER:
         raise InputError("data.source", seen="text with a classifier", expected="jsonl with text_field and label_field")
     folder = keys["tokenizer"]
@@ -286,12 +285,12 @@ def _text(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[st
         folder = "auto"
     if folder is not None and "vocabulary" in data.keys:
         raise InputError("data.vocabulary", seen="it beside data.tokenizer", expected="one of them")
-    labels = _labels(keys["labels"], model, usual="next")
-    changed = {} if folder is None else {"tokenizer": _folder(folder, model)}
+    labels = _resolve_labels(keys["labels"], model, usual="next")
+    changed = {} if folder is None else {"tokenizer": _resolve_tokenizer(folder, model)}
     return changed if folder is None and labels == "next" else {**changed, "labels": labels}
 
 
-def _rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     fields = [name for name in FIELDS if keys[name] is not None]
     if not fields:
         beside = next((name for name in ROW_KEYS if name in data.keys), None)
@@ -301,9 +300,9 @@ def _rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[st
         return {}
     _check_fields(data, keys, fields, model)
     return {
-        "tokenizer": _folder(keys["tokenizer"] or "auto", model),
-        "max_length": _length(keys["max_length"], model),
-        "labels": _labels(keys["labels"], model, usual="same"),
+        "tokenizer": _resolve_tokenizer(keys["tokenizer"] or "auto", model),
+        "max_length": _resolve_length(keys["max_length"], model),
+        "labels": _resolve_labels(keys["labels"], model, usual="same"),
     }
 
 
@@ -327,7 +326,7 @@ def _check_fields(data: DataConfig, keys: dict[str, Any], fields: list[str], mod
         raise InputError("data.label_field", seen=seen, expected="label_field with classifier, and with it alone")
 
 
-def _folder(given: str, model: ModelConfig) -> str:
+def _resolve_tokenizer(given: str, model: ModelConfig) -> str:
     """The tokenizer's folder; auto is the model's."""
     if given != "auto":
         return given
@@ -338,7 +337,7 @@ def _folder(given: str, model: ModelConfig) -> str:
                      expected="a folder with a tokenizer")  # fmt: skip
 
 
-def _labels(given: str, model: ModelConfig, *, usual: str) -> str:
+def _resolve_labels(given: str, model: ModelConfig, *, usual: str) -> str:
     """Next: the token after each, as our own models read labels; same: a model of transformers shifts inside."""
     if given != "auto":
         return given
@@ -351,7 +350,7 @@ def _is_ours(model: ModelConfig) -> bool:
     return (model.builder or "").startswith(("raytrain.", "experts."))
 
 
-def _length(given: Any, model: ModelConfig) -> int:
+def _resolve_length(given: Any, model: ModelConfig) -> int:
     most = longest_input(read_config(model.keys.get("path"))) if model.builder in KEYS else model.keys.get("context")
     if given == "auto":
         wanted = model.keys.get("context") or USUAL_LENGTH

@@ -193,10 +193,10 @@ def test_a_process_that_dies_is_one_message(pools: Any) -> None:
 def test_the_upload_thread_pins_and_the_order_stays(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from raytrain.data.loading import resident
+    from raytrain.data.rows import residency
 
     threads: list[str] = []
-    monkeypatch.setattr(resident, "pin", lambda value: threads.append(threading.current_thread().name) or value)
+    monkeypatch.setattr(residency, "pin", lambda value: threads.append(threading.current_thread().name) or value)
     uploads = Uploads(CPU, parts=lambda micro: micro.batch)
     loader = feed_of(pools(Items(), workers=2), uploads=uploads)
     loader.batches.split.pinned = True  # as `place` makes it where there is a GPU
