@@ -21,7 +21,7 @@ from raytrain.plan.choice import Resolved
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.devices import pick_devices
-from raytrain.plan.rules.hosts import separate
+from raytrain.plan.rules.hosts import separate_hosts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,9 +119,9 @@ def plan_job(
         compile_missing=_compile_missing(spec, inventory),
         share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
     )
-    on_gpu = isinstance(plan.device, Resolved) and plan.device.value == "cuda"
-    if on_gpu and separate(plan.hosts) and sized is not None and sized.experts is not None:
-        check_room(sized.experts, spec.experts, machines.devices(), hosts=separate(plan.hosts))
+    on_gpu = plan.device.value_or(None) == "cuda"
+    if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
+        check_room(sized.experts, spec.experts, machines.devices(), hosts=separate_hosts(plan.hosts))
     assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # known before any start
     facts = sized.experts if sized is not None else None
     idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)

@@ -11,17 +11,17 @@ from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, 
 from experts.placement.values import Costs, ExpertCost, HostSpec
 from experts.shapes import LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.plan.facts import ExpertFacts, Held
+from raytrain.plan.facts import ExpertFacts, HeldExperts
 from raytrain.plan.rules.hosts import number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
 
 
-def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[Held]]:
+def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[HeldExperts]]:
     """Number of equal holders -> what each of them begins with."""
     rules = PlacementRules(experts.placement, experts.replicas, experts.rebalance_every)
     costs = _costs(facts)
 
-    def over(holders: int) -> list[Held]:
+    def over(holders: int) -> list[HeldExperts]:
         placement = place_first(rules, costs, [HostSpec(host, 1.0, None) for host in range(holders)])
         homes, replicas, number = [0] * holders, [0] * holders, [0] * holders
         for layer, sizes in zip(placement.layers, facts.parameters, strict=True):
@@ -31,7 +31,7 @@ def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], li
                     number[host] += 1
                 for host in hosts[1:]:
                     replicas[host] += size
-        return [Held(*row) for row in zip(number, homes, replicas, strict=True)]
+        return [HeldExperts(*row) for row in zip(number, homes, replicas, strict=True)]
 
     return over
 

@@ -23,7 +23,7 @@ from jobs.plan import plan_job, print_plan, visible_devices
 from raytrain.config.decode import load_yaml
 from raytrain.errors import InputError, RaytrainError, RunError
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.hosts import separate
+from raytrain.plan.rules.hosts import separate_hosts
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
@@ -272,7 +272,7 @@ class TrainCommand:
 
 def _resources(plan: Plan | None) -> tuple[int, int]:
     """Logical CPUs and GPUs that a local cluster declares: what the plan needs, not what the box has."""
-    processes = 0 if plan is None else int(_known(plan.workers)) + separate(plan.hosts)
+    processes = 0 if plan is None else int(_known(plan.workers)) + separate_hosts(plan.hosts)
     return processes + 1, processes if plan is not None and _known(plan.device) == "cuda" else 0
 
 

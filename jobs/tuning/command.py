@@ -19,7 +19,7 @@ from jobs.tuning.space.keys import told
 from jobs.tuning.space.points import Points, find_points, whole_mapping
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted
 from raytrain.errors import InputError
-from raytrain.plan.rules.devices import choose_machines, pick_devices
+from raytrain.plan.rules.devices import choose_devices, pick_devices
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 from raytrain.runs.sweep import SweepFolder
@@ -76,7 +76,7 @@ class TuneCommand:
         return self.the_sweep
 
     def _at_a_time(self, points: Points, inventory: Inventory) -> int:
-        gpus = len(choose_machines(self.spec.scale, inventory, []).gpus)
+        gpus = len(choose_devices(self.spec.scale, inventory, []).gpus)
         return points.at_a_time(gpus=gpus, cpus=inventory.cpus, alone=self.spec.tune.metric == "samples_per_s")
 
     def _try(self, points: Points, inventory: Inventory, cluster: Cluster, *, private: bool) -> None:
@@ -169,7 +169,7 @@ class TuneCommand:
 
 def show_only_picked(spec: JobSpec, inventory: Inventory) -> None:
     """Before a local cluster starts: Ray and torch shall see no GPU but those that `scale.accelerator` picked."""
-    text = choose_machines(spec.scale, inventory, []).accelerator.value
+    text = choose_devices(spec.scale, inventory, []).accelerator.value
     if text not in ("cpu", "cuda"):
         indices = [device.index for device in pick_devices(text, inventory)]
         os.environ["CUDA_VISIBLE_DEVICES"] = narrow_visible(os.environ, indices)

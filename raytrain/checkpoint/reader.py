@@ -54,7 +54,7 @@ class LoadedCheckpoint:
     path: str
 
 
-class NewestGood(NamedTuple):
+class NewestValid(NamedTuple):
     """`checkpoint` is None where no good one exists; `refused` says why newer ones were passed over."""
 
     checkpoint: LoadedCheckpoint | None
@@ -90,7 +90,7 @@ def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
     return min(rated, key=lambda row: row[:2])[2] if rated else None
 
 
-def newest_good(run: RunFolder, *, place: ShardPosition | None = None) -> NewestGood:
+def newest_valid(run: RunFolder, *, place: ShardPosition | None = None) -> NewestValid:
     """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason.
 
     Errors: OSError where one could not be read, which says nothing about the checkpoint.
@@ -98,10 +98,10 @@ def newest_good(run: RunFolder, *, place: ShardPosition | None = None) -> Newest
     refused = []
     for info in reversed(list_checkpoints(run)):
         try:
-            return NewestGood(load(info.path, place=place), refused)
+            return NewestValid(load(info.path, place=place), refused)
         except CheckpointError as error:
             refused.append(str(error))
-    return NewestGood(None, refused)
+    return NewestValid(None, refused)
 
 
 def verify(path: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_good
+from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.failure_policy import RecoveryDecision, decide, origins
 from raytrain.execution.reporter import Superseded
@@ -65,7 +65,7 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         rows = run.read_rows(run.events)
         unread: OSError | None = None
         try:
-            loaded, refused = newest_good(run, place=place)
+            loaded, refused = newest_valid(run, place=place)
             step = loaded.step if loaded else 0
         except OSError as error:  # who has tried often enough ends all the same: no attempt gets any further than this
             refused, unread = [], error

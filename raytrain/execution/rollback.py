@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_good
+from raytrain.checkpoint.reader import LoadedCheckpoint, load, newest_valid
 from raytrain.checkpoint.retention import discard_after
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import RunError, StateLost
@@ -212,7 +212,7 @@ def _same_checkpoint(run: RunFolder, job: TrainJob, workers: Workers) -> tuple[L
     one by one they might see different ones."""
     place, loaded, message = place_of(job, rank=workers.rank, world_size=workers.world_size), None, None
     if workers.rank == 0:
-        loaded = newest_good(run, place=place).checkpoint
+        loaded = newest_valid(run, place=place).checkpoint
         step = loaded.step if loaded else 0
         cursor = skipped_to(run.read_rows(run.events), step)
         message = {"step": step, "cursor": cursor and asdict(cursor)}

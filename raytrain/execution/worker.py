@@ -33,7 +33,7 @@ from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
 from raytrain.execution.rollback import Rewinds, RollBacks
-from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
@@ -228,8 +228,7 @@ class Worker:
             self.session = session = after
 
     def _checkpoint_every(self) -> int | str:
-        planned = self.job.plan.checkpoint_every
-        return "auto" if isinstance(planned, Deferred) else int(planned.value)
+        return self.job.plan.checkpoint_every.value_or("auto")
 
     # -- ending -----------------------------------------------------------------------------------
 

@@ -17,6 +17,15 @@ class Resolved:
     value: Any
     reason: str
 
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """The values still possible: this one."""
+        return (self.value,)
+
+    def value_or(self, _default: Any) -> Any:
+        """The value; see `Deferred.value_or`."""
+        return self.value
+
     def to_json(self) -> dict[str, Any]:
         return {"value": self.value, "reason": self.reason}
 
@@ -31,6 +40,15 @@ class Deferred:
     how: str
     bounds: tuple[Any, ...] = ()
     reason: str = ""
+
+    @property
+    def candidates(self) -> tuple[Any, ...]:
+        """The values still possible, or the limits of them."""
+        return self.bounds
+
+    def value_or(self, default: Any) -> Any:
+        """`default`, as long as no measurement has decided."""
+        return default
 
     def to_json(self) -> dict[str, Any]:
         return {"how": self.how, "bounds": list(self.bounds), "reason": self.reason}

@@ -37,7 +37,7 @@ class ExpertFacts:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldExperts:
     """What one holder of experts begins with: how many of them, and their parameters at home and as replicas."""
 
     number: int

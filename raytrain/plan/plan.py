@@ -31,27 +31,39 @@ from raytrain.plan.rules.batch import (
     choose_length,
     choose_lr,
     choose_warmup,
-    leave_to_memory,
+    defer_micro_batch,
 )
-from raytrain.plan.rules.devices import Machines, choose_fp32_layers, choose_machines, choose_precision, warn_of_kinds
-from raytrain.plan.rules.fsdp import leave_to_shards, refuse_unmeasured, settled_precision
+from raytrain.plan.rules.devices import (
+    DevicePool,
+    choose_devices,
+    choose_fp32_layers,
+    choose_precision,
+    warn_of_mixed_gpus,
+)
+from raytrain.plan.rules.fsdp import micro_batch_under_fsdp, precision_under_fsdp, refuse_unmeasured
 from raytrain.plan.rules.hosts import (
-    beside_hosts,
     choose_hosts,
     choose_inflight,
     choose_overlap,
     choose_strategy,
+    gpus_of_hosts,
     hosts_by_node,
-    taken_by_hosts,
+    leave_gpus_to_hosts,
 )
-from raytrain.plan.rules.memory import ShareOut, estimate_bytes
+from raytrain.plan.rules.memory import (
+    ShareOut,
+    advise_activation_checkpointing,
+    check_limit,
+    estimate_bytes,
+    reason_to_measure,
+    warn_over_budget,
+)
 from raytrain.plan.rules.shares import choose_shares, splits
-from raytrain.plan.rules.shortage import advise_recomputing, beyond, check_limit, doubt_of_memory
 from raytrain.plan.rules.speed import choose_speed
 from raytrain.plan.rules.step_time import predict_step
-from raytrain.plan.rules.storage import Room, choose_loaders, choose_storage, resident_bytes
-from raytrain.plan.rules.workers import choose_placement, choose_threads, cores_of, count_workers, spread, worker_room
-from raytrain.plan.text import reason_of, shown
+from raytrain.plan.rules.storage import DataRoom, choose_loaders, choose_storage, resident_bytes
+from raytrain.plan.rules.workers import allowed_bytes, choose_placement, choose_threads, cores_of, count_workers, spread
+from raytrain.plan.text import reason_of, value_text
 
 
 @dataclass(frozen=True)
@@ -116,10 +128,15 @@ class Plan:
         named = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in named if isinstance(value, Resolved | Deferred)}
 
+    def value(self, name: str, default: Any) -> Any:
+        """The value of a choice; `default` where it is deferred to a measurement or does not apply to this job."""
+        choice = self.choices().get(name)
+        return default if choice is None else choice.value_or(default)
+
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, reason) of each decision, as text for a table; None is what does not apply."""
-        known = ((n, c) for n, c in self.choices().items() if not isinstance(c, Resolved) or c.value is not None)
-        return [(name, shown(name, choice), reason_of(choice)) for name, choice in known]
+        known = ((n, c) for n, c in self.choices().items() if c.value_or(True) is not None)
+        return [(name, value_text(name, choice), reason_of(choice)) for name, choice in known]
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping; `Plan.from_json` of it equals this plan."""
@@ -162,17 +179,17 @@ def make_plan(
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
-    machines = choose_machines(scale, inventory, warnings)
+    machines = choose_devices(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    workers = beside_hosts(alone, experts_hosts, scale, machines, inventory)
+    workers = leave_gpus_to_hosts(alone, experts_hosts, scale, machines, inventory)
     hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
-    left = machines.without(taken_by_hosts(hosts.value, machines, inventory))
+    left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
     parts = splits(scale, workers=workers.value, hosts=hosts)
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
-    sharded, allowed = scale.strategy == "fsdp", worker_room(cluster, left, inventory, workers=workers.value)
+    sharded, allowed = scale.strategy == "fsdp", allowed_bytes(cluster, left, inventory, workers=workers.value)
     estimate = partial(
         estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
         on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
@@ -186,10 +203,12 @@ def make_plan(
         data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
         warnings, on_gpu=machines.on_gpu,
     )  # fmt: skip
-    doubt = doubt_of_memory(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
-    settled = leave_to_shards(loop, batches) if sharded else leave_to_memory(loop, batches, doubt=doubt)
-    warnings += beyond(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
-    warnings += advise_recomputing(model_facts, estimates["memory"], allowed, loop, rows=_rows_kept(batches, inflight))
+    doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
+    settled = micro_batch_under_fsdp(loop, batches) if sharded else defer_micro_batch(loop, batches, doubt=doubt)
+    warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
+    warnings += advise_activation_checkpointing(
+        model_facts, estimates["memory"], allowed, loop, rows=_rows_kept(batches, inflight)
+    )
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     shares = choose_shares(
         scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
@@ -211,12 +230,12 @@ def make_plan(
 
 
 def _machine_choices(
-    scale: ScaleConfig, precision: PrecisionConfig, machines: Machines, left: Machines, inventory: Inventory,
+    scale: ScaleConfig, precision: PrecisionConfig, machines: DevicePool, left: DevicePool, inventory: Inventory,
     workers: Resolved, hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
     """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
     if scale.shares == "equal":
-        warn_of_kinds(left, warnings)
+        warn_of_mixed_gpus(left, warnings)
     refuse_unmeasured(scale, precision)
     asked = choose_precision(precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
@@ -232,7 +251,7 @@ def _machine_choices(
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
         **({} if overlap is None else {"overlap": overlap}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
-        "precision": settled_precision(scale, asked, on_gpu=machines.on_gpu),
+        "precision": precision_under_fsdp(scale, asked, on_gpu=machines.on_gpu),
     }
 
 
@@ -245,21 +264,17 @@ def _data_choices(
     of a worker with so many bytes of data, `spread_out` says how many workers and cores each node has."""
     taken = estimate(resident=0)["memory"]
     whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
-    known = int(taken.value) if isinstance(taken, Resolved) else None
-    room = Room(allowed, taken=known, whole=whole, on_gpu=on_gpu)
+    known = taken.value_or(None)
+    room = DataRoom(allowed, taken=known, whole=whole, on_gpu=on_gpu)
     counts, cores = spread_out
     loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
     kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings)
-    if _is(kept["storage"], "resident") and not _is(loaders, 0):
+    if kept["storage"].value_or(None) == "resident" and loaders.value_or(None) != 0:
         loaders = Resolved(0, "rows are kept in memory")
     return {**kept, "loader_workers": loaders}, estimate(resident=resident_bytes(facts, kept))
 
 
 def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
     """Rows whose activations a worker keeps at a time: those of each micro-batch in flight."""
-    most = 1 if inflight is None or _is(inflight, 1) else 2
+    most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
     return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)
-
-
-def _is(choice: Choice, value: Any) -> bool:
-    return isinstance(choice, Resolved) and choice.value == value

@@ -9,7 +9,7 @@ from raytrain.plan.choice import Choice, Resolved
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 
-def shown(name: str, choice: Choice) -> str:
+def value_text(name: str, choice: Choice) -> str:
     """A value as text for a table, or what it may become."""
     if isinstance(choice, Resolved):
         value = choice.value
@@ -20,7 +20,7 @@ def shown(name: str, choice: Choice) -> str:
         if isinstance(value, float):
             return f"{value:g}"
         if isinstance(value, dict):
-            return kinds_text(value)
+            return host_kinds_text(value)
         if isinstance(value, int):
             return size_text(value) if name in IN_BYTES else f"{value:,}"
         return str(value)
@@ -48,6 +48,6 @@ def size_text(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-def kinds_text(asked: Mapping[str, int]) -> str:
+def host_kinds_text(asked: Mapping[str, int]) -> str:
     """Hosts by accelerator type in words."""
     return ", ".join(f"{number} {kind}" for kind, number in asked.items())

@@ -12,13 +12,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from raytrain.report.experts import activation_spec, device_spec
-from raytrain.report.figures import HISTORY_COLUMNS, history, plain_number, seconds, size, training_spec
+from raytrain.report.figures import (
+    HISTORY_COLUMNS,
+    history,
+    plain_number,
+    seconds,
+    size,
+    summarise,
+    summary_text,
+    training_spec,
+)
 from raytrain.report.page.charts import Curve, chart, smoothed
 from raytrain.report.page.page import TONES, report_page
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import label, shown, table
 from raytrain.report.records import RunRecords, read_records, series
-from raytrain.report.summary import summarise, summary_text
 from raytrain.runs.folder import RunFolder
 
 _COMPARED = (

@@ -25,7 +25,7 @@ LATE = 0.25
 
 
 @dataclass(frozen=True)
-class Loads:
+class ExpertLoads:
     """The windows of a run.
 
     Attributes:
@@ -63,7 +63,7 @@ class Loads:
 
 
 @dataclass(frozen=True)
-class Housing:
+class ExpertPlaces:
     """Where experts live, by the last `placement` event.
 
     Attributes:
@@ -100,7 +100,7 @@ def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     return [[sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*windows, strict=True)]
 
 
-def loads_of(records: RunRecords) -> Loads | None:
+def loads_of(records: RunRecords) -> ExpertLoads | None:
     """The windows of a run with experts; None where it has none on record."""
     rows = [row for row in records.loads if _shape(row) and number(row.get("step")) is not None]
     if not rows:
@@ -110,7 +110,7 @@ def loads_of(records: RunRecords) -> Loads | None:
     used: list[list[int | None]] = [[None] * size for size in _shape(last)]
     for row in rows:
         _note_use(used, row)
-    return Loads(
+    return ExpertLoads(
         begin=max(0, int(first["step"]) - int(number(first.get("steps")) or 0)),
         ends=[int(row["step"]) for row in rows],
         layers=[[[int(count) for count in layer] for layer in row["layers"]] for row in rows],
@@ -134,7 +134,7 @@ def _shape(row: Row) -> list[int]:
     return [len(layer) for layer in layers] if good else []
 
 
-def housing_of(records: RunRecords) -> Housing | None:
+def housing_of(records: RunRecords) -> ExpertPlaces | None:
     """Where experts live; None where every worker holds them all, or one place does."""
     found = [row for row in records.of_kind("placement") if (number(row.get("num_hosts")) or 0) > 1]
     if not found:
@@ -149,7 +149,7 @@ def housing_of(records: RunRecords) -> Housing | None:
     by_host = [[sum(column) for column in zip(*listed(one.get("rows")), strict=False)] for one in late]
     place = "worker" if records.planned("hosts") == "colocated" else "host"
     devices = [str(name) for name in listed(row.get("devices"))] + [""] * hosts
-    return Housing(
+    return ExpertPlaces(
         version=int(number(row.get("version")) or 0),
         copies=copies,
         bytes=(taken + [0] * hosts)[:hosts],
@@ -195,13 +195,13 @@ def _even_shares(counts: Sequence[int], sums: Sequence[int], size: int) -> list[
     return [count * size / total if total else 0.0 for count, total in zip(counts, sums, strict=True)]
 
 
-def _late_from(loads: Loads) -> int:
+def _late_from(loads: ExpertLoads) -> int:
     """An expert whose last use is not after this step is taken for dead."""
     late = max(1, round(LATE * len(loads.ends)))
     return loads.ends[-late - 1] if late < len(loads.ends) else loads.begin
 
 
-def _binned(loads: Loads) -> tuple[list[int], list[list[list[int]]]]:
+def _binned(loads: ExpertLoads) -> tuple[list[int], list[list[list[int]]]]:
     """(edges in steps, [bin][layer][expert] rows)."""
     width = -(-len(loads.ends) // BINS)
     starts = range(0, len(loads.ends), width)

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PlanLine:
+class PlanRow:
     """One decision: planned, or still `deferred` to a measurement, or `settled` during the run."""
 
     name: str
@@ -29,7 +29,7 @@ class PlanLine:
 
 
 @dataclass(frozen=True)
-class ConfigLine:
+class ConfigRow:
     """One key of the job, its value, and where it came from: default, file or command line."""
 
     key: str
@@ -44,9 +44,9 @@ class RunRecords:
     name: str
     path: str
     job_text: str | None = None
-    plan: list[PlanLine] = field(default_factory=list)
+    plan: list[PlanRow] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    config: list[ConfigLine] = field(default_factory=list)
+    config: list[ConfigRow] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[Row] = field(default_factory=list)
     train: list[Row] = field(default_factory=list)
@@ -173,21 +173,21 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _plan_lines(choices: Row) -> list[PlanLine]:
+def _plan_lines(choices: Row) -> list[PlanRow]:
     lines = []
     for name, row in choices.items():
         if not isinstance(row, Mapping):
-            lines.append(PlanLine(str(name), row, ""))
+            lines.append(PlanRow(str(name), row, ""))
         elif "how" in row:
             bounds = ", ".join(str(bound) for bound in listed(row.get("bounds")))
             value = f"{row['how']} ({bounds})" if bounds else str(row["how"])
-            lines.append(PlanLine(str(name), value, str(row.get("reason", "")), deferred=True))
+            lines.append(PlanRow(str(name), value, str(row.get("reason", "")), deferred=True))
         else:
-            lines.append(PlanLine(str(name), row.get("value"), str(row.get("reason", ""))))
+            lines.append(PlanRow(str(name), row.get("value"), str(row.get("reason", ""))))
     return lines
 
 
-def _settled(lines: list[PlanLine], probe: Row, events: Sequence[Row]) -> list[PlanLine]:
+def _settled(lines: list[PlanRow], probe: Row, events: Sequence[Row]) -> list[PlanRow]:
     """The plan with what was decided after the start, by measurements and by decisions in the event log."""
     later = {name: row for name, row in probe.items() if isinstance(row, Mapping) and "value" in row}
     later |= {str(row["what"]): row for row in events if row.get("kind") == "decision" and "what" in row}
@@ -195,7 +195,7 @@ def _settled(lines: list[PlanLine], probe: Row, events: Sequence[Row]) -> list[P
     if raised:
         later["precision"] = {**raised[-1], "value": raised[-1]["precision"]}
     return [
-        PlanLine(line.name, row.get("value"), first_text(row, "reason") or line.reason, settled=True)
+        PlanRow(line.name, row.get("value"), first_text(row, "reason") or line.reason, settled=True)
         if (row := later.get(line.name))
         else line
         for line in lines
@@ -217,10 +217,10 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
     return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)
 
 
-def _config_lines(plan: Row) -> list[ConfigLine]:
+def _config_lines(plan: Row) -> list[ConfigRow]:
     sources = mapping(plan.get("sources"))
     leaves = _leaves(mapping(plan.get("config")), "")
-    return [ConfigLine(key, value, str(sources.get(key, "default"))) for key, value in leaves]
+    return [ConfigRow(key, value, str(sources.get(key, "default"))) for key, value in leaves]
 
 
 def _leaves(mapping: Row, prefix: str) -> Iterable[tuple[str, Any]]:

@@ -20,7 +20,9 @@ from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.map_style import gathered
+from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.rows.token_budget import waste_of
+from raytrain.data.transfer import rebuild
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
 from raytrain.train.job import TrainJob

@@ -32,7 +32,7 @@ from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.strategy import strategy_of
-from raytrain.train.precision.layers import LayerPrecision, kept_in_fp32
+from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.restore import restore_remote
 from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
@@ -75,7 +75,7 @@ class Session:
             workers.use(remote.workers_group)
         self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
         self.layers = LayerPrecision(self.trainable.module, self.device)
-        self.layers.keep(kept_in_fp32(job.plan.fp32_layers))
+        self.layers.keep(job.plan.value("fp32_layers", []))
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has come through
         self.say: Say = lambda kind, **fields: None  # takes events of what is done before there is a loop
@@ -92,7 +92,7 @@ class Session:
         self.strategy = strategy_of(
             str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device
         )
-        self.strategy.place(self.policy, fp32_layers=kept_in_fp32(job.plan.fp32_layers))
+        self.strategy.place(self.policy, fp32_layers=job.plan.value("fp32_layers", []))
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
@@ -110,10 +110,10 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
-            inflight=self._chosen("inflight", 1),
+            inflight=self.job.plan.value("inflight", 1),
             **self.strategy.for_step(lambda: self.loader),
         )
-        self.step.reduction.overlap(self._chosen("overlap", False))
+        self.step.reduction.overlap(self.job.plan.value("overlap", False))
         self.loader = self._open_loader()
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
@@ -146,14 +146,10 @@ class Session:
         """Take over what was measured of `fp32_layers`, `shares`, `inflight` or `overlap`: from now on, and in whatever
         session follows this one after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, **choices))
-        self.layers.keep(kept_in_fp32(self.job.plan.fp32_layers))
+        self.layers.keep(self.job.plan.value("fp32_layers", []))
         self.loader.batches.shares = shares_in_force(self.job.plan.shares)
-        self.step.inflight = self._chosen("inflight", 1)
-        self.step.reduction.overlap(self._chosen("overlap", False))
-
-    def _chosen(self, name: str, unsettled: Any) -> Any:
-        planned = self.job.plan.choices().get(name)
-        return planned.value if isinstance(planned, Resolved) else unsettled
+        self.step.inflight = self.job.plan.value("inflight", 1)
+        self.step.reduction.overlap(self.job.plan.value("overlap", False))
 
     def use_precision(self, precision: str) -> None:
         """Change how the step computes; weights and optimizer state keep their dtype."""

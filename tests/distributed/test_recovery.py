@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from raytrain.checkpoint.reader import newest_good
+from raytrain.checkpoint.reader import newest_valid
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 
@@ -56,7 +56,7 @@ def test_where_checkpoints_cannot_be_read_the_run_ends_and_leaves_them(
     assert run.checkpoints() == [4] and run.result["best_checkpoint"] == "step_00000004", "still there"
     (run.checkpoint(4) / "manifest.json").unlink()
     (place.folder / "manifest.json").rename(run.checkpoint(4) / "manifest.json")
-    assert newest_good(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
+    assert newest_valid(RunFolder(str(run.path))).checkpoint.step == 4, "and good, once the disk is"
 
 
 @pytest.mark.timeout(420)

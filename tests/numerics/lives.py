@@ -12,7 +12,7 @@ import torch
 from lab import GPT, MLP, MOE, Rows, class_rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain.checkpoint.reader import load, newest_good
+from raytrain.checkpoint.reader import load, newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
@@ -137,7 +137,7 @@ def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
     run = RunFolder(orders["run"])
     loaded = None
     if orders.get("resume") == "newest":
-        loaded = newest_good(run).checkpoint
+        loaded = newest_valid(run).checkpoint
     elif orders.get("resume") is not None:
         loaded = load(run.checkpoint_dir(orders["resume"]))
     if loaded is not None:

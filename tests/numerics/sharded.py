@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import raytrain.train.parallel.fsdp.checkpoint
 import raytrain.train.parallel.fsdp.timed_collectives
-from raytrain.checkpoint.reader import newest_good
+from raytrain.checkpoint.reader import newest_valid
 from raytrain.errors import RunError
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.models.gpt import Block, FeedForward, language_loss
@@ -143,7 +143,7 @@ def saved(rank: int, world_size: int, strategy: str, path: str, until: int, resu
     run = RunFolder(path)
     session = session_of(strategy)
     if resumed:
-        loaded = newest_good(run, place=place_of(session.job, rank=rank, world_size=world_size)).checkpoint
+        loaded = newest_valid(run, place=place_of(session.job, rank=rank, world_size=world_size)).checkpoint
         assert loaded is not None
         session.restore(loaded)
     begun, reporter = session.state.step, Rows()

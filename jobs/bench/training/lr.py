@@ -24,7 +24,6 @@ from jobs.job.spec import load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
 from raytrain.execution.reporter import SilentReporter
-from raytrain.plan.choice import Resolved
 from raytrain.train.device import rng_state, set_rng_state
 from raytrain.train.optim.build import Schedule
 from raytrain.train.session import Session
@@ -67,7 +66,7 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     refuse_later(loaded.spec, "bench")
     with _as_it_was():
         session, plan = session_of(loaded.mapping)
-        precision = str(plan.precision.value) if isinstance(plan.precision, Resolved) else "fp32"
+        precision = str(plan.precision.value_or("fp32"))
         session.prepare(precision)
         say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
         rates, losses, diverged = take_ramp(session, options)

@@ -25,9 +25,8 @@ from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.config.messages import render
 from raytrain.errors import InputError
-from raytrain.plan.choice import Deferred
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.shortage import check_limit
+from raytrain.plan.rules.memory import check_limit
 from raytrain.runs.sweep import SweepFolder
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     if plan.mode.value == "multi_gpu":  # type: ignore[union-attr]
         pinned["scale.mode"] = "single_gpu"
     alone = _with(loaded, pinned)
-    precisions = tuple(plan.precision.bounds) if isinstance(plan.precision, Deferred) else (str(plan.precision.value),)
+    precisions = plan.precision.candidates
     reference = "fp32" if "fp32" in precisions else precisions[0]
     if micro != "auto":
         sizes: tuple[int, ...] = (int(micro),)

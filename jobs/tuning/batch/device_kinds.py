@@ -9,8 +9,8 @@ from typing import Any
 from cluster.devices.inventory import Inventory, Node
 from jobs.job.spec import JobSpec
 from raytrain.errors import InputError
-from raytrain.plan.rules.devices import Machines, choose_machines
-from raytrain.plan.rules.workers import spread, worker_room
+from raytrain.plan.rules.devices import DevicePool, choose_devices
+from raytrain.plan.rules.workers import allowed_bytes, spread
 
 SLIVER = 0.001
 """Of an accelerator type a trial takes next to nothing: it only says where it runs."""
@@ -50,7 +50,7 @@ def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: boo
     Raises:
         InputError: GPUs of one machine are unlike: Ray gives a trial any of them.
     """
-    machines = choose_machines(spec.scale, inventory, [])
+    machines = choose_devices(spec.scale, inventory, [])
     nodes = [node for node, _ in machines.pool] if on_gpu else [node for node in inventory.nodes if node.cpus > 0]
     names = sorted({node.accelerator for node in nodes})
     if len(names) < 2 or "" in names:
@@ -66,7 +66,7 @@ def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: boo
     return tuple(found)
 
 
-def _refuse_unlike(machines: Machines) -> None:
+def _refuse_unlike(machines: DevicePool) -> None:
     for node, devices in machines.pool:
         names = sorted({device.name for device in devices})
         if len(names) > 1:
@@ -77,7 +77,7 @@ def _refuse_unlike(machines: Machines) -> None:
 
 
 def _kind(name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node], *, workers: int, on_gpu: bool) -> Kind:
-    machines = choose_machines(spec.scale, inventory, [])
+    machines = choose_devices(spec.scale, inventory, [])
     _refuse_unlike(machines)
     memory = min(((gpu.name, gpu.memory_bytes) for gpu in machines.gpus), key=lambda one: one[1], default=("", 0))
     device, size = memory if on_gpu else (" ".join(filter(None, (inventory.cpu_model, name))), 0)
@@ -86,7 +86,7 @@ def _kind(name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node],
         devices=max(1, len(machines.gpus) if on_gpu else len(nodes)),
         workers=workers,
         cores=min((node.cpus for node in nodes), default=1),
-        budget_bytes=worker_room(spec.cluster, machines, inventory, workers=workers),
+        budget_bytes=allowed_bytes(spec.cluster, machines, inventory, workers=workers),
         device=device,
         device_bytes=size,
     )

@@ -16,7 +16,7 @@ from raytrain.errors import RunError
 from raytrain.plan.choice import Choice, Deferred
 from raytrain.plan.facts import DataFacts
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.devices import choose_machines
+from raytrain.plan.rules.devices import choose_devices
 from raytrain.plan.rules.workers import spread
 
 KEY = "data.loader_workers"
@@ -59,7 +59,7 @@ def find_loaders(spec: JobSpec, plan: Plan, inventory: Inventory, facts: DataFac
     if facts.kind != "items" or storage not in STREAMED:
         why = "a part of the rows is kept" if storage == "partial" else plan.loader_workers.reason  # type: ignore[union-attr]
         return LoaderSearch(None, f"not searched, {why}")
-    machines = choose_machines(spec.scale, inventory, [])
+    machines = choose_devices(spec.scale, inventory, [])
     counts = spread(int(plan.workers.value), machines, inventory)  # type: ignore[union-attr]
     shares = [node.cpus // counts[node.host] for node in inventory.nodes if counts.get(node.host)]
     if min(shares, default=1) < 1:

@@ -17,9 +17,8 @@ from raytrain.config.user_code import resolve
 from raytrain.data.sources.keys import is_own
 from raytrain.errors import InputError
 from raytrain.models.registry import check_keys
-from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
-from raytrain.plan.rules.hosts import separate
+from raytrain.plan.rules.hosts import separate_hosts
 
 LOOKS = 10
 """So many evaluations a trial gets, at least, where a scheduler is to compare them and the job leaves it open."""
@@ -154,7 +153,7 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
     plan = plan_job(trial, inventory=inventory)
     builds.check(trial.spec)
     workers, threads = int(_value(plan, "workers")), int(_value(plan, "threads") or 1)
-    hosts = separate(plan.hosts)
+    hosts = separate_hosts(plan.hosts)
     on_gpu = _value(plan, "device") == "cuda"
     most = _value(plan, "max_steps")
     pinned = {"scale.workers": workers, "scale.threads": threads, "tune.space": None, "tune.scheduler": "none",
@@ -189,8 +188,7 @@ def _check_called(spec: JobSpec) -> None:
 
 
 def _value(plan: Plan, name: str) -> Any:
-    choice = plan.choices()[name]
-    return choice.value if isinstance(choice, Resolved) else None
+    return plan.value(name, None)
 
 
 def whole_mapping(loaded: LoadedSpec, spec: JobSpec) -> dict[str, Any]:

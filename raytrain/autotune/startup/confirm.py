@@ -7,6 +7,7 @@ tenth the measured figures replace the found ones. Either is an event.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cluster.environment import package_version
@@ -65,7 +66,7 @@ def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push:
         return
     if (known := shared_record(session, run, "found")) is not None:  # by an earlier attempt of this run
         planned = session.job.plan.micro_batch_size  # a restart after an out-of-memory takes less than what was known
-        if not isinstance(planned, Resolved) or planned.value > known["value"]:
+        if planned.value_or(math.inf) > known["value"]:
             session.use_micro_batch(Resolved(known["value"], known["reason"]))
         again = known.get("micro_batch", known)
         spare_memory(session, peak=again["peak_bytes"], budget=again["budget_bytes"])

@@ -21,13 +21,12 @@ from raytrain.autotune.search.micro_batch import (
 from raytrain.autotune.startup.record import Push, shared_record, write_measured
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred, Resolved
-from raytrain.plan.rules.shortage import DOUBTFUL, TINY_PARAMETERS
+from raytrain.plan.rules.memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan.shares import SPLITS
 from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.train.memory.allocator import give_back_freed_memory
 from raytrain.train.memory.device import process_budget
-from raytrain.train.precision.layers import kept_in_fp32
 from raytrain.train.session import Session
 from raytrain.train.state import Reporter
 from raytrain.trainable import parameters_of
@@ -69,7 +68,7 @@ def _measured_once(session: Session, run: RunFolder, *, reporter: Reporter, push
     total, world_size = int(job.planned("global_batch_size")), session.workers.world_size
     settings = {
         "global_batch_size": total, "workers": world_size, "precision": session.precision,
-        "fp32_layers": kept_in_fp32(job.plan.fp32_layers),
+        "fp32_layers": job.plan.value("fp32_layers", []),
     }  # fmt: skip
     known = shared_record(session, run, "micro_batch")
     if known is not None and known["settings"] == settings:

@@ -90,7 +90,7 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
     }
 
 
-def leave_to_memory(loop: LoopConfig, batches: Mapping[str, Resolved], *, doubt: str | None) -> Mapping[str, Choice]:
+def defer_micro_batch(loop: LoopConfig, batches: Mapping[str, Resolved], *, doubt: str | None) -> Mapping[str, Choice]:
     """`batches` with a micro-batch that the workers measure, where it is `auto`, in doubt and could be smaller; else
     themselves."""
     micro, accumulation = batches["micro_batch_size"], batches["accumulation"]
@@ -186,6 +186,6 @@ def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
     """Steps between checkpoints."""
     if save.every != "auto":
         return Resolved(save.every, "save.every")
-    last = max_steps.value if isinstance(max_steps, Resolved) else None
+    last = max_steps.value_or(None)
     how = "from the measured stall of the first checkpoint"
     return Deferred(how, (1, last), "saving may take 3 % of the time")

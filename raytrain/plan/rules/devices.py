@@ -20,7 +20,7 @@ FP16_CAPABILITY = (7, 0)
 
 
 @dataclass(frozen=True)
-class Machines:
+class DevicePool:
     """The kind of machine chosen, and the accelerators left to the workers (empty on CPU)."""
 
     mode: Resolved
@@ -36,13 +36,13 @@ class Machines:
     def on_gpu(self) -> bool:
         return self.device.value == "cuda"
 
-    def without(self, taken: Mapping[str, Sequence[Device]]) -> Machines:
+    def without(self, taken: Mapping[str, Sequence[Device]]) -> DevicePool:
         """What is left where others have `taken` these devices, by the name of their node."""
         left = ((node, tuple(one for one in own if one not in taken.get(node.host, ()))) for node, own in self.pool)
         return replace(self, pool=tuple((node, devices) for node, devices in left if devices))
 
 
-def choose_machines(scale: ScaleConfig, inventory: Inventory, warnings: list[str]) -> Machines:
+def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]) -> DevicePool:
     """Mode, device and accelerators.
 
     Raises:
@@ -61,10 +61,10 @@ def choose_machines(scale: ScaleConfig, inventory: Inventory, warnings: list[str
         device = Resolved("cuda", f"{count} usable: {', '.join(names)}")
         chosen = "cuda" if text == "auto" else text
         accelerator = Resolved(chosen, "every GPU there is" if text == "auto" else "scale.accelerator")
-    return Machines(mode, device, accelerator, pool)
+    return DevicePool(mode, device, accelerator, pool)
 
 
-def warn_of_kinds(machines: Machines, warnings: list[str]) -> None:
+def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
     """Of workers on unlike GPUs."""
     names = sorted({gpu.name for gpu in machines.gpus})
     if len(names) > 1:
@@ -168,7 +168,7 @@ def _why_no_gpu(inventory: Inventory) -> str:
 
 
 def choose_precision(
-    precision: PrecisionConfig, machines: Machines, inventory: Inventory, warnings: list[str]
+    precision: PrecisionConfig, machines: DevicePool, inventory: Inventory, warnings: list[str]
 ) -> Choice:
     """The number format of forward and backward.
 
@@ -200,7 +200,7 @@ def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: lis
     """
     if precision.fp32_layers == []:
         return None
-    may_be = chosen.bounds if isinstance(chosen, Deferred) else (chosen.value,)
+    may_be = chosen.candidates
     if not {"bf16", "fp16"}.intersection(may_be):
         if precision.fp32_layers != "auto":
             warnings.append(f"precision.fp32_layers changes nothing: everything computes in {may_be[0]}")
@@ -211,7 +211,7 @@ def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: lis
     return Resolved(list(precision.fp32_layers), "precision.fp32_layers")
 
 
-def _measured_precision(machines: Machines, inventory: Inventory, capability: tuple[int, int] | None) -> Choice:
+def _measured_precision(machines: DevicePool, inventory: Inventory, capability: tuple[int, int] | None) -> Choice:
     """`auto`: what the hardware has an instruction for is compared with fp32 on the real model."""
     how = "measured on the real model by the workers, and kept only if its numbers hold"
     if machines.on_gpu:
@@ -229,7 +229,7 @@ def _measured_precision(machines: Machines, inventory: Inventory, capability: tu
     return Resolved("fp32", f"{inventory.cpu_model} has neither AMX nor other bf16 instructions")
 
 
-def _unable(dtype: str, machines: Machines, capability: tuple[int, int] | None) -> tuple[str, str]:
+def _unable(dtype: str, machines: DevicePool, capability: tuple[int, int] | None) -> tuple[str, str]:
     """(why the devices cannot do `dtype`, the nearest they can), ("", dtype) where they can."""
     if not machines.on_gpu:
         return ("tf32 is a format of GPUs", "fp32") if dtype == "tf32" else ("", dtype)

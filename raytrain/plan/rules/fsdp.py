@@ -18,7 +18,7 @@ KEY = "scale.strategy"
 UNMEASURED = "scale.strategy fsdp measures nothing: an out-of-memory cannot be undone among shards"
 
 
-def hosts_of_shards(asked: Any) -> Resolved:
+def hosts_under_fsdp(asked: Any) -> Resolved:
     """Experts are sharded as the rest is.
 
     Args:
@@ -44,7 +44,7 @@ def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
         )  # fmt: skip
 
 
-def settled_precision(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Choice:
+def precision_under_fsdp(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Choice:
     """Under `fsdp` what others would measure is decided by the device alone."""
     if scale.strategy != "fsdp" or not isinstance(chosen, Deferred):
         return chosen
@@ -53,7 +53,7 @@ def settled_precision(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Ch
     return Resolved("fp32", f"{UNMEASURED}; precision.dtype {chosen.bounds[0]} asks for less")
 
 
-def leave_to_shards(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Choice]:
+def micro_batch_under_fsdp(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Choice]:
     """`batches` as they are; an `auto` micro-batch says what becomes of it when memory runs out."""
     micro = batches["micro_batch_size"]
     if loop.micro_batch_size != "auto" or micro.value == 1:
@@ -62,7 +62,7 @@ def leave_to_shards(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mappin
     return {**batches, "micro_batch_size": replace(micro, reason=told)}
 
 
-def together(facts: ModelFacts, *, dtype: str) -> int | None:
+def gathered_bytes(facts: ModelFacts, *, dtype: str) -> int | None:
     """Bytes of what is whole on each worker at its peak: one block and what is outside the blocks, weights and
     gradients, and the block's gradient once more as it is summed. None where nobody knows the blocks."""
     if not facts.blocks:

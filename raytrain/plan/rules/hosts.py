@@ -13,16 +13,18 @@ from cluster.devices.inventory import Device, Inventory
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.rules.devices import Machines, is_named
-from raytrain.plan.rules.fsdp import hosts_of_shards
+from raytrain.plan.rules.devices import DevicePool, is_named
+from raytrain.plan.rules.fsdp import hosts_under_fsdp
 from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
-from raytrain.plan.text import kinds_text
+from raytrain.plan.text import host_kinds_text
 
 CPU_HOSTS = 2
 """On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""
 
 
-def choose_hosts(asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int) -> Resolved:
+def choose_hosts(
+    asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int
+) -> Resolved:
     """ "none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
 
     Args:
@@ -35,7 +37,7 @@ def choose_hosts(asked: Any, scale: ScaleConfig, machines: Machines, inventory: 
         _refuse_strategy(scale, "a model without experts")
         return Resolved("none", "the model has no experts")
     if scale.strategy == "fsdp":
-        return hosts_of_shards(asked)
+        return hosts_under_fsdp(asked)
     if asked == 0:
         return Resolved(0, "every worker holds all experts")
     if scale.strategy == "data_parallel":
@@ -54,23 +56,23 @@ def choose_hosts(asked: Any, scale: ScaleConfig, machines: Machines, inventory: 
     if machines.on_gpu and number_of_hosts(asked):
         _check_left(asked, scale, machines, inventory, workers=workers)
     several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(asked)
-    where = where_text({node: len(gpus) for node, gpus in taken_by_hosts(asked, machines, inventory).items()})
+    where = where_text({node: len(gpus) for node, gpus in gpus_of_hosts(asked, machines, inventory).items()})
     return Resolved(asked, f"experts.hosts: {where}" if several else "experts.hosts")
 
 
-def beside_hosts(
-    workers: Resolved, asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory
+def leave_gpus_to_hosts(
+    workers: Resolved, asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory
 ) -> Resolved:
     """`scale.workers: auto` on GPUs leaves one to each host that was asked for."""
     if scale.workers != "auto" or scale.strategy in ("data_parallel", "fsdp"):
         return workers
-    left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
+    left = len(machines.without(gpus_of_hosts(asked, machines, inventory)).gpus)
     if not 0 < left < workers.value:
         return workers
     return Resolved(left, f"one per GPU that is left; {number_of_hosts(asked)} go to the expert hosts")
 
 
-def taken_by_hosts(asked: Any, machines: Machines, inventory: Inventory) -> dict[str, list[Device]]:
+def gpus_of_hosts(asked: Any, machines: DevicePool, inventory: Inventory) -> dict[str, list[Device]]:
     """{node: those of its GPUs that hosts take}: the nodes in turn, as Ray spreads them over as many as there are.
 
     Args:
@@ -96,11 +98,11 @@ def taken_by_hosts(asked: Any, machines: Machines, inventory: Inventory) -> dict
 
 
 def hosts_by_node(
-    hosts: Resolved, counts: Mapping[str, int], machines: Machines, inventory: Inventory
+    hosts: Resolved, counts: Mapping[str, int], machines: DevicePool, inventory: Inventory
 ) -> dict[str, int]:
     """Processes of hosts on each node, in turn; on CPUs first where the workers, `counts`, have the fewest cores."""
     if machines.on_gpu:
-        return {node: len(gpus) for node, gpus in taken_by_hosts(hosts.value, machines, inventory).items()}
+        return {node: len(gpus) for node, gpus in gpus_of_hosts(hosts.value, machines, inventory).items()}
     cores = cores_of(inventory)
     names = sorted((name for name in cores if cores[name]), key=lambda name: cores[name] / (counts.get(name, 0) + 1))
     names = names or list(counts)
@@ -119,9 +121,9 @@ def choose_strategy(scale: ScaleConfig, hosts: Resolved, *, workers: int) -> Res
     return Resolved("expert_parallel", "each expert lives in one place; every worker holds the rest")
 
 
-def separate(hosts: Choice) -> int:
+def separate_hosts(hosts: Choice) -> int:
     """Processes beside the workers."""
-    return number_of_hosts(hosts.value) if isinstance(hosts, Resolved) else 0
+    return number_of_hosts(hosts.value_or(0))
 
 
 def number_of_hosts(asked: Any) -> int:
@@ -197,7 +199,7 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
     return Deferred("measured with and without at the start", (False, True))
 
 
-def _auto(machines: Machines, inventory: Inventory) -> Resolved:
+def _auto(machines: DevicePool, inventory: Inventory) -> Resolved:
     if not machines.on_gpu:
         if inventory.cpus < CPU_HOSTS:
             return Resolved(0, "one core: every worker holds all experts")
@@ -214,11 +216,11 @@ def _check_cores(asked: int, inventory: Inventory) -> None:
         raise InputError("experts.hosts", seen=str(asked), expected=expected, remedy=remedy)
 
 
-def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory) -> None:
+def _check_kinds(asked: dict[str, int], machines: DevicePool, inventory: Inventory) -> None:
     there = f"there are: {inventory.describe()}"
     if not machines.on_gpu:
         raise InputError(
-            "experts.hosts", seen=kinds_text(asked), expected="a number, as this run is on CPUs", remedy=there
+            "experts.hosts", seen=host_kinds_text(asked), expected="a number, as this run is on CPUs", remedy=there
         )
     for kind, number in asked.items():
         mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
@@ -234,12 +236,12 @@ def _check_kinds(asked: dict[str, int], machines: Machines, inventory: Inventory
             )  # fmt: skip
 
 
-def _check_left(asked: Any, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, workers: int) -> None:
+def _check_left(asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int) -> None:
     """Whether the GPUs that hosts leave are enough for the workers."""
     there = len(machines.gpus)
     least = 1 if scale.workers == "auto" else workers
     if isinstance(asked, dict):
-        left = len(machines.without(taken_by_hosts(asked, machines, inventory)).gpus)
+        left = len(machines.without(gpus_of_hosts(asked, machines, inventory)).gpus)
     else:
         left = there - asked
     if left >= least:
@@ -249,7 +251,7 @@ def _check_left(asked: Any, scale: ScaleConfig, machines: Machines, inventory: I
     most = f"at most {there - least}" if there > least else "0 or colocated"
     expected = "fewer, or colocated" if isinstance(asked, dict) else most
     gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
-    title = kinds_text(asked) if isinstance(asked, dict) else str(asked)
+    title = host_kinds_text(asked) if isinstance(asked, dict) else str(asked)
     raise InputError(
         "experts.hosts", seen=title if scale.workers == "auto" else f"{title} beside {workers} workers",
         expected=f"{expected}: {gpus}, each host takes one, and {takers}",

@@ -12,7 +12,7 @@ from cluster.devices.inventory import Device, Inventory
 from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import ModelFacts
-from raytrain.plan.rules.devices import Machines
+from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.step_time import GPU_SHARE, peak_flops
 from raytrain.plan.rules.workers import spread
 from raytrain.plan.shares import SPLITS, Shares, gain_over_equal
@@ -29,7 +29,7 @@ def splits(scale: ScaleConfig, *, workers: int, hosts: Resolved) -> int:
 
 
 def choose_shares(
-    scale: ScaleConfig, loop: LoopConfig, machines: Machines, inventory: Inventory, choices: Mapping[str, Choice], *,
+    scale: ScaleConfig, loop: LoopConfig, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
     hosts: Resolved, facts: ModelFacts | None, fraction: float,
 ) -> Choice | None:  # fmt: skip
     """Micro-batches of each worker; None where `scale.shares` is equal.
@@ -58,7 +58,7 @@ def choose_shares(
         same = f"all {workers} on {kinds[0]}" if kinds else "what the nodes' CPUs do is not known before"
         return Deferred(MEASURED, (), f"{EVENLY}; {same}")
     precision = choices["precision"]
-    dtype = str(precision.value if isinstance(precision, Resolved) else precision.bounds[0])
+    dtype = str(precision.candidates[0])
     peaks = {kind: peak_flops(kind, dtype) for kind in kinds}
     unknown = [kind for kind, peak in peaks.items() if peak is None]
     if unknown:
@@ -67,7 +67,7 @@ def choose_shares(
     return _expected(gpus, rates, choices, loop, facts=facts, fraction=fraction, dtype=dtype)
 
 
-def worker_gpus(workers: int, machines: Machines, inventory: Inventory) -> list[Device]:
+def worker_gpus(workers: int, machines: DevicePool, inventory: Inventory) -> list[Device]:
     """The GPUs that so many workers get, in the order of their ranks."""
     counts = spread(workers, machines, inventory)
     there = {host: [gpu for node, found in machines.pool if node.host == host for gpu in found] for host in counts}
@@ -124,5 +124,4 @@ def _sized(facts: ModelFacts | None, loop: LoopConfig) -> str:
 
 
 def _value(choices: Mapping[str, Choice], name: str) -> Any:
-    choice = choices[name]
-    return choice.value if isinstance(choice, Resolved) else 1
+    return choices[name].value_or(1)

@@ -8,16 +8,16 @@ from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Resolved
 from raytrain.plan.rules.batch import fused_part
-from raytrain.plan.rules.devices import Machines
+from raytrain.plan.rules.devices import DevicePool
 
 
 def choose_speed(
-    loop: LoopConfig, optim: OptimConfig, machines: Machines, strategy: Choice, *, missing: str | None,
+    loop: LoopConfig, optim: OptimConfig, machines: DevicePool, strategy: Choice, *, missing: str | None,
     warnings: list[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The choices of this module by name; arguments and errors as `choose_compile`."""
     return {
-        "optimizer_impl": choose_update(optim, machines, strategy),
+        "optimizer_impl": choose_optimizer_impl(optim, machines, strategy),
         "compile": choose_compile(loop, strategy, missing=missing, warnings=warnings),
         "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
     }
@@ -40,7 +40,7 @@ def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, w
             remedy="max-autotune takes the kernels that were fastest when it looked, which is not the same each time",
         )  # fmt: skip
     if loop.compile_parts == "all":
-        sharded = isinstance(strategy, Resolved) and strategy.value == "fsdp"
+        sharded = strategy.value_or(None) == "fsdp"
         other = "scale.strategy fsdp" if sharded else "loop.activation_checkpointing"
         if sharded or loop.activation_checkpointing:
             raise InputError(
@@ -60,7 +60,7 @@ def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, w
     return Resolved(loop.compile, f"loop.compile; parts: {which}")
 
 
-def choose_cudnn_benchmark(loop: LoopConfig, machines: Machines) -> Resolved | None:
+def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved | None:
     """Whether cuDNN looks for the fastest kernel of each shape; None on a CPU that was not asked to."""
     if loop.cudnn_benchmark == "auto":
         if not machines.on_gpu:
@@ -76,10 +76,10 @@ def choose_cudnn_benchmark(loop: LoopConfig, machines: Machines) -> Resolved | N
     return Resolved(loop.cudnn_benchmark, "loop.cudnn_benchmark")
 
 
-def choose_update(optim: OptimConfig, machines: Machines, strategy: Choice) -> Resolved:
+def choose_optimizer_impl(optim: OptimConfig, machines: DevicePool, strategy: Choice) -> Resolved:
     """How the optimizer goes over its tensors: "fused" or "plain"."""
     if optim.fused is False:
         return Resolved("plain", "optim.fused false: each step costs a device read")
-    if optim.name == "sgd" and isinstance(strategy, Resolved) and strategy.value == "fsdp":
+    if optim.name == "sgd" and strategy.value_or(None) == "fsdp":
         return Resolved("plain", "torch has no fused SGD for the shards of scale.strategy fsdp")
     return Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.devices.inventory import Inventory
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import ExpertFacts, ModelFacts
-from raytrain.plan.rules.devices import Machines
+from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.memory import AFTER_MODEL, SHOWN_HOSTS
 
 CPU_FLOPS = {"fp64": 40e9, "fp32": 85e9}
@@ -41,7 +41,7 @@ UPDATE_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What one process can do.
 
     Attributes:
@@ -64,7 +64,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """One optimizer step: FLOPs and parameters by where they are, rows through experts, exchanges."""
 
     trunk_flops: float
@@ -76,7 +76,7 @@ class Work:
 
 
 def predict_step(
-    facts: ModelFacts | None, machines: Machines, inventory: Inventory, choices: Mapping[str, Choice], *,
+    facts: ModelFacts | None, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
     hosts: Resolved,
 ) -> Choice:  # fmt: skip
     """Seconds of a step as planned, and in the reason those of the other strategies.
@@ -89,7 +89,7 @@ def predict_step(
         return Deferred(AFTER_MODEL if facts is None else "measured in the run")
     workers, rows, accumulation = (_known(choices[name]) for name in ("workers", "effective_batch", "accumulation"))
     precision = choices["precision"]
-    dtype = str(precision.value if isinstance(precision, Resolved) else precision.bounds[0])
+    dtype = str(precision.candidates[0])
     unequal = isinstance(choices.get("shares"), Deferred)
     if machines.on_gpu and _gpu_flops(machines, dtype, unequal=unequal) is None:
         return Deferred("measured in the run", (), f"no rate is stated for {_slowest_name(machines)}")
@@ -114,7 +114,7 @@ def _known(choice: Choice) -> int:
     return int(choice.value)
 
 
-def _strategies(hosts: Resolved, machines: Machines, *, workers: int, has_experts: bool) -> dict[str, int]:
+def _strategies(hosts: Resolved, machines: DevicePool, *, workers: int, has_experts: bool) -> dict[str, int]:
     """Strategy -> processes beside the workers; those that the machines can give, the planned one among them."""
     found = {"data_parallel": 0}
     if not has_experts:
@@ -139,12 +139,12 @@ def _title(hosts: Resolved) -> str:
     return "colocated" if hosts.value == "colocated" else f"{sum(hosts.value.values())} hosts"
 
 
-def _work(facts: ModelFacts, *, rows: int, accumulation: int, half: bool) -> Work:
+def _work(facts: ModelFacts, *, rows: int, accumulation: int, half: bool) -> StepWork:
     experts = facts.experts or ExpertFacts((), 0, 0, 0, 0)
     total = (facts.flops_per_sample or 0.0) * rows
     routed = experts.flops_per_sample * rows
     there, ways = len(experts.parameters) * experts.rows_per_sample * rows * experts.row_bytes, 4
-    return Work(
+    return StepWork(
         trunk_flops=max(0.0, total - routed),
         expert_flops=routed,
         trunk_parameters=facts.parameters - experts.total,
@@ -154,7 +154,7 @@ def _work(facts: ModelFacts, *, rows: int, accumulation: int, half: bool) -> Wor
     )
 
 
-def _seconds(work: Work, rates: Rates, *, workers: int, hosts: int, shared: bool) -> float:
+def _seconds(work: StepWork, rates: DeviceRates, *, workers: int, hosts: int, shared: bool) -> float:
     """`hosts` are separate holders, 0 for the workers themselves; `shared`: each expert lives in one place."""
     holders = hosts or workers
     reduced = work.trunk_parameters + (0 if shared else work.expert_parameters)
@@ -171,7 +171,7 @@ def _seconds(work: Work, rates: Rates, *, workers: int, hosts: int, shared: bool
     return spent + (max(own, theirs) if hosts else own + theirs) + rates.latency_s
 
 
-def _sharded_seconds(work: Work, rates: Rates, *, workers: int, passes: int, meetings: int) -> float:
+def _sharded_seconds(work: StepWork, rates: DeviceRates, *, workers: int, passes: int, meetings: int) -> float:
     """Weights come together twice a pass, and their gradients go apart once; `meetings` of each kind."""
     parameters = work.trunk_parameters + work.expert_parameters
     spent = (work.trunk_flops + work.expert_flops) / rates.flops(workers)
@@ -181,24 +181,24 @@ def _sharded_seconds(work: Work, rates: Rates, *, workers: int, passes: int, mee
     return spent + parameters / workers * UPDATE_BYTES / rates.memory
 
 
-def _rates(machines: Machines, inventory: Inventory, dtype: str, *, processes: int, unequal: bool) -> Rates:
+def _rates(machines: DevicePool, inventory: Inventory, dtype: str, *, processes: int, unequal: bool) -> DeviceRates:
     nodes = len({node.host for node, _ in machines.pool}) if machines.on_gpu else len(inventory.nodes)
     if machines.on_gpu:
         flops = _gpu_flops(machines, dtype, unequal=unequal) or 0.0
         name = _each_name(machines) if unequal else _slowest_name(machines)
         wire, told = (50e9, "50 GB/s between GPUs of a node") if nodes == 1 else (3e9, "3 GB/s between nodes")
         said = f"{name} at {GPU_SHARE:.0%} of its stated peak, {told}, assumed"
-        return Rates(flops, 1, len(machines.gpus), 1e12, 5e-5, wire, said)
+        return DeviceRates(flops, 1, len(machines.gpus), 1e12, 5e-5, wire, said)
     threads = max(1, inventory.cpus // processes)
     flags = [flag for flag, has in inventory.cpu_flags.items() if has]
     one = CPU_HALF_FLOPS if dtype == "bf16" and flags else CPU_FLOPS.get(dtype, CPU_FLOPS["fp32"])
     wire, told = (0.7e9, "0.7 GB/s and 0.3 ms on loopback") if nodes == 1 else (0.1e9, "0.1 GB/s between nodes")
     memory = 10e9 if processes > 1 else 20e9
     said = f"{one / 1e9:.0f} GFLOP/s a core in {dtype} ({', '.join(flags) or 'no bf16 instructions'}), {told}, assumed"
-    return Rates(one, threads, max(1, inventory.cpus), memory, 3e-4, wire, f"{said}: measured on another machine")
+    return DeviceRates(one, threads, max(1, inventory.cpus), memory, 3e-4, wire, f"{said}: measured on another machine")
 
 
-def _gpu_flops(machines: Machines, dtype: str, *, unequal: bool) -> float | None:
+def _gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | None:
     """Of the slowest GPU, at the share of its peak that training reaches, or of the mean one where shares are unequal;
     None where one is not in the table."""
     peaks = [peak_flops(gpu.name, dtype) for gpu in machines.gpus]
@@ -214,12 +214,12 @@ def peak_flops(name: str, dtype: str) -> float | None:
     return None if peaks is None else peaks[dtype in ("bf16", "fp16")]
 
 
-def _slowest_name(machines: Machines) -> str:
+def _slowest_name(machines: DevicePool) -> str:
     names = sorted({gpu.name for gpu in machines.gpus})
     return names[0] if len(names) == 1 else f"the slowest of {', '.join(names)}"
 
 
-def _each_name(machines: Machines) -> str:
+def _each_name(machines: DevicePool) -> str:
     names = sorted({gpu.name for gpu in machines.gpus})
     return names[0] if len(names) == 1 else f"each of {', '.join(names)}"
 

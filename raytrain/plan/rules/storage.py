@@ -30,7 +30,7 @@ MOST_LOADERS = 4
 
 
 @dataclass(frozen=True)
-class Room:
+class DataRoom:
     """What a worker may take, and what it takes without its data.
 
     Attributes:
@@ -64,7 +64,7 @@ class Room:
 
 
 def choose_storage(
-    data: DataConfig, *, facts: DataFacts | None, room: Room, loaders: Choice, warnings: list[str]
+    data: DataConfig, *, facts: DataFacts | None, room: DataRoom, loaders: Choice, warnings: list[str]
 ) -> dict[str, Choice]:
     """`storage`: resident (the whole split on the device), partial (its first `resident_rows`), pinned (batches copied
     ahead, through pinned memory) or stream (each batch moved as it is asked for).
@@ -78,7 +78,7 @@ def choose_storage(
     if asked == "pinned" and not room.on_gpu:
         chosen = _by_bytes(facts, room, loaders=loaders)
         why = "data.storage pinned is for copies to a GPU, and there is none"
-        value = chosen["storage"].value if isinstance(chosen["storage"], Resolved) else "what auto finds"
+        value = chosen["storage"].value_or("what auto finds")
         warnings.append(f"{why}: {value} instead")
         return {**chosen, "storage": _because(chosen["storage"], why)}
     if asked == "resident" and facts is not None:
@@ -94,7 +94,7 @@ def _because(choice: Choice, why: str) -> Choice:
     return Deferred(choice.how, choice.bounds, why)
 
 
-def _by_bytes(facts: DataFacts | None, room: Room, *, loaders: Choice) -> dict[str, Choice]:
+def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice) -> dict[str, Choice]:
     streamed = "pinned" if room.on_gpu else "stream"
     if facts is None:
         return {"storage": Deferred(AFTER_DATA, ("resident", streamed))}
@@ -106,7 +106,7 @@ def _by_bytes(facts: DataFacts | None, room: Room, *, loaders: Choice) -> dict[s
     if need < room.left:
         return {"storage": Resolved("resident", numbers)}
     rows = min(facts.train_rows, int(room.left / (facts.row_bytes * OVERHEAD))) if facts.row_bytes else 0
-    read_beside = facts.kind == "items" and isinstance(loaders, Resolved) and loaders.value
+    read_beside = facts.kind == "items" and loaders.value_or(0)
     can_part = (facts.kind == "items" and not read_beside) or (facts.kind == "memory" and room.on_gpu)
     if not can_part or rows < LEAST_PART * facts.train_rows:
         return {"storage": Resolved(streamed, numbers)}
@@ -117,7 +117,7 @@ def _by_bytes(facts: DataFacts | None, room: Room, *, loaders: Choice) -> dict[s
     }
 
 
-def _check_fits(facts: DataFacts, room: Room) -> None:
+def _check_fits(facts: DataFacts, room: DataRoom) -> None:
     need, most = int(facts.total_bytes * OVERHEAD), room.certain
     if most is None or need <= most:
         return

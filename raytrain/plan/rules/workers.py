@@ -12,7 +12,7 @@ from cluster.devices.inventory import Inventory
 from raytrain.config.sections import ScaleConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
-from raytrain.plan.rules.devices import Machines
+from raytrain.plan.rules.devices import DevicePool
 
 GPU_THREADS = 8
 """More threads than this feed one GPU no faster; the rest of the cores is left to the data."""
@@ -22,7 +22,7 @@ CPU_OVERLOAD = 4
 
 
 def count_workers(
-    scale: ScaleConfig, machines: Machines, inventory: Inventory, *, global_batch: int, warnings: list[str]
+    scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int, warnings: list[str]
 ) -> Resolved:
     """How many training processes.
 
@@ -56,7 +56,7 @@ def count_workers(
 
 
 def _check_asked(
-    asked: int, scale: ScaleConfig, machines: Machines, inventory: Inventory, *, global_batch: int
+    asked: int, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
 ) -> None:
     """Whether `scale.workers` can be had here; raises `InputError` naming what there is."""
     there = f"there are: {inventory.describe()}"
@@ -77,7 +77,7 @@ def _check_asked(
     raise InputError("scale.workers", seen=str(asked), expected=expected, remedy=remedy)
 
 
-def spread(workers: int, machines: Machines, inventory: Inventory) -> dict[str, int]:
+def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str, int]:
     """{host: workers}: GPUs are filled node by node, the fullest node first; CPU nodes take turns."""
     counts: dict[str, int] = {}
     if machines.on_gpu:
@@ -95,7 +95,7 @@ def spread(workers: int, machines: Machines, inventory: Inventory) -> dict[str, 
     return counts
 
 
-def worker_room(cluster: ClusterConfig, machines: Machines, inventory: Inventory, *, workers: int) -> int | None:
+def allowed_bytes(cluster: ClusterConfig, machines: DevicePool, inventory: Inventory, *, workers: int) -> int | None:
     """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
     and never more than `cluster.memory_limit`; None where nobody knows."""
     if machines.on_gpu:
@@ -111,7 +111,7 @@ def worker_room(cluster: ClusterConfig, machines: Machines, inventory: Inventory
     return min(known, default=None)
 
 
-def choose_placement(counts: dict[str, int], machines: Machines) -> Resolved:
+def choose_placement(counts: dict[str, int], machines: DevicePool) -> Resolved:
     """Ray's placement strategy and where the workers then are."""
     return Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", where_text(counts))
 
@@ -122,7 +122,7 @@ def where_text(counts: Mapping[str, int]) -> str:
 
 
 def choose_threads(
-    scale: ScaleConfig, counts: dict[str, int], machines: Machines, inventory: Inventory, warnings: list[str],
+    scale: ScaleConfig, counts: dict[str, int], machines: DevicePool, inventory: Inventory, warnings: list[str],
     *, beside: Mapping[str, int] | None = None,
 ) -> Resolved:  # fmt: skip
     """CPU threads of each process, one number for all: equal thread counts give bit-equal sums.

@@ -1,4 +1,4 @@
-"""One diagnosis of a run, as the rules of `raytrain.report.findings.findings` give it."""
+"""`Finding`: one diagnosis of a run, with its evidence and remedy."""
 
 from __future__ import annotations
 

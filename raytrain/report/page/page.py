@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from raytrain.report.figures import outcome, plain_number, seconds, size
-from raytrain.report.findings.findings import Finding, diagnose
+from raytrain.report.figures import outcome, plain_number, seconds, size, summarise
+from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.rules import diagnose
 from raytrain.report.page.charts import Curve, Mark, chart, smoothed
 from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import configuration, epochs, machine, plan_table, sample, time_table, timeline
 from raytrain.report.records import RunRecords, number, series, values
-from raytrain.report.summary import summarise
 
 TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}
 _ROUGH = 30

@@ -12,7 +12,7 @@ from typing import Any
 
 from raytrain.report.figures import HISTORY_COLUMNS, cause_of, history, plain_number, seconds, size, time_account
 from raytrain.report.page.style import esc
-from raytrain.report.records import ConfigLine, PlanLine, Row, RunRecords, listed, mapping, number
+from raytrain.report.records import ConfigRow, PlanRow, Row, RunRecords, listed, mapping, number
 
 _EVENTS_SHOWN = 200
 _TONES = {
@@ -101,7 +101,7 @@ def _by_weight(account: list[tuple[str, float]]) -> list[tuple[str, float]]:
     return sorted((row for row in account if row[1] > 0), key=lambda row: -row[1])
 
 
-def plan_table(plan: Sequence[PlanLine]) -> str:
+def plan_table(plan: Sequence[PlanRow]) -> str:
     """Every decision with its value and its reason."""
     if not plan:
         return ""
@@ -113,7 +113,7 @@ def plan_table(plan: Sequence[PlanLine]) -> str:
     return f'<div class="card">{table(columns, rows, stack=True)}</div>'
 
 
-def _when(line: PlanLine) -> str:
+def _when(line: PlanRow) -> str:
     if line.settled:
         return ' <span class="badge good">settled in the run</span>'
     return ' <span class="badge info">after the start</span>' if line.deferred else ""
@@ -259,6 +259,6 @@ def configuration(records: RunRecords) -> str:
     return "".join(parts)
 
 
-def _config_table(lines: Sequence[ConfigLine]) -> str:
+def _config_table(lines: Sequence[ConfigRow]) -> str:
     rows = [[f"<code>{esc(line.key)}</code>", shown(line.value), esc(line.source)] for line in lines]
     return table([("Key", "k"), ("Value", "v"), ("Source", "soft")], rows, stack=True)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from raytrain.models.attention import MaskCache
-from raytrain.plan.choice import Resolved
 from raytrain.train.compute.activation_checkpointing import recompute
 from raytrain.train.compute.compile import CompiledParts
 from raytrain.train.compute.compile_parts import parts_to_compile
@@ -44,7 +43,7 @@ class Switches:
 
     def _compile(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
         planned = job.plan.compile
-        why = planned.reason if isinstance(planned, Resolved) and planned.value == "off" else None
+        why = planned.reason if planned is not None and planned.value_or(None) == "off" else None
         why = why or missing_for_compile(device.type)
         if sum(workers.all_reduce_ints([int(why is not None)])):
             why = why or "another worker's machine cannot compile"

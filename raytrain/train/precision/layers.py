@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from raytrain.data.transfer import rebuild
 from raytrain.errors import InputError
-from raytrain.plan.choice import Choice, Resolved
 
 KEY = "precision.fp32_layers"
 NEAREST = 3
@@ -75,11 +74,6 @@ def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             raise InputError(KEY, seen=name, expected="names of the model's modules", remedy=f"near: {', '.join(near)}")
         found |= dict.fromkeys(_called(known[name]))
     return list(found)
-
-
-def kept_in_fp32(choice: Choice | None) -> list[str]:
-    """What a plan says; none while nothing is measured."""
-    return choice.value if isinstance(choice, Resolved) else []
 
 
 def layers_of(module: nn.Module, *, blocks: str | None, most: int) -> list[str]:

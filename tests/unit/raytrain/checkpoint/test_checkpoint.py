@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_good, verify
+from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load, looks_like_pickle, newest_valid, verify
 from raytrain.checkpoint.retention import discard_after
 from raytrain.checkpoint.safetensors import write_tensors
 from raytrain.checkpoint.snapshot import Staging, flatten, take_snapshot, unflatten
@@ -295,17 +295,17 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(run, kind):
     damage(two_checkpoints(run))
     with pytest.raises(CheckpointError, match=message):
         verify(run.checkpoint_dir(20))
-    good = newest_good(run)
+    good = newest_valid(run)
     assert good.checkpoint.step == 10 and good.checkpoint.parts["model"]["w"][0] == 10
     assert len(good.refused) == 1 and "step_00000020" in good.refused[0]
 
 
 def test_no_good_checkpoint_at_all_gives_none_with_every_reason(run):
     two_checkpoints(run)
-    assert newest_good(RunFolder.create(str(Path(run.path).parent), "b")) == (None, [])
+    assert newest_valid(RunFolder.create(str(Path(run.path).parent), "b")) == (None, [])
     for step in (10, 20):
         flip_a_byte(files_of(run, step))
-    good = newest_good(run)
+    good = newest_valid(run)
     assert good.checkpoint is None and len(good.refused) == 2
     assert "step_00000020" in good.refused[0] and "step_00000010" in good.refused[1]
 
@@ -350,7 +350,7 @@ def test_a_planted_pickle_is_refused_by_name_and_nothing_runs(run, tmp_path, nam
     seal(folder, manifest)
     with pytest.raises(CheckpointError, match=rf"{name}: looks like a pickle.*refused"):
         load(run.checkpoint_dir(20))
-    assert newest_good(run).checkpoint.step == 10
+    assert newest_valid(run).checkpoint.step == 10
     assert not (tmp_path / "executed").exists()
     read = torch.load if form == "torch.save" else pickle.load
     read(io.BytesIO(buffer.getvalue()), **({"weights_only": False} if form == "torch.save" else {}))
@@ -388,7 +388,7 @@ def test_a_well_sealed_but_senseless_checkpoint_is_refused(run, change):
     seal(folder, {**json.loads((folder / "manifest.json").read_text()), **change})
     with pytest.raises(CheckpointError):
         load(run.checkpoint_dir(20))
-    assert newest_good(run).checkpoint.step == 10
+    assert newest_valid(run).checkpoint.step == 10
 
 
 # -- writing ------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_an_asynchronous_write_does_not_see_later_changes(run):
         moments.add_(1)
         parts["optimizer"][0]["lr"] = 9.0
         numbers["position"].append(2)
-        assert newest_good(run).checkpoint is None
+        assert newest_valid(run).checkpoint is None
         gate.opened.set()
     loaded = load(run.checkpoint_dir(1))
     assert loaded.parts["model"]["w"].eq(1).all() and loaded.parts["optimizer"][0]["m"].eq(0).all()
@@ -486,7 +486,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(run, monkeypatch, asynch
     monkeypatch.setattr(storage.os, "fsync", fsync)
     writer.save({"model": {"w": torch.ones(5)}}, {}, step=40)
     writer.close()
-    assert newest_good(run).checkpoint.step == 40
+    assert newest_valid(run).checkpoint.step == 40
 
 
 def test_a_file_size_limit_stops_a_real_write(run):
@@ -526,7 +526,7 @@ def test_a_newer_attempt_stops_the_write_before_complete(run, at):
     with pytest.raises(Superseded), writer_of(run, asynchronous=True, fence=fence) as writer:
         writer.save({"model": {"w": torch.ones(1)}}, {}, step=1)
     assert not (files_of(run, 1) / "COMPLETE").exists()
-    assert newest_good(run).checkpoint is None
+    assert newest_valid(run).checkpoint is None
 
 
 def test_a_failed_write_surfaces_at_the_next_save_and_once(run):
@@ -584,11 +584,11 @@ def test_an_error_of_reading_is_no_damage_and_costs_no_checkpoint(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(kind, "local_copy", refuses)
         with pytest.raises(OSError, match=os.strerror(number)) as caught:
-            newest_good(run)
+            newest_valid(run)
         assert not isinstance(caught.value, CheckpointError)
         with pytest.raises(OSError, match=os.strerror(number)):
             verify(run.checkpoint_dir(20))
-    assert newest_good(run).checkpoint.step == 20
+    assert newest_valid(run).checkpoint.step == 20
 
 
 def test_where_nothing_was_loaded_the_complete_ones_stay_and_the_new_course_keeps_its_own(run):
@@ -596,14 +596,14 @@ def test_where_nothing_was_loaded_the_complete_ones_stay_and_the_new_course_keep
     run.write_text("checkpoints/step_00000030/stale.safetensors", "half")
     for step in (10, 20):
         flip_a_byte(files_of(run, step))
-    good = newest_good(run)
+    good = newest_valid(run)
     assert good.checkpoint is None and len(good.refused) == 3
     assert discard_after(run, 0) == [30]
     assert [info.step for info in list_checkpoints(run)] == [10, 20]
     with writer_of(run, keep=1) as writer:
         for step in (2, 4):
             writer.save({"model": {"w": torch.ones(1)}}, {}, step=step)
-            assert newest_good(run).checkpoint.step == step, "not crowded out by later ones that cannot be read"
+            assert newest_valid(run).checkpoint.step == step, "not crowded out by later ones that cannot be read"
     assert [info.step for info in list_checkpoints(run)] == [4, 10, 20]
 
 
@@ -618,7 +618,7 @@ def test_a_file_that_goes_away_while_it_is_read_is_damage(run, monkeypatch):
         return path
 
     monkeypatch.setattr(storage.LocalStore, "local_copy", gone)
-    good = newest_good(run)
+    good = newest_valid(run)
     assert good.checkpoint.step == 10 and "step_00000020: a file of it is missing" in good.refused[0]
 
 
@@ -642,7 +642,7 @@ def test_checkpoints_in_an_object_store(tmp_path):
             writer.save(parts, {"step": step}, step=step)
     assert [info.step for info in list_checkpoints(run)] == [2, 3]
     flip_a_byte(files_of(run, 3))
-    good = newest_good(run)
+    good = newest_valid(run)
     assert good.checkpoint.step == 2 and "step_00000003/model.safetensors: damaged" in good.refused[0]
     assert_same(parts, good.checkpoint.parts)
     export_weights(Tied().state_dict(), run.weights)

@@ -14,7 +14,7 @@ import torch
 from lab import MLP, Rows, class_rows, make_job, train
 from torch import Tensor, nn
 
-from raytrain.checkpoint.reader import newest_good
+from raytrain.checkpoint.reader import newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
@@ -198,7 +198,7 @@ def test_the_skipped_window_stays_skipped_whoever_goes_on(run: RunFolder) -> Non
     session = session_of(run, rows=640, loop={"max_steps": 8})
     train_and_save(session, run, every=5)
     shutil.rmtree(run.checkpoint_dir(8))
-    saved = newest_good(run).checkpoint
+    saved = newest_valid(run).checkpoint
     assert saved is not None and saved.step == 5 and saved.state["loop"]["cursor"]["position"] == 80
     fresh, decision = roll_back(session, run, outcome=BAD)
     assert (decision["value"], decision["epoch"], decision["position"]) == (5, 0, 128)

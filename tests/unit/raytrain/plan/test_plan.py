@@ -26,9 +26,8 @@ from raytrain.models.sizes import model_facts as facts_of
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.facts import DataFacts, ExpertFacts, ModelFacts
 from raytrain.plan.plan import Plan, make_plan
-from raytrain.plan.rules.hosts import separate
-from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, PROCESS_BYTES
-from raytrain.plan.rules.shortage import LEAST_PROCESS_BYTES
+from raytrain.plan.rules.hosts import separate_hosts
+from raytrain.plan.rules.memory import HOST_PROCESS_BYTES, LEAST_PROCESS_BYTES, PROCESS_BYTES
 from raytrain.plan.text import size_text
 
 GIB = 1 << 30
@@ -761,7 +760,7 @@ def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
     made = plan(TWO_KINDS, experts_hosts={"T4": 8})
     assert value(made, "hosts") == {"T4": 8} and value(made, "strategy") == "expert_parallel"
     assert value(made, "workers") == 4 and "8 go to the expert hosts" in reason(made, "workers")
-    assert separate(made.hosts) == 8
+    assert separate_hosts(made.hosts) == 8
     assert value(plan(TWO_KINDS, experts_hosts={"A100": 1, "T4": 2}), "workers") == 9
     named = plan(TWO_KINDS, experts_hosts={"T4": 8}, scale={"accelerator": "A100"})
     assert value(named, "workers") == 4, "the hosts may be of another kind than the workers"

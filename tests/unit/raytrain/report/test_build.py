@@ -13,10 +13,9 @@ import pytest
 from jobs.report import report
 from raytrain.errors import InputError
 from raytrain.report.build import build_report
-from raytrain.report.figures import outcome
+from raytrain.report.figures import outcome, summary_from_text
 from raytrain.report.page.page import report_page
 from raytrain.report.records import read_records
-from raytrain.report.summary import summary_from_text
 from raytrain.runs.folder import RunFolder
 
 VOID = {"meta", "br"}

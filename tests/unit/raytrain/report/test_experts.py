@@ -13,10 +13,10 @@ from matplotlib.image import imread
 from experts.placement.starting import first_placement
 from raytrain.report.build import build_report
 from raytrain.report.experts import activation_spec, device_spec, housing_of, loads_of
-from raytrain.report.findings.findings import diagnose
+from raytrain.report.figures import summarise
+from raytrain.report.findings.rules import diagnose
 from raytrain.report.plots import activations, devices
 from raytrain.report.records import RunRecords, read_records
-from raytrain.report.summary import summarise
 from raytrain.runs.folder import RunFolder
 
 LAYERS, EXPERTS = 2, 4

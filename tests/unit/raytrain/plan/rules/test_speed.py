@@ -9,8 +9,8 @@ import pytest
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
-from raytrain.plan.rules.devices import Machines
-from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, choose_update
+from raytrain.plan.rules.devices import DevicePool
+from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, choose_optimizer_impl
 
 PARALLEL = Resolved("data_parallel", "one GPU each")
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_had_together_is_refused_by_name(key: str, loop: dict[str
 def test_cudnn_searches_where_there_is_a_gpu_and_nothing_forbids_it() -> None:
     gpu, cpu = machines("cuda"), machines("cpu")
 
-    def value(on: type[Machines], **loop: Any) -> Any:
+    def value(on: type[DevicePool], **loop: Any) -> Any:
         made = choose_cudnn_benchmark(LoopConfig(**loop), on)  # type: ignore[arg-type]
         return None if made is None else made.value
 
@@ -73,7 +73,7 @@ def test_cudnn_searches_where_there_is_a_gpu_and_nothing_forbids_it() -> None:
 
 def test_fused_is_the_rule_and_plain_a_choice() -> None:
     def value(strategy: Resolved = PARALLEL, **optim: Any) -> Any:
-        return choose_update(OptimConfig(**optim), machines("cpu"), strategy).value
+        return choose_optimizer_impl(OptimConfig(**optim), machines("cpu"), strategy).value
 
     assert value() == "fused" and value(fused=False) == "plain"
     shards = Resolved("fsdp", "scale.strategy")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raytrain.report.findings.findings import diagnose
-from raytrain.report.records import ConfigLine, PlanLine, RunRecords
+from raytrain.report.findings.rules import diagnose
+from raytrain.report.records import ConfigRow, PlanRow, RunRecords
 
 
 def rows(losses: list[Any], **columns: Any) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_skipped_steps_are_counted_from_losses_and_counters():
     found = next(f for f in diagnose(run) if f.title == "Non-finite steps were skipped")
     assert found.severity == "warning"
     assert found.evidence == "4 of 40 steps; in the log rows of step 8, 21"
-    fp16 = records(train=run.train, plan=[PlanLine("precision", "fp16", "asked for")])
+    fp16 = records(train=run.train, plan=[PlanRow("precision", "fp16", "asked for")])
     assert titles(fp16)["Non-finite steps were skipped"] == "info"
 
 
@@ -138,10 +138,10 @@ def test_graph_breaks_are_told_with_their_number_and_reason():
 def test_clipping_counts_only_with_the_configured_limit():
     name = "Gradients are clipped nearly always"
     high = rows(FALLING, grad_norm=3.0)
-    clip = [ConfigLine("optim.max_grad_norm", 1.0, "default")]
+    clip = [ConfigRow("optim.max_grad_norm", 1.0, "default")]
     assert titles(records(train=high, config=clip))[name] == "info"
     assert titles(records(train=rows([2.0] * 40, grad_norm=3.0), config=clip))[name] == "warning"
-    off = [ConfigLine("optim.max_grad_norm", None, "file")]
+    off = [ConfigRow("optim.max_grad_norm", None, "file")]
     assert name not in titles(records(train=high, config=off))
     assert name not in titles(records(train=rows(FALLING, grad_norm=0.9), config=clip))
 

@@ -1,0 +1,40 @@
+"""The list of all rules, and `diagnose`, which runs them.
+
+A rule is a function `RunRecords -> list[Finding]` in the file of its subject. Each finding has its evidence and, where
+there is one, a remedy; a rule whose records are missing finds nothing. To add a diagnosis, write its function and add
+it to `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raytrain.report.findings.compile import graph_breaks
+from raytrain.report.findings.experts import experts
+from raytrain.report.findings.failures import failure, fall_backs, restarts
+from raytrain.report.findings.finding import SEVERITIES, Finding
+from raytrain.report.findings.memory import shortages
+from raytrain.report.findings.speed import limiting_part, step_times
+from raytrain.report.findings.training import clipping, loss_trend, non_finite, overfitting
+from raytrain.report.records import RunRecords
+
+RULES: tuple[Callable[[RunRecords], list[Finding]], ...] = (
+    failure,
+    loss_trend,
+    overfitting,
+    non_finite,
+    restarts,
+    fall_backs,
+    shortages,
+    limiting_part,
+    clipping,
+    step_times,
+    graph_breaks,
+    experts,
+)
+
+
+def diagnose(records: RunRecords) -> list[Finding]:
+    """All findings, the worst first."""
+    found = [finding for rule in RULES for finding in rule(records)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

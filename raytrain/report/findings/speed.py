@@ -1,0 +1,76 @@
+"""Findings about time: what limits the run, and step times that vary."""
+
+from __future__ import annotations
+
+from raytrain.report.figures import (
+    seconds,
+    step_ms,
+    time_account,
+)
+from raytrain.report.findings.finding import Finding
+from raytrain.report.records import (
+    RunRecords,
+)
+
+SAVE_BUDGET = 0.03
+
+
+_LIMITS = (
+    (
+        "data",
+        0.15,
+        "Waiting for data",
+        "Set data.storage: resident if the split fits, or make samples cheaper to read.",
+    ),
+    (
+        "communication",
+        0.25,
+        "Waiting for communication",
+        "Raise loop.global_batch_size, use fewer workers or a faster cluster.interface.",
+    ),
+    ("eval", 0.25, "Evaluation takes much of the time", "Raise loop.eval_every or set loop.eval_batches."),
+    (
+        "save",
+        SAVE_BUDGET,
+        "Checkpoints cost more than their budget of 3 %",
+        "Set save.every: auto or a larger number, and save.asynchronous: true.",
+    ),
+    ("startup", 0.3, "Start-up takes much of the time", "A longer run spreads it over more steps."),
+    ("compile", 0.25, "Compilation takes much of the time", "Set loop.compile: off for runs this short."),
+    (
+        "restart",
+        0.1,
+        "Restarts take much of the time",
+        "See the faults in the timeline; lower save.every to lose fewer steps.",
+    ),
+    ("lost", 0.1, "Work was lost between a checkpoint and a fault", "Lower save.every."),
+)
+
+
+def limiting_part(records: RunRecords) -> list[Finding]:
+    """Which part of the wall time limits the run."""
+    account = dict(time_account(records))
+    wall = sum(account.values())
+    if wall <= 0 or not records.train:
+        return []
+    share = {part: spent / wall for part, spent in account.items()}
+    found = []
+    for part, limit, title, remedy in _LIMITS:
+        if share.get(part, 0.0) > limit:
+            small = part == "startup" and wall < 600
+            seen = f"{share[part]:.0%} of {seconds(wall)} ({seconds(account[part])})"
+            found.append(Finding("info" if small else "warning", title, seen, "" if small else remedy))
+    busy = share.get("compute", 0.0)
+    if busy >= 0.5:
+        found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation"))
+    return found
+
+
+def step_times(records: RunRecords) -> list[Finding]:
+    """Step times that scatter."""
+    low, high = step_ms(records)
+    if len(records.train) < 20 or not low or not high or high / low < 1.5:
+        return []
+    seen = f"p50 {seconds(low / 1000)}, p95 {seconds(high / 1000)} ({high / low:.1f} times)"
+    remedy = "Other load, uneven samples or too many threads: see scale.threads and the telemetry."
+    return [Finding("warning" if high / low >= 2 else "info", "Step times scatter", seen, remedy)]

@@ -1,0 +1,97 @@
+"""Findings about the course of the training: loss, overfitting, non-finite steps, clipping."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from raytrain.report.figures import (
+    plain_number,
+)
+from raytrain.report.findings.finding import Finding
+from raytrain.report.records import (
+    RunRecords,
+    non_finite_steps,
+    number,
+    percentile,
+    series,
+    values,
+)
+
+
+def smoothed_ends(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Means of the first and of the last tenth (1 to 20 points each) of a curve; None under two points."""
+    if len(points) < 2:
+        return None
+    width = max(1, min(20, len(points) // 10))
+    data = [value for _, value in points]
+    return statistics.fmean(data[:width]), statistics.fmean(data[-width:])
+
+
+def loss_trend(records: RunRecords) -> list[Finding]:
+    """Whether the training loss falls."""
+    ends = smoothed_ends(series(records.train, "loss"))
+    if ends is None:
+        return []
+    first, last = ends
+    seen = f"{plain_number(first)} at the start, {plain_number(last)} at the end (means of a tenth of the log)"
+    if last > first + 0.5 * abs(first):
+        remedy = "Lower optim.lr or lengthen optim.warmup_steps."
+        return [Finding("error", "The training loss diverged", seen, remedy)]
+    if last > first - 0.02 * abs(first):
+        remedy = "Check that labels match inputs, then try optim.lr three times higher and lower."
+        return [Finding("warning", "The training loss is not falling", seen, remedy)]
+    return [Finding("good", "The training loss fell", seen)]
+
+
+def overfitting(records: RunRecords) -> list[Finding]:
+    """The eval loss rises from its best while the training loss goes on falling."""
+    evals, train = series(records.evals, "loss"), series(records.train, "loss")
+    if len(evals) < 3:
+        return []
+    best_step, best = min(evals, key=lambda point: point[1])
+    last_step, last = evals[-1]
+    after = smoothed_ends([point for point in train if point[0] >= best_step])
+    if last_step == best_step or last - best <= 0.02 * abs(best) or after is None or after[1] >= after[0]:
+        return []
+    seen = f"eval {plain_number(best)} at step {int(best_step):,}, {plain_number(last)} at {int(last_step):,}"
+    remedy = "Use the best checkpoint, set loop.patience, or add data, weight decay or dropout."
+    return [Finding("warning", "Overfitting: eval loss rises while training loss falls", seen, remedy)]
+
+
+def non_finite(records: RunRecords) -> list[Finding]:
+    """Steps that were skipped, or whose loss is no number."""
+    rows = records.train
+    seen = set(non_finite_steps(rows)) | set(non_finite_steps(rows, "grad_norm"))
+    skipped = series(rows, "skipped_steps")
+    before = [0.0, *(count for _, count in skipped)]
+    seen |= {int(step) for (step, count), last in zip(skipped, before, strict=False) if count > last}
+    if not seen:
+        return []
+    total = max(len(seen), int(before[-1]))
+    steps = sorted(seen)
+    shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
+    evidence = f"{total} of {int(rows[-1]['step']):,} steps; in the log rows of step {shown}"
+    if records.planned("precision") == "fp16" and total <= 20:
+        return [Finding("info", "Non-finite steps were skipped", evidence + "; usual while fp16's scale settles")]
+    if total <= 2:
+        return [Finding("info", "Non-finite steps were skipped", evidence)]
+    remedy = "Lower optim.lr, set optim.max_grad_norm or raise precision.dtype; look at the data there."
+    return [Finding("warning", "Non-finite steps were skipped", evidence, remedy)]
+
+
+def clipping(records: RunRecords) -> list[Finding]:
+    """The gradient norm is over the clip at nearly every step of the second half."""
+    limit = number(records.configured("optim.max_grad_norm"))
+    norms = values(records.train[len(records.train) // 2 :], "grad_norm")
+    if not limit or len(norms) < 20:
+        return []
+    share = sum(norm > limit for norm in norms) / len(norms)
+    if share < 0.9:
+        return []
+    median = plain_number(percentile(norms, 0.5))
+    seen = f"{share:.0%} of the steps of the second half; median norm {median}, clip {limit:g}"
+    ends = smoothed_ends(series(records.train, "loss"))
+    stuck = ends is not None and ends[1] > ends[0] - 0.02 * abs(ends[0])
+    remedy = "Try a third of optim.lr, or raise optim.max_grad_norm if the loss is smooth."
+    return [Finding("warning" if stuck else "info", "Gradients are clipped nearly always", seen, remedy)]
