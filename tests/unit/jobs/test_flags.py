@@ -830,12 +830,12 @@ def test_a_line_of_progress_every_so_many_batches_as_the_flag_says(every: int, s
 
 @pytest.mark.covers("SRC-03")
 def test_the_command_line_the_driver_and_the_loop_are_importable_without_gpu_and_network(tmp_path: Path) -> None:
-    """One process that may ask for no name and open no connection, and sees no GPU; Ray stays out of the loop."""
+    """In one process that may look up no name and open no socket, and has no GPU; the loop does not load Ray."""
     code = """
 import sys
 asked = []
 def watch(event, arguments):
-    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+    if event in ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
         asked.append(event)
         raise PermissionError(event)
 sys.addaudithook(watch)
@@ -847,11 +847,11 @@ import raytrain.train.loop, raytrain.train.session
 print(loaded())
 import jobs.driver.checks, jobs.driver.command, raytrain.execution.trainer, raytrain.execution.worker
 import torch
-print(loaded(), torch.cuda.is_available(), asked)
+print(loaded(), torch.cuda.is_initialized(), torch.cuda.is_available(), asked)
 """
-    unseen = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    unseen = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=unseen, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]", "['torch']", "['torch', 'ray'] False []"]
+    assert done.stdout.splitlines() == ["[]", "['torch']", "['torch', 'ray'] False False []"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.bench.harness.all import chosen, count_line, keys_by_bench, markdown, table
-from jobs.bench.harness.command import bench_verb, options_of
+from jobs.bench.harness.command import options_of
 from jobs.bench.harness.options import BENCHES, AllOptions
 from raytrain.errors import InputError
 
@@ -56,24 +54,3 @@ def test_all_is_every_bench_but_advice_and_itself_and_their_keys_reach_them() ->
     for wrong in (lambda: chosen(AllOptions(only=["lr"])), lambda: keys_by_bench(["lop.blocks=3"], ["loop"])):
         with pytest.raises(InputError):
             wrong()
-
-
-def test_small_benches_one_of_them_made_before_end_in_one_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "loop.json").write_text(json.dumps(document()))
-    keys = ["dir=parts", 'only=["loop","checkpoint","memory"]', "checkpoint.threads=1", "memory.rows=15"]
-    assert bench_verb("all", keys, out=None, quick=True, as_json=False) == 1, "memory was asked for something wrong"
-    made = json.loads((tmp_path / "benchmarks.json").read_text())
-    checks = {check["name"]: check for check in made["gate"]["checks"]}
-    assert [checks[name]["passed"] for name in ("loop", "checkpoint", "memory")] == [True, True, False]
-    assert "rows" in checks["memory"]["detail"] and "exit 2" in checks["memory"]["detail"]
-    benches = made["values"]["benches"]
-    assert set(benches) == {"loop", "checkpoint"} and benches["checkpoint"]["settings"]["threads"] == 1
-    assert {row["bench"] for row in made["values"]["table"]} == {"loop", "checkpoint"}
-    assert made["environment"]["versions"] and made["environment"]["cpu_model"] and made["environment"]["date"]
-    said = capsys.readouterr().out
-    assert "| bench | claim | our figure, with its 95 % interval | verdict |" in said
-    assert "| checkpoint | " in said and "2026-11-22" in said

@@ -1,0 +1,136 @@
+"""Benches that start processes of their own, run with small sizes: what their documents hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.bench.experts.moves import _after_switches
+from jobs.bench.harness.command import bench_verb
+
+ALONE = {"in process, 2 thread(s)", "in process, 1 thread(s)"}
+
+
+@pytest.mark.covers("TEST-08")
+def test_every_layout_and_way_is_gated_and_timed_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "experts.json"
+    assert bench_verb("experts", [], out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    checks = {check["name"]: check["passed"] for check in document["gate"]["checks"]}
+    assert len(checks) == 11 and all(checks.values())
+    for dtype in ("fp32", "bf16"):
+        large, small = (document["values"]["exchange"][f"{dtype} {size}"] for size in ("64 x 16", "32 x 8"))
+        assert set(large["layouts"]) == ALONE | {"1 + 2", "2 colocated"} and set(small["layouts"]) == ALONE | {"1 + 2"}
+        for layout in large["layouts"].values():
+            assert layout["ms"] > 0 and layout["cpu_s"] > 0
+        assert 0 < large["layouts"]["1 + 2"]["share_of_transport"] < 1
+        assert len(document["arms"][f"{dtype} 64 x 16, 1 + 2"]["values"]) == 3
+        assert len(document["arms"][f"{dtype} 32 x 8, 1 + 2"]["values"]) == 2
+        ratios = {ratio["name"]: ratio for ratio in document["ratios"]}
+        calm = ratios[f"{dtype} 64 x 16: 1 + 2 / in process, 2 thread(s)"]
+        assert calm["goal"] == {"at_least": None, "at_most": 1.25}
+        assert len(calm["values"]) == len(large["calm_rounds"]) >= 1
+        two, one = (f"{dtype} 64 x 16, {name}" for name in ("2 colocated", "in process, 1 thread(s)"))
+        pair = ratios[f"{dtype} 64 x 16: 2 colocated / in process, 1 thread(s)"]
+        arms = zip(document["arms"][two]["values"], document["arms"][one]["values"], strict=True)
+        assert set(pair["values"]) <= {a / b for a, b in arms}, "two workers over one, measured in the same rounds"
+        for name in ("sorted", "masks", "loop", "grouped"):
+            assert len(document["arms"][f"{dtype} 64 x 16, {name}"]["values"]) == 3
+    assert document["values"]["inflight"].keys() == {"one in flight", "two in flight"}
+    assert len(document["arms"]["a training step, two in flight"]["values"]) == 3
+    assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
+
+
+@pytest.mark.timeout(240)
+def test_experts_move_and_the_losses_stay_the_same_bit_for_bit(tmp_path: Path) -> None:
+    out = tmp_path / "moves.json"
+    keys = ["skew=2.0", "slowness=[1,8]", "blocks=4"]  # so skewed and unequal that no noise hides it
+    assert bench_verb("moves", keys, out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    assert document["gate"]["passed"] and len(document["gate"]["checks"]) == 1
+    assert set(document["arms"]) == {"round-robin", "moving"}
+    values = document["values"]
+    decided = [row["step"] for row in values["decisions"]]
+    assert decided[0] == 4 and all(step % 4 == 0 for step in decided), "a decision at most each experts.rebalance_every"
+    assert all(row["reason"] and row["seconds"] >= 0 for row in values["decisions"])
+    homes = [change for move in values["moves"] for change in move["changes"] if change[0] == "home"]
+    assert homes, "no expert moved"
+    assert all(move["bytes"] > 0 and move["seconds"] > 0 for move in values["moves"] if move["bytes"])
+    done, compared = iter(values["moves"]), 0
+    for decision in values["decisions"]:
+        legs = [move for _, move in zip(range(decision["instalments"]), done, strict=False)]
+        if legs and len(legs) == decision["instalments"]:  # the last ones may be under way when the bench ends
+            measured, compared = sum(move["bytes"] for move in legs), compared + 1
+            assert decision["bytes"] <= measured < 1.1 * decision["bytes"], "names and shapes come on top"
+    assert compared, "no decision was carried out"
+    assert len(values["step_times"]["moving"]) == 32
+    assert values["after_switch"] == _after_switches(
+        values["step_times"]["moving"], [move["step"] for move in values["moves"]]
+    )
+
+
+@pytest.mark.covers("PERF-02", "FUT-05")
+def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_told(
+    run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """At one worker the same is shown without Ray, bit for bit, by the test of the plain loop below."""
+    out = tmp_path / "loop.json"
+    options = ("threads=1", "blocks=2", "workers=[2]")
+    done = run_cli("bench", "loop", "--quick", *options, "--out", str(out), cwd=tmp_path, timeout=240)
+    assert done.code == 0, done.text
+    document = json.loads(out.read_text())
+    (gate,) = document["gate"]["checks"]
+    assert document["gate"]["passed"] and "DDP" in gate["name"] and "2 losses" in gate["detail"]
+    ratio = next(row for row in document["ratios"] if row["name"] == "plain DDP / ours, 2 worker(s)")
+    values = document["values"]["2 worker(s)"]
+    ours, theirs = (document["arms"][f"{name}, 2 worker(s)"]["values"] for name in ("ours", "plain DDP"))
+    assert ratio["goal"]["at_least"] == 0.98
+    assert ratio["values"] == [a / b for a, b in zip(theirs, ours, strict=True)]
+    assert values["threads"] == 1 and set(values["samples_per_s"]) == set(values["losses"])
+    assert values["samples_per_s"]["ours"] == pytest.approx(4 / (sum(ours) / 2))
+    assert len(values["losses"]["ours"]) == 4 and values["cpu_s_per_step"]["ours"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_three_arms_run_in_turn_and_train_alike(tmp_path: Path) -> None:
+    out = tmp_path / "overlap.json"
+    assert bench_verb("overlap", [], out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    assert document["gate"]["passed"] and len(document["gate"]["checks"]) == 2
+    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == dict.fromkeys(
+        ("after", "during", "undivided"), 3
+    )
+    values = document["values"]
+    assert values["buckets"] > 2 and values["waited_s"].keys() == document["arms"].keys()
+    rounds = values["auto"]["rounds"]
+    assert len(rounds["after"]) == len(rounds["during"]) >= 1 and isinstance(values["auto"]["value"], bool)
+    assert [ratio["name"] for ratio in document["ratios"]] == ["after / during", "undivided / after"]
+    assert {claim["verdict"] for claim in document["claims"]} == {"not measurable here"}
+
+
+def test_one_bucket_shows_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "overlap.json"
+    assert bench_verb("overlap", ["bucket_mb=64"], out=str(out), quick=True, as_json=False) == 1
+    document = json.loads(out.read_text())
+    assert not document["gate"]["passed"] and document["ratios"] == []
+
+
+@pytest.mark.timeout(240)
+def test_both_arms_run_in_turn_and_the_slow_worker_takes_fewer_rows(tmp_path: Path) -> None:
+    out = tmp_path / "unequal.json"
+    keys = ["slowness=12"]  # so unequal that no noise hides it
+    assert bench_verb("unequal", keys, out=str(out), quick=True, as_json=False) == 0
+    document = json.loads(out.read_text())
+    assert document["gate"]["passed"] and len(document["gate"]["checks"]) == 2
+    assert {name: len(arm["values"]) for name, arm in document["arms"].items()} == {
+        "equal shares": 3, "measured shares": 3
+    }  # fmt: skip
+    values = document["values"]
+    assert sum(values["rows"]) == 12 and values["rows"][0] > values["rows"][1]
+    assert values["pass_s"][1] > values["pass_s"][0] > 0 and values["probe_s"] > 0
+    assert document["ratios"][0]["goal"]["at_least"] == 1.35
+    assert document["claims"][0]["verdict"] == "not measurable here"

@@ -1,0 +1,194 @@
+"""Benches of steps and their memory, run with small sizes in this process: what their documents hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.bench.harness.command import bench_verb
+
+
+def run_small(folder: Path, name: str, *keys: str) -> dict[str, Any]:
+    """The document of a bench that ran small in this process; torch is left as it was."""
+    out = folder / f"{name}.json"
+    threads = torch.get_num_threads()
+    code = bench_verb(name, [*keys, "threads=1"], out=str(out), quick=True, as_json=False)
+    assert torch.get_num_threads() == threads
+    document = json.loads(out.read_text())
+    assert code == 0 and document["gate"]["passed"], document["gate"]
+    check_consistent(document)
+    return document
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`bench(name, *keys)` runs it small and returns the document."""
+    return partial(run_small, tmp_path)
+
+
+def check_consistent(document: dict[str, Any]) -> None:
+    """Every ratio follows from the raw values beside it, and every interval holds its median."""
+    assert document["quick"] and document["arms"] and document["ratios"]
+    for arm in document["arms"].values():
+        assert len(arm["values"]) == document["settings"]["blocks"]
+        assert all(value > 0 for value in arm["values"]) and arm["low"] <= arm["median"] <= arm["high"]
+    for ratio in document["ratios"]:
+        assert len(ratio["values"]) == document["settings"]["blocks"]
+        assert min(ratio["values"]) <= ratio["low"] <= ratio["median"] <= ratio["high"] <= max(ratio["values"])
+        excludes = ratio["low"] > 1 or ratio["high"] < 1
+        assert excludes == (ratio["verdict"] != "no difference shown")
+    assert all(claim["verdict"] == "not measurable here" for claim in document["claims"])
+
+
+@pytest.mark.covers("PERF-26", "PERF-27", "TEST-05")
+def test_precision_compares_full_steps_and_the_bytes_kept_for_backward(bench: Callable[..., Any]) -> None:
+    document = bench("precision")
+    models = document["values"]["models"]
+    assert set(models) == {"mlp 16", "mlp 32", "gpt"}
+    names = [ratio["name"] for ratio in document["ratios"]]
+    assert {f"{model}: fp32 / {half}" for model in models for half in ("bf16", "fp16")} <= set(names)
+    (pair,) = [ratio for ratio in document["ratios"] if ratio["name"] == "mlp 16: fp32 / bf16"]
+    fp32, bf16 = (document["arms"][f"mlp 16, {kind}"]["values"] for kind in ("fp32", "bf16"))
+    assert pair["values"] == [a / b for a, b in zip(fp32, bf16, strict=True)] and 0 < pair["share"] <= 1
+    checks = [check["name"] for check in document["gate"]["checks"]]
+    assert "mlp 32: ours equals plain bf16" in checks and "mlp 32: ours equals plain fp32" in checks
+    (gain,) = [ratio for ratio in document["ratios"] if "the plain loop's own gain" in ratio["name"]]
+    assert gain["goal"] == {"at_least": 0.9, "at_most": None}
+    for row in models.values():
+        assert row["auto"]["value"] in ("fp32", "bf16") and row["auto"]["reason"]
+        kept = row["saved_for_backward"]
+        assert kept["bf16"]["per_row"] < 0.8 * kept["fp32"]["per_row"], "half the bytes, but for what stays fp32"
+        assert kept["fp32"]["total"] > kept["fp32"]["per_row"]
+    assert document["values"]["matrix_units"] in ("AMX", "AVX512-bf16", "neither")
+    even = document["values"]["break_even_width"]
+    assert even is None or 16 <= even <= 32
+
+
+@pytest.mark.covers("MEM-13", "PERF-06")
+def test_bf16_keeps_at_best_half_the_bytes_for_backward_and_the_ratio_is_reported(bench: Callable[..., Any]) -> None:
+    document = bench("precision", "widths=[32]", "blocks=1")
+    ratios = document["values"]["saved_bytes_ratio"]
+    for model, row in document["values"]["models"].items():
+        kept = row["saved_for_backward"]
+        assert ratios["per_row"][model] == kept["bf16"]["per_row"] / kept["fp32"]["per_row"]
+        assert 0.5 <= ratios["per_row"][model] < 0.8, "the promised half is a bound: what stays fp32 keeps its size"
+    assert sum("fewer bytes of activations" in claim["effect"] for claim in document["claims"]) == 2
+
+
+def test_errors_for_want_of_memory_are_priced_against_the_same_steps_without(bench: Callable[..., Any]) -> None:
+    document = bench("oom")
+    values, (ratio,) = document["values"], document["ratios"]
+    steps = [error["step"] for error in values["errors"]]
+    assert len(steps) == 3 == len(set(steps)) and ratio["goal"] == {"at_least": None, "at_most": 2.5}
+    assert ratio["values"][0] == values["seconds"]["errors"][steps[0] - 1] / values["seconds"]["clean"][steps[0] - 1]
+    assert 1 in values["micro_batch_sizes"] and 2 in values["micro_batch_sizes"], "halved, and grown back"
+    assert [check["name"] for check in document["gate"]["checks"]] == [
+        "each error is one event on record",
+        "weights are those of the undisturbed run",
+        "both ranks hold the same weights",
+    ]
+
+
+def test_checkpoint_stalls_of_both_kinds_and_the_same_bytes(bench: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    document = bench("checkpoint", f"dir={tmp_path / 'disk'}")
+    (name,) = document["values"]["models"]
+    row = document["values"]["models"][name]
+    # weights and two moments in fp32, and a little beside
+    assert 12 * row["parameters"] <= row["checkpoint_bytes"] < 13 * row["parameters"] + 50_000
+    assert row["staged_bytes"] >= 12 * row["parameters"]
+    stalls = {kind: document["arms"][f"{name}, {kind}"]["median"] for kind in ("asynchronous", "synchronous")}
+    assert row["asynchronous_over_synchronous"] == pytest.approx(stalls["asynchronous"] / stalls["synchronous"])
+    (ratio,) = [ratio for ratio in document["ratios"] if "stall" in ratio["name"]]
+    assert ratio["goal"]["at_most"] == 0.25 and ratio["met"] == (ratio["median"] <= 0.25)
+    assert all(seconds > 0 for kind in row["write_s"].values() for seconds in kind)
+    assert 0 < row["share_of_budget"] <= 1 and row["interval_steps"] >= 1
+    assert not list((tmp_path / "disk").iterdir()), "a bench leaves no checkpoint behind"
+
+
+@pytest.mark.covers("PERF-07", "MEM-12", "TEST-04")
+def test_accumulation_lowers_the_peak_of_the_same_step(bench: Callable[..., Any]) -> None:
+    """Above a floor that holds torch and its libraries' workspaces; beside it blocks computed again, and bf16."""
+    document = bench("memory", "rows=16", "accumulation=4")
+    (small, large, again, half) = document["values"]["processes"]
+    assert (again, half) == ("blocks computed again", "bf16")
+    (ratio, recomputed, _) = document["ratios"]
+    assert recomputed["median"] < 0.95 and document["values"]["processes"][again][0]["losses"] == pytest.approx(
+        document["values"]["processes"][large][0]["losses"], rel=1e-6
+    )
+    assert document["arms"][small]["unit"] == "bytes"
+    # the logits and activations of a quarter of the rows; a third leaves room for what does not scale
+    assert ratio["median"] < 0.5
+    one, four = document["values"]["processes"][large][0], document["values"]["processes"][small][0]
+    assert one["micro_batches"] == 1 and four["micro_batches"] == 4
+    assert one["micro_batches"] * 16 == four["micro_batches"] * 4 == 16, "the effective batch is the same"
+    assert four["peak"] > four["floor"] and one["peak"] > one["floor"]
+    assert four["losses"] == pytest.approx(one["losses"], rel=1e-6) and math.isfinite(sum(four["losses"]))
+
+
+BUILT, KEPT, NO_MASK = "written out, mask built", "written out, mask kept", "fused, no mask"
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One quick run of bench `attention`."""
+    return run_small(tmp_path_factory.mktemp("attention"), "attention")
+
+
+@pytest.mark.covers("ATTN-07", "FUT-09")
+def test_fused_attention_takes_memory_by_length_and_written_out_by_its_square(attention: dict[str, Any]) -> None:
+    bytes_of = attention["values"]["peak_bytes"]
+    assert bytes_of[NO_MASK]["shape"] == "linear" and bytes_of[BUILT]["shape"] == "quadratic"
+    assert bytes_of[NO_MASK]["r2"]["linear"] > 0.999 < bytes_of[BUILT]["r2"]["quadratic"]
+    assert bytes_of[BUILT]["bytes"][-1] > 8 * bytes_of[NO_MASK]["bytes"][-1]
+
+
+@pytest.mark.covers("TEST-03", "PERF-24")
+def test_masks_are_timed_built_kept_and_not_made(attention: dict[str, Any]) -> None:
+    document = attention
+    assert {BUILT, KEPT, NO_MASK, "sliding window"} <= set(document["arms"])
+    names = [ratio["name"] for ratio in document["ratios"]]
+    assert f"{BUILT} / {KEPT}" in names and f"{BUILT} / {NO_MASK}" in names
+    cache = document["values"]["mask_cache"]
+    assert cache["entries"] == 1 == cache["misses"] and cache["hits"] > 1 and cache["bytes"] == 32 * 32
+    assert any("masks saves at least 5%" in claim["effect"] for claim in document["claims"])
+
+
+@pytest.mark.covers("TEST-02", "PERF-29")
+def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilers_seconds_apart(bench: Callable[..., Any]) -> None:
+    document = bench("compile")
+    assert set(document["arms"]) == {"eager", "default", "defaults", "optim.fused false", "reference"}
+    status = document["values"]["default"]
+    assert status["achieved"] == "1 of 1 parts" and status["seconds"] > 0 and status["graph_breaks"] == 0
+    assert status["pays_from_step"] is None or status["pays_from_step"] >= 1
+    ratio, *others = document["ratios"]
+    assert [other["name"] for other in others] == [
+        "reference / every default", "optimizer without / with fused kernels",
+    ]  # fmt: skip
+    pairs = zip(document["arms"]["eager"]["values"], document["arms"]["default"]["values"], strict=True)
+    assert ratio["values"] == [a / b for a, b in pairs]
+
+
+def test_the_search_is_held_against_the_grid_and_against_doubling(bench: Callable[..., Any]) -> None:
+    document = bench("tune")
+    sizes = [1, 2, 4, 8, 16]
+    for name in ("gpt 32", "gpt 16"):
+        row = document["values"][name]
+        assert sorted(row["grid_rows_per_s"]) == sorted(f"{p} x {size}" for p in ("fp32", "bf16") for size in sizes)
+        assert row["grid_best"] == max(row["grid_rows_per_s"], key=row["grid_rows_per_s"].get)
+        for one in row["searches"]:
+            assert one["decision"]["complete"] and max(one["decision"]["steps"].values()) <= 25
+            assert len({str(m["candidate"]) for m in one["measurements"]}) <= 12
+    (ceiling,) = document["values"]["ceilings"]
+    assert ceiling["fits"] == 2 and ceiling["chosen"] <= 2 and ceiling["measured_peak"] <= ceiling["budget"]
+    goals = {ratio["name"].partition(": ")[2]: ratio["goal"] for ratio in document["ratios"]}
+    assert goals["time of the search / of the grid"]["at_most"] == 0.25
+    assert goals["time of the search in fp32 / of doubling"]["at_most"] == 0.4
+    assert goals["throughput at the choice / at the grid's best"]["at_least"] == 0.95
