@@ -17,11 +17,8 @@ import ray.exceptions
 import ray.train
 from ray import cloudpickle
 
-from raytrain.autotune.startup.confirm import confirm_found
-from raytrain.autotune.startup.micro_batch import resolve_micro_batch
-from raytrain.autotune.startup.overlap import resolve_overlap
-from raytrain.autotune.startup.precision import resolve_inflight, resolve_precision
-from raytrain.autotune.startup.shares import resolve_shares
+from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.sources.open import Source, handed_over
@@ -127,14 +124,9 @@ class Worker:
             self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
         )
         session.say = reporter.event
-        precision = resolve_precision(
-            session, self.run_folder, forced=decision.precision, loaded=loaded, reporter=reporter, push=self._push
+        resolve_choices(
+            Calibration(session, self.run_folder, reporter, self._push), forced=decision.precision, loaded=loaded
         )
-        resolve_micro_batch(session, self.run_folder, reporter=reporter, push=self._push)
-        confirm_found(session, self.run_folder, reporter=reporter, push=self._push)
-        resolve_inflight(session, self.run_folder, reporter=reporter, push=self._push)
-        resolve_shares(session, self.run_folder, reporter=reporter)
-        resolve_overlap(session, self.run_folder, reporter=reporter, push=self._push)
         if loaded is not None:
             session.restore(loaded)
         session.state.cursor = begun.cursor or session.state.cursor
@@ -146,7 +138,7 @@ class Worker:
             "attempt",
             from_step=session.state.step,
             workers=self.workers.world_size,
-            precision=precision,
+            precision=session.precision,
             matmul=session.matmul,
             device=str(session.device),
             platform=platform().to_json(),

@@ -15,8 +15,8 @@ from experts.exchange.host import HostServer
 from experts.layer import MoELayer
 from experts.member.shard import ExpertShard
 from raytrain.autotune.probe.precision import compare_precisions
-from raytrain.autotune.startup.micro_batch import resolve_micro_batch
-from raytrain.autotune.startup.record import read_measured
+from raytrain.autotune.startup.choice import Calibration, read_measured
+from raytrain.autotune.startup.micro_batch import MicroBatchChoice
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
@@ -146,7 +146,7 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
         session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
         # a folder of its own, as if nobody saw the others'
         run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
-        resolve_micro_batch(session, run, reporter=reporter, push=lambda _status: None)
+        MicroBatchChoice(Calibration(session, run, reporter, lambda _status: None)).resolve()
         indices = session.loader.window(session.state.cursor).indices
         precisions = compare_precisions(
             session.trainable, session.loader.one(indices[:6]), candidates=["fp64"], gradients=session.step.gradients,

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from unequal import everything
 
 import raytrain.train.parallel.reduction
-from raytrain.autotune.startup.overlap import resolve_overlap
+from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune.startup.overlap import OverlapChoice
 from raytrain.errors import CollectiveFailed
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.shares import Shares
@@ -189,21 +190,21 @@ def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
     before = everything(session)
     overlapped = sums(session).overlaps
     reporter = Rows()
-    resolve_overlap(session, run, reporter=reporter, push=said.append)
+    OverlapChoice(Calibration(session, run, reporter, said.append)).resolve()
     untouched = before == everything(session)
     plan = session.job.plan.overlap
     assert isinstance(plan, Resolved)
     value, reason = sums(session).overlaps, plan.reason
     again = session_of(True)
     defer(again)
-    resolve_overlap(again, run, reporter=reporter, push=said.append)
+    OverlapChoice(Calibration(again, run, reporter, said.append)).resolve()
     session.workers.all_reduce_ints([0])
     if rank == 0:
         run.write_json(run.memory_probe, {"overlap": {"value": True, "reason": "given"}})
     session.workers.all_reduce_ints([0])
     other = session_of(False)
     defer(other)
-    resolve_overlap(other, run, reporter=reporter, push=said.append)
+    OverlapChoice(Calibration(other, run, reporter, said.append)).resolve()
     told = {"other": (sums(other).overlaps, other.job.planned("overlap"))}
     other.prepare("fp64")
     assert sums(other).overlaps, "a session prepared anew, as after a roll-back, keeps it"
@@ -219,7 +220,7 @@ def refused(folder: str, rank: int, **sections: Any) -> str:
     os.makedirs(folder, exist_ok=True)
     session = session_of(True, **sections)
     defer(session)
-    resolve_overlap(session, RunFolder(folder), reporter=Rows(), push=_unheard)
+    OverlapChoice(Calibration(session, RunFolder(folder), Rows(), _unheard)).resolve()
     assert not sums(session).overlaps
     plan = session.job.plan.overlap
     assert isinstance(plan, Resolved)

@@ -12,10 +12,10 @@ from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, tr
 from cluster.telemetry.process import process_memory, reset_peak
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate
-from raytrain.autotune.startup import precision as settled
-from raytrain.autotune.startup.confirm import confirm_found, signature_of
-from raytrain.autotune.startup.micro_batch import memory_budget, resolve_micro_batch
-from raytrain.autotune.startup.record import read_measured
+from raytrain.autotune.startup import precision as startup_precision
+from raytrain.autotune.startup.choice import Calibration, read_measured
+from raytrain.autotune.startup.confirm import FoundConfirmation, signature_of
+from raytrain.autotune.startup.micro_batch import MicroBatchChoice, memory_budget
 from raytrain.config.sections import TuneFound
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
@@ -63,9 +63,9 @@ def under_a_budget(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
     memory.memory_bytes = lambda: (room, room - process_memory().rss)  # in this process, which is the test's own
     session = wide(steps=50)
     reporter = Rows()
-    resolve_micro_batch(session, run, reporter=reporter, push=silent)
+    MicroBatchChoice(Calibration(session, run, reporter, silent)).resolve()
     again = wide()
-    resolve_micro_batch(again, run, reporter=(later := Rows()), push=silent)
+    MicroBatchChoice(Calibration(again, run, later := Rows(), silent)).resolve()
     reset_peak()
     train(session)
     return {
@@ -90,18 +90,19 @@ def precision_and_rows(rank: int, world_size: int, run_path: str) -> dict[str, A
     session = wide(limit=((peaks[16][1] or 0) + (peaks[32][1] or 0)) // 2)
     deferred = Deferred("measured", ("fp32", "bf16"), "a test")
     session.job = replace(session.job, plan=replace(session.job.plan, precision=deferred))
-    compare, rows = settled.compare_precisions, []
+    compare, rows = startup_precision.compare_precisions, []
 
     def seen(*arguments: Any, **named: Any) -> Any:
         rows.append(session.loader.micro_batch)
         return compare(*arguments, **named)
 
-    settled.compare_precisions = seen  # in this process, which is the test's own
+    startup_precision.compare_precisions = seen  # in this process, which is the test's own
     run, reporter = RunFolder(run_path), Rows()
-    chosen = settled.resolve_precision(session, run, forced=None, loaded=None, reporter=reporter, push=silent)
-    resolve_micro_batch(session, run, reporter=reporter, push=silent)
+    calibration = Calibration(session, run, reporter, silent)
+    startup_precision.PrecisionChoice(calibration, forced=None, loaded=None).resolve()
+    MicroBatchChoice(calibration).resolve()
     return {
-        "rows": rows, "chosen": chosen, "micro_batch": session.loader.micro_batch,
+        "rows": rows, "chosen": session.precision, "micro_batch": session.loader.micro_batch,
         "record": read_measured(run)["micro_batch"], "decisions": [row["what"] for row in reporter.events],
     }  # fmt: skip
 
@@ -115,7 +116,7 @@ def under_an_address_space_limit(rank: int, world_size: int, run_path: str) -> d
     growth = (peaks[16][1] or 0) - (peaks[1][1] or 0)
     address_space_limit(mapped + int(1.5 * growth))
     limited = by_brute_force(session, None)
-    resolve_micro_batch(session, RunFolder(run_path), reporter=Rows(), push=silent)
+    MicroBatchChoice(Calibration(session, RunFolder(run_path), Rows(), silent)).resolve()
     return {
         "fits": [size for size, (outcome, _) in limited.items() if outcome == "ok"],
         "outcomes": {outcome for outcome, _ in limited.values()},
@@ -182,16 +183,16 @@ def confirming(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
         if name == "too large":  # a plan would refuse so little
             one.job = replace(one.job, cluster=one.job.cluster.model_copy(update={"memory_limit": 1000}))
         try:
-            confirm_found(one, run, reporter=reporter, push=silent)
+            FoundConfirmation(Calibration(one, run, reporter, silent)).resolve()
         except Exception as error:
             told[name] = {"error": f"{type(error).__name__}: {error}"}
             continue
-        confirm_found(one, run, reporter=reporter, push=silent)  # a restarted attempt takes it as it is
+        FoundConfirmation(Calibration(one, run, reporter, silent)).resolve()  # as a restarted attempt would
         told[name] = {"events": reporter.events, "record": read_measured(run)["found"]}
         after = small()
         after.job = with_micro_batch(replace(after.job, found=case), Resolved(4, "half, after an out-of-memory"))
         after.prepare("fp32")
-        confirm_found(after, run, reporter=reporter, push=silent)
+        FoundConfirmation(Calibration(after, run, reporter, silent)).resolve()
         told[name]["after an out-of-memory"] = after.loader.micro_batch
     assert isinstance(session.job.plan.micro_batch_size, Resolved)
     return told

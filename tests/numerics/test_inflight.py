@@ -14,10 +14,11 @@ from flights import Sections, lose_a_host, measured, one_at_a_time, ordered, sce
 from gang import run_gang
 from lab import DeviceReads, Rows, train
 
-import raytrain.autotune.startup.precision
+import raytrain.autotune.startup.inflight
 from experts.exchange.call import Call
 from experts.transport.protocol import Op
-from raytrain.autotune.startup.precision import resolve_inflight
+from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune.startup.inflight import InflightChoice
 from raytrain.errors import StateLost
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
@@ -157,15 +158,15 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     session = session_of(scene(1, "colocated", steps=2), 0)
     plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
     session.job = job = replace(session.job, plan=plan)
-    resolve_inflight(session, run, reporter=reporter, push=said.append)
+    InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     (event,) = reporter.events
     written = run.read_json(run.memory_probe)["inflight"]
     assert (event["kind"], event["what"], event["value"]) == ("decision", "inflight", session.step.inflight)
     assert written["value"] == session.step.inflight == session.job.planned("inflight") and len(said) == 1
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
     session.job = job
-    monkeypatch.setattr(raytrain.autotune.startup.precision, "measure_inflight", None)
-    resolve_inflight(session, run, reporter=reporter, push=said.append)
+    monkeypatch.setattr(raytrain.autotune.startup.inflight, "measure_inflight", None)
+    InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
     assert session.step.inflight == 2, "a session prepared anew, as after a rewind, keeps it"
@@ -202,15 +203,15 @@ def test_when_a_host_goes_while_two_are_measured_one_worker_writes_that_the_next
 
     with monkeypatch.context() as patch:
         patch.setattr(session.step, "backward", lost)
-        patch.setattr(raytrain.autotune.startup.precision, "shared_record", lambda *_given: None)
+        patch.setattr(Calibration, "recorded", lambda *_given: None)
         patch.setattr(session.workers, "rank", rank)
         with pytest.raises(StateLost):
-            resolve_inflight(session, run, reporter=reporter, push=said.append)
+            InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     assert run.exists(run.memory_probe) == (rank == 0) and len(reporter.events) == int(rank == 0)
     if rank:
         return
-    monkeypatch.setattr(raytrain.autotune.startup.precision, "measure_inflight", None)
-    resolve_inflight(session, run, reporter=reporter, push=said.append)
+    monkeypatch.setattr(raytrain.autotune.startup.inflight, "measure_inflight", None)
+    InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     assert session.step.inflight == session.job.planned("inflight") == 1
     assert "2 in flight failed" in reporter.events[0]["reason"]
     assert "(StateLost: expert host 0 is gone)" in reporter.events[0]["reason"]

@@ -19,9 +19,10 @@ from probes import (
     wide,
 )
 
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate, Measurement
-from raytrain.autotune.startup.precision import resolve_precision
-from raytrain.autotune.startup.record import read_measured
+from raytrain.autotune.startup.choice import Calibration, read_measured
+from raytrain.autotune.startup.precision import PrecisionChoice
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred
 from raytrain.runs.folder import RunFolder
@@ -79,20 +80,21 @@ def test_where_fp32_fits_not_a_row_a_precision_that_does_is_taken_and_told(
     session = wide()
     open_precision = Deferred("measured", ("bf16", "fp32"), "a test")
     session.job = replace(session.job, plan=replace(session.job.plan, precision=open_precision))
-    measure = session.measure
+    measure = StepProbe.measure
 
-    def limited(candidate: Candidate, **named: Any) -> Measurement:
-        one = measure(candidate, **named)
+    def limited(probe: StepProbe, candidate: Candidate, **named: Any) -> Measurement:
+        one = measure(probe, candidate, **named)
         return one if candidate.precision == fits else replace(one, outcome="out_of_memory", reason="above the budget")
 
-    monkeypatch.setattr(session, "measure", limited)
+    monkeypatch.setattr(StepProbe, "measure", limited)
     run, reporter = RunFolder(str(tmp_path)), Rows()
-    orders: dict[str, Any] = {"forced": None, "loaded": None, "reporter": reporter, "push": silent}
+    choice = PrecisionChoice(Calibration(session, run, reporter, silent), forced=None, loaded=None)
     if fits == "nothing":
         with pytest.raises(RunError, match="not even a micro-batch of 1 rows fits"):
-            resolve_precision(session, run, **orders)
+            choice.resolve()
         return
-    assert resolve_precision(session, run, **orders) == "bf16" == session.precision
+    choice.resolve()
+    assert session.precision == "bf16"
     (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
     assert "in fp32 not even a micro-batch of 1 rows fits" in told and "could not be held against it" in told
     assert read_measured(run)["precision"]["value"] == "bf16" and read_measured(run)["micro_batch"]["value"] >= 1

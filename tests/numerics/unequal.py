@@ -8,7 +8,8 @@ from typing import Any
 from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
 from torch import nn
 
-from raytrain.autotune.startup import shares as settled_shares
+from raytrain.autotune.startup import shares as startup_shares
+from raytrain.autotune.startup.choice import Calibration
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.plan.choice import Resolved
@@ -95,11 +96,11 @@ def measured(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         _slow_down(session)
     before = everything(session)
     reporter = Rows()
-    settled_shares.resolve_shares(session, run, reporter=reporter)
+    startup_shares.SharesChoice(Calibration(session, run, reporter, _no_driver)).resolve()
     after = everything(session)
     again = session_of(precision="fp32", steps=4, shares=None, run=run)
-    settled_shares.measure_shares = _not_again
-    settled_shares.resolve_shares(again, run, reporter=reporter)
+    startup_shares.measure_shares = _not_again
+    startup_shares.SharesChoice(Calibration(again, run, reporter, _no_driver)).resolve()
     batches = session.loader.batches
     shares = batches.shares
     spans = [] if shares is None else shares.spans(batches.global_batch, micro_batch=batches.micro_batch)
@@ -129,6 +130,10 @@ def _slow_down(session: Session) -> None:
         return inner(module, batch)
 
     session.trainable.loss = loss
+
+
+def _no_driver(status: dict[str, Any]) -> None:
+    """No driver listens."""
 
 
 def _not_again(session: Session, sizes: list[int]) -> Any:

@@ -30,7 +30,7 @@ FIRST = 1 / 8
 
 
 @dataclass(frozen=True)
-class Next:
+class NextSize:
     """A size to measure, and what the line predicts for it; None where there is no line yet."""
 
     rows: int
@@ -42,7 +42,7 @@ def micro_batch_sizes(global_batch: int, workers: int) -> tuple[int, ...]:
     return tuple(sorted({*sizes_dividing(global_batch, workers), math.ceil(global_batch / workers)}))
 
 
-def next_reading(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Next | None:
+def next_reading(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> NextSize | None:
     """What to measure next; None where `choose_micro_batch` has its answer.
 
     Begins with a small size, goes where the line through all that fitted predicts that the budget allows, and ends at
@@ -56,12 +56,12 @@ def next_reading(sizes: Sequence[int], measured: Sequence[Measurement], *, budge
         return None
     if not best:
         first = max((size for size in larger if size <= FIRST * min(ceiling, max(sizes))), default=larger[0])
-        return Next(first, None)
+        return NextSize(first, None)
     line = line_of([one for one in measured if one.outcome == "ok"])  # others may lie beyond a kink
     within = max(larger) if budget is None else line.largest(budget, larger)
     if within is None and len(fitted) == 1:
         within = larger[0]  # one size alone predicts too much: what it needs once is charged to its rows
-    return None if within is None else Next(within, line.predict(within))
+    return None if within is None else NextSize(within, line.predict(within))
 
 
 def choose_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> Resolved | None:
@@ -86,8 +86,8 @@ def advice(line: MemoryLine, rows: int) -> dict[str, int]:
     return {str(size): line.predict(size) for size in sorted({max(1, rows // 2), rows, 2 * rows})}
 
 
-def settled_record(
-    chosen: Resolved, tried: Sequence[tuple[Next, Measurement]], *, budget: int | None, settings: dict[str, Any]
+def micro_batch_record(
+    chosen: Resolved, tried: Sequence[tuple[NextSize, Measurement]], *, budget: int | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """What `memory_probe.json` keeps: the choice, each size with its predicted and measured peak, and the line."""
     line = line_of([one for _, one in tried])

@@ -11,20 +11,17 @@ import math
 from typing import Any
 
 from cluster.environment import package_version
-from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.micro_batch import micro_batch_sizes
 from raytrain.autotune.search.signature import Signature, make_signature
+from raytrain.autotune.startup.choice import DeferredChoice, Record
 from raytrain.autotune.startup.micro_batch import measure_micro_batch, memory_budget, spare_memory
-from raytrain.autotune.startup.record import Push, shared_record, write_measured
 from raytrain.config.sections import TuneFound
 from raytrain.data.rows.longest import longest_row
 from raytrain.plan.choice import Resolved
 from raytrain.plan.text import size_text
-from raytrain.runs.folder import RunFolder
 from raytrain.train.device import device_bytes, device_name
 from raytrain.train.session import Session
-from raytrain.train.state import Reporter
 
 VERSIONS = ("raytrain", "torch")
 #: A difference up to this part of a found figure is noise.
@@ -54,50 +51,80 @@ def signature_of(session: Session, *, workers: int | None = None) -> Signature:
     )  # fmt: skip
 
 
-def confirm_found(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """Once in a run, before it trains, where the job carries `tune.found`; needs a prepared session with its
-    micro-batch. Changes nothing that it measures.
+class FoundConfirmation(DeferredChoice):
+    """Once in a run, before it trains: what a search found (`tune.found`), measured again in the real group of workers.
+    Needs a prepared session with its micro-batch.
 
     Raises:
-        RunError: the signature is another, and not even one row fits now.
+        RunError: the signature differs, and not even one row fits now.
     """
-    found = session.job.found
-    if found is None or session.job.planned("strategy") == "fsdp":  # which measures nothing
-        return
-    if (known := shared_record(session, run, "found")) is not None:  # by an earlier attempt of this run
-        planned = session.job.plan.micro_batch_size  # a restart after an out-of-memory takes less than what was known
-        if planned.value_or(math.inf) > known["value"]:
-            session.use_micro_batch(Resolved(known["value"], known["reason"]))
-        again = known.get("micro_batch", known)
-        spare_memory(session, peak=again["peak_bytes"], budget=again["budget_bytes"])
-        return
-    push({"phase": "confirming what the search found"})
-    own = signature_of(session).to_json() if session.workers.rank == 0 else None
-    now = Signature(**session.workers.broadcast_object(own))
-    micro = int(session.job.planned("micro_batch_size"))
-    if (reason := _other(found, now, micro=micro, precision=session.precision or "")) is not None:
-        chosen, record = _measured_anew(session, micro)
-        record = {"confirmed": False, "reason": reason, "micro_batch": record}
-        text = f"{reason}; its micro-batch was measured anew: {chosen.reason}"
-        _write(session, run, record, reporter, value=chosen.value, reason=text)
-        return
-    budget = memory_budget(session)
-    measured = StepProbe(session).measure(
-        Candidate(found.precision, micro), budget=budget, passes=PASSES, with_memory=True
-    )
-    rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world_size)
-    step_s = measured.step_s(rows) if measured.pass_s else None
-    off = differences(found, step_s=step_s, peak_bytes=measured.peak_bytes)
-    off += [measured.reason] if measured.outcome in ("error", "nonfinite") else []
-    figures = {"step_s": step_s, "peak_bytes": measured.peak_bytes, "budget_bytes": budget}
-    record = {"confirmed": not off, **figures, "was": found.model_dump()}
-    text = "; ".join(off) or "step time and peak memory are within a tenth of what the search found"
-    spare_memory(session, peak=measured.peak_bytes, budget=budget)
-    if measured.outcome == "out_of_memory":
-        chosen, again = _measured_anew(session, micro, known=measured)
-        record["micro_batch"], record["confirmed"] = again, False
-        text, micro = f"it does not fit the real group ({measured.reason}): {chosen.reason}", chosen.value
-    _write(session, run, record, reporter, value=micro, reason=text)
+
+    name = "found"
+    event = "tune.found"
+
+    def applies(self) -> bool:
+        """Where the job carries it; under fsdp nothing is measured."""
+        return self.session.job.found is not None and self.session.job.planned("strategy") != "fsdp"
+
+    def apply(self, record: Record) -> None:
+        """Use the micro-batch that an earlier attempt had to reduce; a restart after an out-of-memory may use less."""
+        planned = self.session.job.plan.micro_batch_size
+        if planned.value_or(math.inf) > record["value"]:
+            self.session.use_micro_batch(Resolved(record["value"], record["reason"]))
+        measured = record.get("micro_batch", record)
+        spare_memory(self.session, peak=measured["peak_bytes"], budget=measured["budget_bytes"])
+
+    def measure(self, settings: Any) -> Record:
+        """Compare signatures, then step time and peak memory."""
+        session, found = self.session, self.session.job.found
+        assert found is not None, "see `applies`"
+        self.calibration.report_progress({"phase": "confirming what the search found"})
+        own = signature_of(session).to_json() if session.workers.rank == 0 else None
+        now = Signature(**session.workers.broadcast_object(own))
+        micro = int(session.job.planned("micro_batch_size"))
+        if (reason := _other(found, now, micro=micro, precision=session.precision or "")) is not None:
+            chosen, measured = self._micro_batch_again(micro)
+            reason_now = f"{reason}; its micro-batch was measured anew: {chosen.reason}"
+            record = {"value": chosen.value, "reason": reason_now, "confirmed": False, "micro_batch": measured}
+        else:
+            record = self._compared(found, micro)
+        if session.workers.rank == 0:
+            print_difference(record)
+        return record
+
+    def _compared(self, found: TuneFound, micro: int) -> Record:
+        session = self.session
+        budget = memory_budget(session)
+        candidate = Candidate(found.precision, micro)
+        measured = self.calibration.probe.measure(candidate, budget=budget, passes=PASSES, with_memory=True)
+        rows = -(-int(session.job.planned("global_batch_size")) // session.workers.world_size)
+        step_s = measured.step_s(rows) if measured.pass_s else None
+        off = differences(found, step_s=step_s, peak_bytes=measured.peak_bytes)
+        off += [measured.reason] if measured.outcome in ("error", "nonfinite") else []
+        reason = "; ".join(off) or "step time and peak memory are within a tenth of what the search found"
+        record: Record = {"value": micro, "reason": reason, "confirmed": not off, "step_s": step_s}
+        record |= {"peak_bytes": measured.peak_bytes, "budget_bytes": budget, "was": found.model_dump()}
+        if measured.outcome == "out_of_memory":
+            spare_memory(session, peak=measured.peak_bytes, budget=budget)
+            chosen, again = self._micro_batch_again(micro, known=measured)
+            reason = f"it does not fit the real group ({measured.reason}): {chosen.reason}"
+            record |= {"value": chosen.value, "reason": reason, "confirmed": False, "micro_batch": again}
+        return record
+
+    def _micro_batch_again(self, micro: int, *, known: Measurement | None = None) -> tuple[Resolved, Record]:
+        session = self.session
+        sizes = micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world_size)
+        within = sorted({size for size in sizes if size <= micro} | {micro})
+        tried = () if known is None else (known,)
+        chosen, record = measure_micro_batch(self.calibration.probe, {}, sizes=within, known=tried)
+        session.use_micro_batch(chosen)
+        return chosen, record
+
+
+def print_difference(record: Record) -> None:
+    """Say on the terminal where a run differs from its search."""
+    if not record["confirmed"]:
+        print(f"unlike the search: {record['reason']}")
 
 
 def differences(found: TuneFound, *, step_s: float | None, peak_bytes: int | None) -> list[str]:
@@ -119,24 +146,3 @@ def _other(found: TuneFound, now: Signature, *, micro: int, precision: str) -> s
         return None
     changed = now.differences(found.facts)
     return f"the search was for something else ({'; '.join(changed) or 'another version of its signature'})"
-
-
-def _measured_anew(
-    session: Session, micro: int, *, known: Measurement | None = None
-) -> tuple[Resolved, dict[str, Any]]:
-    sizes = micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world_size)
-    within = sorted({size for size in sizes if size <= micro} | {micro})
-    chosen, record = measure_micro_batch(session, {}, sizes=within, known=() if known is None else (known,))
-    session.use_micro_batch(chosen)
-    spare_memory(session, peak=record["peak_bytes"], budget=record["budget_bytes"])
-    return chosen, record
-
-
-def _write(
-    session: Session, run: RunFolder, record: dict[str, Any], reporter: Reporter, *, value: int, reason: str
-) -> None:
-    if session.workers.rank == 0:
-        write_measured(run, "found", {"value": value, "reason": reason, **record})
-        reporter.event("decision", what="tune.found", value=value, reason=reason)
-        if not record["confirmed"]:
-            print(f"unlike the search: {reason}")

@@ -1,4 +1,4 @@
-"""`precision.fp32_layers: auto` on the real model: measured once, and what follows is used by all."""
+"""`precision.fp32_layers: auto` on the real model: which layers must stay in fp32 under half precision."""
 
 from __future__ import annotations
 
@@ -6,48 +6,54 @@ from collections.abc import Sequence
 
 from raytrain.autotune.probe.layers import MOST_LAYERS, LayerProbe
 from raytrain.autotune.search.layers import LayerChange
-from raytrain.autotune.startup.micro_batch import take_fitting_rows
-from raytrain.autotune.startup.record import Push, shared_record, write_decision
+from raytrain.autotune.startup.choice import Calibration, DeferredChoice, Record, record_of
+from raytrain.autotune.startup.micro_batch import use_fitting_rows
 from raytrain.errors import OutOfMemory
-from raytrain.plan.choice import Deferred, Resolved
-from raytrain.runs.folder import RunFolder
+from raytrain.plan.choice import Resolved
 from raytrain.train.precision.layers import layers_of
 from raytrain.train.precision.policy import policy_for
 from raytrain.train.session import Session
-from raytrain.train.state import Reporter
 
 
-def resolve_layers(
-    session: Session, run: RunFolder, *, precisions: Sequence[str], reporter: Reporter, push: Push
-) -> None:
-    """Layers that stay in fp32, where the plan leaves it open; needs a prepared session. Collective.
+class LayersChoice(DeferredChoice):
+    """Layers that stay in fp32; needs a prepared session.
 
     Args:
-        precisions: in which the rest will or may compute; the first half precision counts.
+        precisions: in which the other layers compute or may compute; the first half precision counts.
     """
-    if not isinstance(session.job.plan.fp32_layers, Deferred):
-        return
-    half = next((name for name in precisions if policy_for(name).autocast_dtype is not None), None)
-    if half is None:
-        session.apply_choices(fp32_layers=Resolved([], "nothing computes in half precision"))
-        return
-    known = shared_record(session, run, "fp32_layers")
-    if known is not None and known["trials"]["precision"] == half:
-        session.apply_choices(fp32_layers=Resolved(known["value"], known["reason"]))
-        return
-    # not before it is known that they are measured: what stands in the record is of the layers that were found
-    take_fitting_rows(session, run, reporter=reporter, push=push)
-    chosen, changes = measure_layers(session, half)
-    session.apply_choices(fp32_layers=chosen)
-    trials = {"precision": half, "layers": [change.to_json() for change in changes]}
-    if session.workers.rank == 0:
-        write_decision(run, "fp32_layers", chosen, trials, reporter)
+
+    name = "fp32_layers"
+
+    def __init__(self, calibration: Calibration, *, precisions: Sequence[str]) -> None:
+        super().__init__(calibration)
+        self._half = next((name for name in precisions if policy_for(name).autocast_dtype is not None), None)
+
+    def resolve(self) -> None:
+        """See `DeferredChoice.resolve`; no layer, if nothing computes in half precision."""
+        if self._half is not None:
+            super().resolve()
+        elif self.applies():
+            self.session.apply_choices(fp32_layers=Resolved([], "nothing computes in half precision"))
+
+    def settings(self) -> str | None:
+        """The half precision."""
+        return self._half
+
+    def settings_of(self, known: Record) -> str:
+        """The half precision that was measured."""
+        return known["trials"]["precision"]
+
+    def measure(self, settings: str) -> Record:
+        """See `measure_layers`."""
+        use_fitting_rows(self.calibration)  # not earlier: a recorded micro-batch may be of the layers found here
+        chosen, changes = measure_layers(self.session, settings)
+        return record_of(chosen, {"precision": settings, "layers": [change.to_json() for change in changes]})
 
 
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:
-    """Which layers must stay in fp32 under this half precision, from the first micro-batch of the window, the same on
-    every worker, or from a half of it as often as it takes until fp32, in which they are held against each other, has
-    room; changes nothing it measures. Collective."""
+    """Which layers must stay in fp32 under this half precision, measured on the first micro-batch of the global batch,
+    the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
+    measures. Collective."""
     indices, _ = session.loader.window(session.state.cursor)
     trainable = session.trainable
     blocks = trainable.blocks if isinstance(trainable.blocks, str) else None

@@ -1,7 +1,4 @@
-"""`loop.micro_batch_size: auto` where the plan leaves it to memory: settled once by the workers, all alike.
-
-A restarted or resumed attempt takes what was measured first, as `memory_probe.json` has it.
-"""
+"""`loop.micro_batch_size: auto` on the real model, where memory decides: the largest size that fits."""
 
 from __future__ import annotations
 
@@ -12,23 +9,21 @@ from typing import Any
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.micro_batch import (
-    Next,
+    NextSize,
     choose_micro_batch,
+    micro_batch_record,
     micro_batch_sizes,
     next_reading,
-    settled_record,
 )
-from raytrain.autotune.startup.record import Push, shared_record, write_measured
+from raytrain.autotune.startup.choice import Calibration, DeferredChoice, Record
 from raytrain.errors import RunError
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.plan.rules.memory import DOUBTFUL, TINY_PARAMETERS
 from raytrain.plan.shares import SPLITS
 from raytrain.plan.text import size_text
-from raytrain.runs.folder import RunFolder
 from raytrain.train.memory.allocator import give_back_freed_memory
 from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
-from raytrain.train.state import Reporter
 from raytrain.trainable import parameters_of
 
 
@@ -36,54 +31,65 @@ class NothingFits(RunError):
     """Not even the smallest micro-batch fits into memory in this precision."""
 
 
-def resolve_micro_batch(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """`loop.micro_batch_size: auto` where the plan leaves it to memory; needs a prepared session.
-
-    What was measured for the same batch, workers, precision and layers in fp32 is taken again. A model of which the
-    plan knew nothing, and which turns out to be tiny, is not measured.
+class MicroBatchChoice(DeferredChoice):
+    """Rows of a micro-batch; needs a prepared session. A tiny model of unknown size, on a CPU without a memory limit,
+    is not measured.
 
     Raises:
-        RunError: not even one row fits.
+        NothingFits: not even one row.
     """
-    if isinstance(session.job.plan.micro_batch_size, Deferred):
-        found = _measured_once(session, run, reporter=reporter, push=push)
-        session.use_micro_batch(Resolved(found["value"], found["reason"]))
-        spare_memory(session, peak=found["peak_bytes"], budget=found["budget_bytes"])
 
+    name = "micro_batch"
 
-def take_fitting_rows(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """For what is measured before the micro-batch is settled: until then the feed has the largest, which may be more
-    than there is memory for. Measured in the precision that the session stands in.
+    def applies(self) -> bool:
+        """Where the plan leaves it to memory."""
+        return isinstance(self.session.job.plan.micro_batch_size, Deferred)
 
-    Raises:
-        RunError: not even one row fits.
-    """
-    if isinstance(session.job.plan.micro_batch_size, Deferred):
-        session.loader.micro_batch = _measured_once(session, run, reporter=reporter, push=push)["value"]
+    def settings(self) -> dict[str, Any]:
+        """Batch, workers, precision and layers in fp32."""
+        job = self.session.job
+        return {
+            "global_batch_size": int(job.planned("global_batch_size")), "workers": self.session.workers.world_size,
+            "precision": self.session.precision, "fp32_layers": job.plan.value("fp32_layers", []),
+        }  # fmt: skip
 
+    def settings_of(self, known: Record) -> dict[str, Any]:
+        """The same when it was measured."""
+        return known["settings"]
 
-def _measured_once(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> dict[str, Any]:
-    """The record of the largest micro-batch that fits; of an earlier measurement where that was of the same."""
-    job = session.job
-    total, world_size = int(job.planned("global_batch_size")), session.workers.world_size
-    settings = {
-        "global_batch_size": total, "workers": world_size, "precision": session.precision,
-        "fp32_layers": job.plan.value("fp32_layers", []),
-    }  # fmt: skip
-    known = shared_record(session, run, "micro_batch")
-    if known is not None and known["settings"] == settings:
-        return known
-    share = micro_batch_sizes(total, world_size * _parts(session))[-1]
-    unasked = session.device.type == "cpu" and job.plan.model_facts is None and job.cluster.memory_limit is None
-    if unasked and parameters_of(session.trainable.module) < TINY_PARAMETERS:
+    def unmeasured(self) -> Record | None:
+        """A worker's share, for a tiny model."""
+        job = self.session.job
+        unknown = job.plan.model_facts is None and job.cluster.memory_limit is None
+        if self.session.device.type != "cpu" or not unknown:
+            return None
+        if parameters_of(self.session.trainable.module) >= TINY_PARAMETERS:
+            return None
+        share, total = _sizes(self.session)[-1], int(job.planned("global_batch_size"))
         reason = f"one worker's share of {total}: the model has fewer than {TINY_PARAMETERS:,} parameters"
         return {"value": share, "reason": reason, "peak_bytes": None, "budget_bytes": None}
-    push({"phase": "measuring memory"})
-    chosen, record = measure_micro_batch(session, settings)
-    if session.workers.rank == 0:
-        write_measured(run, "micro_batch", record)
-        reporter.event("decision", what="micro_batch", value=chosen.value, reason=chosen.reason)
-    return record
+
+    def measure(self, settings: dict[str, Any]) -> Record:
+        """See `measure_micro_batch`."""
+        self.calibration.report_progress({"phase": "measuring memory"})
+        return measure_micro_batch(self.calibration.probe, settings)[1]
+
+    def apply(self, record: Record) -> None:
+        """Also keeps no freed memory where there is little."""
+        self.session.use_micro_batch(Resolved(record["value"], record["reason"]))
+        spare_memory(self.session, peak=record["peak_bytes"], budget=record["budget_bytes"])
+
+
+def use_fitting_rows(calibration: Calibration) -> None:
+    """Before a measurement that precedes the choice of the micro-batch: until then the loader has the largest size,
+    which may need more memory than there is. Measures in the session's present precision.
+
+    Raises:
+        NothingFits: not even one row.
+    """
+    choice = MicroBatchChoice(calibration)
+    if choice.applies():
+        calibration.session.loader.micro_batch = choice.known_or_measured()["value"]
 
 
 def spare_memory(session: Session, *, peak: int | None, budget: int | None) -> None:
@@ -106,43 +112,43 @@ def memory_budget(session: Session) -> int | None:
 
 
 def measure_micro_batch(
-    session: Session, settings: dict[str, Any], *, sizes: Sequence[int] = (), known: Sequence[Measurement] = ()
-) -> tuple[Resolved, dict[str, Any]]:
-    """The largest micro-batch that fits, and the record of how it was found. Changes nothing it measures.
+    probe: StepProbe, settings: dict[str, Any], *, sizes: Sequence[int] = (), known: Sequence[Measurement] = ()
+) -> tuple[Resolved, Record]:
+    """The largest micro-batch that fits, and the record of how it was found. Changes nothing that it measures.
 
     Args:
         settings: what the answer holds for.
-        sizes: to choose from, ascending; all that share the global batch where there are none.
+        sizes: to choose from, ascending; by default all that divide the global batch.
         known: what has been measured already.
     Raises:
         RunError: not even the smallest micro-batch fits.
     """
+    session = probe.session
     assert session.precision is not None, "measured after `prepare`"
-    shares = session.workers.world_size * _parts(session)
-    sizes = sizes or micro_batch_sizes(int(session.job.planned("global_batch_size")), shares)
+    sizes = sizes or _sizes(session)
     budget = memory_budget(session)
-    probe = StepProbe(session)
-    tried = [(Next(one.candidate.micro_batch_size, None), one) for one in known]
+    tried = [(NextSize(one.candidate.micro_batch_size, None), one) for one in known]
     before = session.step.inflight
     if isinstance(session.job.plan.inflight, Deferred):
-        session.step.inflight = 2  # what keeps more is measured
+        session.step.inflight = 2  # which needs more memory
     try:
         while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
             candidate = Candidate(session.precision, asked.rows)
             found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
-            # a loss that is not finite takes as much memory as any other; the run itself has rules for it
+            # a loss that is not finite needs as much memory as any other; training has its own rules for it
             tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
     finally:
         session.step.inflight = before
     chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
     if chosen is None:
         raise _nothing_fits(tried[-1][1], budget)
-    return chosen, settled_record(chosen, tried, budget=budget, settings=settings)
+    return chosen, micro_batch_record(chosen, tried, budget=budget, settings=settings)
 
 
-def _parts(session: Session) -> int:
-    """Micro-batches of an equal share, where unequal ones are to be measured."""
-    return SPLITS if isinstance(session.job.plan.shares, Deferred) else 1
+def _sizes(session: Session) -> tuple[int, ...]:
+    """All sizes that divide the global batch; smaller ones where shares are still to be measured."""
+    parts = SPLITS if isinstance(session.job.plan.shares, Deferred) else 1
+    return micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world_size * parts)
 
 
 def _nothing_fits(last: Measurement, budget: int | None) -> RunError:

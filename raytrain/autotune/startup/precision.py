@@ -1,90 +1,100 @@
-"""Precision and micro-batches in flight where a plan left them to a measurement: settled once by the workers, all
-alike, and written to `memory_probe.json`. (`settled_memory`, `settled_layers` and `settled_shares` have the others.)
-
-A restarted or resumed attempt takes what was measured first.
-"""
+"""`precision.dtype: auto` on the real model: the precision that the session is prepared in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from raytrain.autotune.probe.precision import compare_inflight, compare_precisions
-from raytrain.autotune.search.precision import choose_inflight, choose_precision
-from raytrain.autotune.startup.layers import resolve_layers
-from raytrain.autotune.startup.micro_batch import NothingFits, take_fitting_rows
-from raytrain.autotune.startup.record import Push, shared_record, write_decision
+from raytrain.autotune.probe.precision import compare_precisions
+from raytrain.autotune.search.precision import choose_precision
+from raytrain.autotune.startup.choice import Calibration, DeferredChoice, Record, record_of
+from raytrain.autotune.startup.layers import LayersChoice
+from raytrain.autotune.startup.micro_batch import NothingFits, use_fitting_rows
 from raytrain.checkpoint.reader import LoadedCheckpoint
-from raytrain.errors import StateLost, first_line
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.faults import fallen_precision
-from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
-from raytrain.train.state import Reporter
-
-MEASURED_PASSES = 4
-"""So many micro-batches of each worker, at most, show what a second one in flight is worth."""
 
 
-def resolve_precision(
-    session: Session, run: RunFolder, *, forced: str | None, loaded: LoadedCheckpoint | None, reporter: Reporter,
-    push: Push,
-) -> str:  # fmt: skip
-    """Prepare the session in the precision in force: a fall-back, else the checkpoint's, else what was measured, else
-    measured now.
+class PrecisionChoice(DeferredChoice):
+    """Prepares the session in the first of these that there is: the precision after a fall-back, the checkpoint's, the
+    plan's, the recorded one, the one measured now. The layers in fp32 are resolved with it.
 
     Args:
-        forced: by the failure rules; None where they say nothing.
+        forced: by the failure rules; None where they demand none.
+        loaded: the checkpoint to resume from.
     """
-    planned = session.job.plan.precision
-    fallen = fallen_precision(run) if session.workers.rank == 0 else None
-    fallen = session.workers.broadcast_object(forced or fallen)
-    known = fallen or (loaded.state["precision"] if loaded else None)
-    if known is None and isinstance(planned, Deferred):
-        known = (shared_record(session, run, "precision") or {}).get("value")
-    if known is None and isinstance(planned, Deferred):
-        session.prepare("fp32")
+
+    name = "precision"
+
+    def __init__(self, calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
+        super().__init__(calibration)
+        self._forced, self._loaded = forced, loaded
+        self._prepared = False
+
+    def resolve(self) -> None:
+        """Prepare the session."""
+        planned = self.session.job.plan.precision
+        if given := self._given():
+            self._prepare(given)
+        elif isinstance(planned, Deferred):
+            self.apply(self.known_or_measured())
+        else:
+            self._prepare(planned.value)
+
+    def _given(self) -> str | None:
+        session = self.session
+        fallen = fallen_precision(self.calibration.run) if session.workers.rank == 0 else None
+        fallen = session.workers.broadcast_object(self._forced or fallen)
+        return fallen or (self._loaded.state["precision"] if self._loaded else None)
+
+    def _prepare(self, precision: str) -> None:
+        self.session.prepare(precision)
+        LayersChoice(self.calibration, precisions=[precision]).resolve()
+
+    def apply(self, record: Record) -> None:
+        """Prepare the session in a recorded precision; a measurement has prepared it in fp32."""
+        if self._prepared:
+            self.session.use_precision(record["value"])
+        else:
+            self._prepare(record["value"])
+
+    def measure(self, settings: Any) -> Record:
+        """Prepare the session in fp32, and measure with as many rows as fit. If none does, the answer is the first
+        precision in which one fits."""
+        planned = self.session.job.plan.precision
+        assert isinstance(planned, Deferred), "measured only where the plan leaves it open"
+        self.session.prepare("fp32")
+        self._prepared = True
         try:
-            take_fitting_rows(session, run, reporter=reporter, push=push)
+            use_fitting_rows(self.calibration)
         except NothingFits as error:
-            return _settle_unheld(session, run, planned.bounds, error, reporter=reporter, push=push)
-        resolve_layers(session, run, precisions=planned.bounds, reporter=reporter, push=push)
-        push({"phase": "measuring precisions"})
-        chosen, trials = measure_precision(session, list(planned.bounds))
-        session.use_precision(chosen.value)
-        if session.workers.rank == 0:
-            write_decision(run, "precision", chosen, trials, reporter)
-        return str(chosen.value)
-    session.prepare(known or session.job.planned("precision"))
-    resolve_layers(session, run, precisions=[session.precision or ""], reporter=reporter, push=push)
-    return session.precision or ""
+            return self._first_that_fits(planned.bounds, error)
+        LayersChoice(self.calibration, precisions=planned.bounds).resolve()
+        self.calibration.report_progress({"phase": "measuring precisions"})
+        return record_of(*measure_precision(self.session, list(planned.bounds)))
 
-
-def _settle_unheld(
-    session: Session, run: RunFolder, bounds: Sequence[str], why: NothingFits, *, reporter: Reporter, push: Push
-) -> str:
-    """The first precision of which a row fits where none does in fp32: nothing can be held against fp32 then."""
-    for name in bounds:
-        session.use_precision(name)
-        try:
-            take_fitting_rows(session, run, reporter=reporter, push=push)
-        except NothingFits:
-            continue
-        unheld = f"in fp32 {why}; {name} fits, and could not be held against it: watch its loss"
-        layers = isinstance(session.job.plan.fp32_layers, Deferred)
-        if layers:
-            session.apply_choices(fp32_layers=Resolved([], unheld))
-        if layers and session.workers.rank == 0:  # for an attempt that follows: it could not measure them either
-            write_decision(run, "fp32_layers", Resolved([], unheld), {"precision": name, "layers": []}, reporter)
-        if session.workers.rank == 0:
-            write_decision(run, "precision", Resolved(name, unheld), [], reporter)
-        return name
-    raise why
+    def _first_that_fits(self, candidates: Sequence[str], why: NothingFits) -> Record:
+        """Where no row fits in fp32 nothing can be compared with it."""
+        for name in candidates:
+            self.session.use_precision(name)
+            try:
+                use_fitting_rows(self.calibration)
+            except NothingFits:
+                continue
+            chosen = Resolved(name, f"in fp32 {why}; {name} fits, and could not be held against it: watch its loss")
+            layers = LayersChoice(self.calibration, precisions=[name])
+            if layers.applies():  # recorded for the next attempt, which could not measure them either
+                record = {"value": [], "reason": chosen.reason, "trials": {"precision": name, "layers": []}}
+                layers.apply(record)
+                self.calibration.write(layers.name, record)
+            return record_of(chosen, [])
+        raise why
 
 
 def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
-    """The precision of these for the real model, and what each showed: on the first micro-batch of the window, the same
-    on every worker. Needs `prepare("fp32")` first; changes nothing it measures. Collective."""
+    """The precision of these for the real model, and what each showed on the first micro-batch of the global batch, the
+    same on every worker. Needs `prepare("fp32")`; changes nothing that it measures. Collective."""
     indices, _ = session.loader.window(session.state.cursor)
     trials = compare_precisions(
         session.trainable,
@@ -95,43 +105,3 @@ def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved
         device=session.device,
     )
     return choose_precision(trials), [trial.to_json() for trial in trials]
-
-
-def resolve_inflight(session: Session, run: RunFolder, *, reporter: Reporter, push: Push) -> None:
-    """One or two micro-batches in flight, where the plan leaves it open; needs a prepared session.
-
-    Raises:
-        StateLost: a host is gone. It ends the attempt; where two were in flight, the next one takes one.
-    """
-    if not isinstance(session.job.plan.inflight, Deferred):
-        return
-    known = shared_record(session, run, "inflight")
-    if known is not None:
-        session.apply_choices(inflight=Resolved(known["value"], known["reason"]))
-        return
-    push({"phase": "measuring micro-batches in flight"})
-    try:
-        chosen, seconds = measure_inflight(session)
-    except StateLost as error:  # all workers notice: one writes
-        if session.step.inflight == 2 and session.workers.rank == 0:
-            why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
-            write_decision(run, "inflight", Resolved(1, why), {}, reporter)
-        raise
-    session.apply_choices(inflight=chosen)
-    if session.workers.rank == 0:
-        write_decision(run, "inflight", chosen, seconds, reporter)
-
-
-def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
-    """One and two micro-batches in flight on the real model and its first ones; changes nothing it measures."""
-    loader, batches = session.loader, session.loader.batches
-    indices, _ = loader.window(session.state.cursor)
-    rows = indices[: MEASURED_PASSES * batches.micro_batch * batches.world_size]
-    seconds, failed = compare_inflight(
-        session.step,
-        lambda: loader.micro_batches(rows),
-        passes=loader.passes(rows),
-        workers=session.workers,
-        device=session.device,
-    )
-    return choose_inflight(seconds, failed), seconds

@@ -1,48 +1,51 @@
-"""`scale.shares: auto` on the real model: every worker's pace is measured once, and what follows is used by all."""
+"""`scale.shares: auto` on the real model: the shares of a batch that follow from every worker's measured speed."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from raytrain.autotune.probe.worker_speed import measure_paces
 from raytrain.autotune.search.shares import WorkerPace, choose_shares
-from raytrain.autotune.startup.record import shared_record, write_decision
-from raytrain.plan.choice import Deferred, Resolved
+from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
+from raytrain.plan.choice import Resolved
 from raytrain.plan.rules.memory import moments
-from raytrain.runs.folder import RunFolder
 from raytrain.train.device import device_name
 from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
-from raytrain.train.state import Reporter
 
 
-def resolve_shares(session: Session, run: RunFolder, *, reporter: Reporter) -> None:
-    """Each worker's share of a batch, where the plan leaves it open; needs a prepared session. Collective.
+class SharesChoice(DeferredChoice):
+    """Each worker's share of a batch; needs a prepared session with its micro-batch.
 
-    An attempt on the same machines, rank by rank, takes the shares that the first one measured, and sums in its order.
+    An attempt whose ranks are on the same machines uses the shares that the first one measured, and so sums in its
+    order.
     """
-    if not isinstance(session.job.plan.shares, Deferred):
-        return
-    workers, micro = session.workers, session.loader.batches.micro_batch
-    place = f"{socket.gethostname()} {device_name(session.device)}"
-    places = workers.all_gather_object(place)
-    about = {"places": places, "micro_batch_size": micro}
-    known = shared_record(session, run, "shares")
-    if known is not None and known["trials"]["of"] == about:
-        session.apply_choices(shares=Resolved(known["value"], known["reason"]))
-        return
-    chosen, paces = measure_shares(session, sizes_to_try(session, kinds=len({p.partition(" ")[2] for p in places})))
-    session.apply_choices(shares=chosen)
-    trials = {"of": about, "paces": [pace.to_json() for pace in paces]}
-    if session.workers.rank == 0:
-        write_decision(run, "shares", chosen, trials, reporter)
+
+    name = "shares"
+
+    def settings(self) -> dict[str, Any]:
+        """Host and device of every rank, and the micro-batch."""
+        place = f"{socket.gethostname()} {device_name(self.session.device)}"
+        places = self.session.workers.all_gather_object(place)
+        return {"places": places, "micro_batch_size": self.session.loader.batches.micro_batch}
+
+    def settings_of(self, known: Record) -> dict[str, Any]:
+        """The same when it was measured."""
+        return known["trials"]["of"]
+
+    def measure(self, settings: dict[str, Any]) -> Record:
+        """See `measure_shares`."""
+        kinds = len({place.partition(" ")[2] for place in settings["places"]})
+        chosen, paces = measure_shares(self.session, sizes_to_try(self.session, kinds=kinds))
+        return record_of(chosen, {"of": settings, "paces": [pace.to_json() for pace in paces]})
 
 
 def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[WorkerPace]]:
-    """Shares by measured pace, from the first rows of the epoch; changes nothing it measures. Collective.
+    """Shares by measured speed, from the first rows of the epoch; changes nothing that it measures. Collective.
 
     Args:
-        sizes: rows of a pass; the first is the micro-batch, and whoever has no room for another goes without.
+        sizes: rows of a pass. The first is the micro-batch; a worker without memory for another one skips it.
     """
     batches, loader = session.loader.batches, session.loader
     order = batches.split.order(batches.seed, session.state.cursor.epoch)
@@ -54,8 +57,8 @@ def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[W
 
 
 def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
-    """Rows of a pass: on GPUs of several kinds each may have room for more than the smallest of them, unless the user
-    says how many; what a search has found is the least that any kind takes."""
+    """Rows of a pass: on GPUs of several kinds each may have memory for more than the smallest of them has, unless the
+    user gives a number; what a search found is the least over all kinds."""
     batches, job = session.loader.batches, session.job
     given = job.loop.micro_batch_size != "auto" and job.found is None
     if kinds < 2 or session.device.type != "cuda" or given:
@@ -65,7 +68,7 @@ def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
 
 
 def _room(session: Session) -> int | None:
-    """Bytes for passes on this worker's device: its budget without the optimizer's state, which is not there yet."""
+    """Bytes for passes on this worker's device: its budget less the optimizer's state, which is not allocated yet."""
     cluster, device = session.job.cluster, session.device
     budget = process_budget(
         device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=session.sharing

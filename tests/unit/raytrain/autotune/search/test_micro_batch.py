@@ -8,12 +8,12 @@ import pytest
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.memory_line import fit
 from raytrain.autotune.search.micro_batch import (
-    Next,
+    NextSize,
     advice,
     choose_micro_batch,
+    micro_batch_record,
     micro_batch_sizes,
     next_reading,
-    settled_record,
 )
 from raytrain.plan.choice import Resolved
 
@@ -28,9 +28,9 @@ def measured(rows: int, peak: int, budget: int | None) -> Measurement:
 
 def search(
     sizes: tuple[int, ...], memory: Callable[[int], int], budget: int | None
-) -> tuple[Resolved | None, list[tuple[Next, Measurement]]]:
-    """The loop of `raytrain.autotune.startup.precision`, over a memory that is a formula."""
-    tried: list[tuple[Next, Measurement]] = []
+) -> tuple[Resolved | None, list[tuple[NextSize, Measurement]]]:
+    """The loop of `raytrain.autotune.startup.micro_batch`, over a memory that is a formula."""
+    tried: list[tuple[NextSize, Measurement]] = []
     while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
         assert asked.rows not in [one.candidate.micro_batch_size for _, one in tried]
         tried.append((asked, measured(asked.rows, memory(asked.rows), budget)))
@@ -63,7 +63,7 @@ def test_the_answer_says_what_fits_and_why_no_more() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, FLOOR + 200)
     assert chosen is not None and chosen.value == 16
     assert "32 rows: 1.29 KiB are predicted" in chosen.reason
-    record = settled_record(chosen, tried, budget=FLOOR + 200, settings={"workers": 1})
+    record = micro_batch_record(chosen, tried, budget=FLOOR + 200, settings={"workers": 1})
     assert record["value"] == 16 and record["peak_bytes"] == FLOOR + 160
     assert [trial["predicted_bytes"] for trial in record["trials"]] == [None, FLOOR + 160]
     assert record["predicted_peaks"] == {"8": FLOOR + 80, "16": FLOOR + 160, "32": FLOOR + 320}

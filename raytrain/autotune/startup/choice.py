@@ -1,0 +1,116 @@
+"""A choice that the plan leaves to a measurement: read from `memory_probe.json`, or measured and recorded; applied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from raytrain.autotune.probe.step import StepProbe
+from raytrain.plan.choice import Deferred, Resolved
+from raytrain.runs.folder import RunFolder
+from raytrain.train.session import Session
+from raytrain.train.state import Reporter
+
+Record = dict[str, Any]
+"""One entry of memory_probe.json: "value", "reason", and what they follow from."""
+
+
+def read_measured(run: RunFolder) -> dict[str, Record]:
+    """What this run has measured so far, by the name of the choice."""
+    return run.read_json(run.memory_probe) if run.exists(run.memory_probe) else {}
+
+
+@dataclass
+class Calibration:
+    """What the choices at the start of an attempt have in common.
+
+    Attributes:
+        session: the attempt's.
+        run: whose memory_probe.json is read and written, by rank 0.
+        reporter: receives an event for every choice that is measured.
+        report_progress: sends a status to the driver; does nothing except on rank 0.
+    """
+
+    session: Session
+    run: RunFolder
+    reporter: Reporter
+    report_progress: Callable[[dict[str, Any]], None]
+
+    @cached_property
+    def probe(self) -> StepProbe:
+        """Measures the session's step; needs `prepare`."""
+        return StepProbe(self.session)
+
+    def recorded(self, name: str) -> Record | None:
+        """What rank 0 reads of a choice, on every worker; None if it has not been measured. Collective."""
+        workers = self.session.workers
+        return workers.broadcast_object(read_measured(self.run).get(name) if workers.rank == 0 else None)
+
+    def write(self, name: str, record: Record, *, event: str = "") -> None:
+        """Rank 0 adds a choice to memory_probe.json, and reports it as a decision (called `event`, else `name`)."""
+        if self.session.workers.rank == 0:
+            self.run.write_json(self.run.memory_probe, {**read_measured(self.run), name: record})
+            self.reporter.event("decision", what=event or name, value=record["value"], reason=record["reason"])
+
+
+class DeferredChoice(ABC):
+    """One choice. A restarted or resumed attempt uses what the first one measured.
+
+    Attributes:
+        name: of the entry in memory_probe.json; unless a subclass says otherwise also the choice's name in the plan.
+        event: its name in the event, where that differs.
+    """
+
+    name: ClassVar[str]
+    event: ClassVar[str] = ""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration, self.session = calibration, calibration.session
+
+    def resolve(self) -> None:
+        """Apply the recorded or else the measured value, where the plan leaves it open. Collective."""
+        if self.applies():
+            self.apply(self.known_or_measured())
+
+    def known_or_measured(self) -> Record:
+        """The recorded result if it was measured for the same settings, else a new one, which is recorded."""
+        settings = self.settings()
+        known = self.calibration.recorded(self.name)
+        if known is not None and self.settings_of(known) == settings:
+            return known
+        if (record := self.unmeasured()) is None:
+            record = self.measure(settings)
+            self.calibration.write(self.name, record, event=self.event)
+        return record
+
+    def applies(self) -> bool:
+        """Whether this run has the choice to make."""
+        return isinstance(getattr(self.session.job.plan, self.name), Deferred)
+
+    def settings(self) -> Any:
+        """What a result holds for. Collective."""
+        return None
+
+    def settings_of(self, known: Record) -> Any:
+        """What a recorded result was measured for."""
+        return None
+
+    def unmeasured(self) -> Record | None:
+        """A value that needs no measurement and is not recorded; None where there is none."""
+        return None
+
+    @abstractmethod
+    def measure(self, settings: Any) -> Record:
+        """Measure on the real model; changes nothing that it measures. Collective."""
+
+    def apply(self, record: Record) -> None:
+        """Make the session use the value."""
+        self.session.apply_choices(**{self.name: Resolved(record["value"], record["reason"])})
+
+
+def record_of(chosen: Resolved, trials: Any) -> Record:
+    """The record of a choice that follows from these trials."""
+    return {"value": chosen.value, "reason": chosen.reason, "trials": trials}

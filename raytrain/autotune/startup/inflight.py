@@ -1,0 +1,72 @@
+"""`experts.inflight: auto` on the real model: the passes of a step with one and with two micro-batches in flight."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from raytrain.autotune.probe.agreed import tried
+from raytrain.autotune.probe.arms import TimedArm, timed_arms
+from raytrain.autotune.search.precision import choose_inflight
+from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
+from raytrain.errors import StateLost, first_line
+from raytrain.plan.choice import Resolved
+from raytrain.train.session import Session
+
+#: Micro-batches of each worker, at most, that show what a second one in flight is worth.
+MEASURED_PASSES = 4
+MIN_ROUNDS = 3
+MAX_ROUNDS = 12
+IN_FLIGHT = (1, 2)
+
+
+class InflightChoice(DeferredChoice):
+    """One or two micro-batches in flight; needs a prepared session.
+
+    A host that dies (`StateLost`) ends the attempt; where two were in flight, the next attempt uses one.
+    """
+
+    name = "inflight"
+
+    def measure(self, settings: Any) -> Record:
+        """See `measure_inflight`."""
+        self.calibration.report_progress({"phase": "measuring micro-batches in flight"})
+        try:
+            return record_of(*measure_inflight(self.session))
+        except StateLost as error:  # raised by all workers
+            if self.session.step.inflight == 2:
+                why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
+                self.calibration.write(self.name, record_of(Resolved(1, why), {}))
+            raise
+
+
+def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
+    """The choice, and the slowest worker's median seconds by micro-batches in flight, on the first micro-batches of the
+    real model; no seconds if either fails. Changes nothing that it measures. Collective."""
+    loader, batches, step = session.loader, session.loader.batches, session.step
+    workers, device, trainable = session.workers, session.device, session.trainable
+    rows = loader.window(session.state.cursor).indices[: MEASURED_PASSES * batches.micro_batch * batches.world_size]
+    passes, before = loader.passes(rows), step.inflight
+    times = timed_arms(
+        [
+            TimedArm(
+                lambda: step.backward(loader.micro_batches(rows), global_weight=1, passes=passes),
+                before=partial(setattr, step, "inflight", number),
+            )
+            for number in IN_FLIGHT
+        ],
+        trainable=trainable,
+        workers=workers,
+        device=device,
+        min_rounds=MIN_ROUNDS,
+        max_rounds=MAX_ROUNDS,
+        attempt=lambda work: tried(
+            work, workers=workers, device=device, remote=trainable.remote, meets=step.meets
+        )[1],
+        stop_on_failure=True,
+    )  # fmt: skip
+    step.inflight = before
+    arms = dict(zip(IN_FLIGHT, times, strict=True))
+    failed = {number: arm.error for number, arm in arms.items() if arm.error}
+    seconds = {} if failed else {number: arm.median_s for number, arm in arms.items()}
+    return choose_inflight(seconds, failed), seconds

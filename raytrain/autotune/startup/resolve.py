@@ -1,0 +1,30 @@
+"""Resolves, at the start of an attempt, every choice that the plan leaves to a measurement on the real model."""
+
+from __future__ import annotations
+
+from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune.startup.confirm import FoundConfirmation
+from raytrain.autotune.startup.inflight import InflightChoice
+from raytrain.autotune.startup.micro_batch import MicroBatchChoice
+from raytrain.autotune.startup.overlap import OverlapChoice
+from raytrain.autotune.startup.precision import PrecisionChoice
+from raytrain.autotune.startup.shares import SharesChoice
+from raytrain.checkpoint.reader import LoadedCheckpoint
+
+
+def resolve_choices(calibration: Calibration, *, forced: str | None, loaded: LoadedCheckpoint | None) -> None:
+    """Prepare the session and apply all choices to it. Collective.
+
+    The order matters: each choice is measured with the ones before it in force.
+
+    Args:
+        forced: precision that the failure rules demand.
+        loaded: the checkpoint to resume from; the session is not restored yet.
+
+    Raises:
+        RunError: not even one row fits into memory.
+        StateLost: an expert host died.
+    """
+    PrecisionChoice(calibration, forced=forced, loaded=loaded).resolve()
+    for choice in (MicroBatchChoice, FoundConfirmation, InflightChoice, SharesChoice, OverlapChoice):
+        choice(calibration).resolve()
