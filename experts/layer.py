@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: route, sort once, run the experts, put back and weigh."""
+"""The mixture-of-experts layer: route, sort once, run the experts, then restore the order and weight the results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experts.exchange.dispatch import PooledExperts
+from experts.exchange.dispatch import RemoteExperts
 from experts.routing.router import Routing, TopKRouter
 
 
 class MoELayer(nn.Module):
-    """Experts in place of a feed-forward.
+    """A feed-forward of several experts, of which a router chooses some for each token.
 
     Args:
-        router: decides where tokens go.
-        experts: `experts(x_RD sorted by expert, counts_E, splits) -> (R, D)`, e.g. GroupedExperts; or PooledExperts,
-            where they live elsewhere.
+        router: chooses the experts of each token.
+        experts: `experts(x_RD sorted by expert, counts_E, splits) -> (R, D)`, e.g. GroupedExperts; or RemoteExperts,
+            if they are in other processes.
         shared: an expert that every token visits, or None.
     """
 
@@ -28,9 +28,9 @@ class MoELayer(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(B, S, D) -> the same shape and dtype, and the router's auxiliary loss (None in evaluation).
+        """Return an output of the shape and dtype of `x_BSD`, and the router's auxiliary loss (None in evaluation).
 
-        `valid_BS` is false for padding, which no loss and no count sees.
+        `valid_BS` is false for padding, which neither losses nor counts include.
         """
         routing = self.router(x_BSD, valid_BS)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -40,24 +40,20 @@ class MoELayer(nn.Module):
         return y_TD.to(x_BSD.dtype).view_as(x_BSD), routing.aux
 
     def _route(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        flat = routing.indices_TK.flatten()
-        splits = None
-        if isinstance(self.experts, PooledExperts):  # the counts are the header of the exchange
+        flat, top_k, splits = routing.indices_TK.flatten(), self.router.top_k, None
+        if isinstance(self.experts, RemoteExperts) or routing.kept_TK is not None:
             splits = routing.counts_E.tolist()
-        if routing.kept_TK is not None:
-            # what is dropped sorts behind the last expert; how much is left is read with the counts
+        if routing.kept_TK is not None:  # dropped choices sort behind the last expert, and are cut off below
             flat = torch.where(routing.kept_TK.flatten(), flat, self.router.num_experts)
-            splits = routing.counts_E.tolist() if splits is None else splits
         order = flat.argsort(stable=True)
         order = order if splits is None else order[: sum(splits)]
-        if not isinstance(self.experts, PooledExperts):
-            rows_RD = dispatch(x_TD, order, top_k=self.router.top_k)
-            y_RD = self.experts(rows_RD, routing.counts_E, splits)
+        if not isinstance(self.experts, RemoteExperts):
+            y_RD = self.experts(dispatch(x_TD, order, top_k=top_k), routing.counts_E, splits)
             return combine(y_RD, order, routing.weights_TK), self._share(x_TD)
         order, route = self.experts.arrange(order, splits or [])
-        sent = self.experts.dispatch(dispatch(x_TD, order, top_k=self.router.top_k), route)
-        shared_TD = self._share(x_TD)  # while the rows are under way
-        return combine(self.experts.combine(sent), order, routing.weights_TK), shared_TD
+        pending = self.experts.dispatch(dispatch(x_TD, order, top_k=top_k), route)
+        shared_TD = self._share(x_TD)  # while the rows are in flight
+        return combine(self.experts.combine(pending), order, routing.weights_TK), shared_TD
 
     def _share(self, x_TD: Tensor) -> Tensor | None:
         return None if self.shared is None else self.shared(x_TD)
@@ -72,7 +68,7 @@ def worst_case_routing(module: nn.Module) -> Iterator[None]:
     there take no memory here.
     """
     layers = [
-        part for part in module.modules() if isinstance(part, MoELayer) and not isinstance(part.experts, PooledExperts)
+        part for part in module.modules() if isinstance(part, MoELayer) and not isinstance(part.experts, RemoteExperts)
     ]
     for layer in layers:
         widths = getattr(layer.experts, "hidden_E", (0,) * layer.router.num_experts)
@@ -85,14 +81,14 @@ def worst_case_routing(module: nn.Module) -> Iterator[None]:
 
 
 def dispatch(x_TD: Tensor, order_R: Tensor, *, top_k: int) -> Tensor:
-    """The rows of the experts: row r is token order[r] // top_k. `order_R` are distinct places in T x K."""
+    """Gather the rows for the experts: row r is token order[r] // top_k. `order_R`: distinct places in T x K."""
     return _LocalDispatch.apply(x_TD, order_R, top_k)
 
 
 class _LocalDispatch(torch.autograd.Function):
     """A gather whose backward sums a token's K gradients in the order of its choices.
 
-    The backward of a plain gather adds them in the order of the rows, on CUDA in no order at all.
+    The backward of a plain gather adds them in the order of the rows; on CUDA the order is undefined.
     """
 
     @staticmethod
@@ -107,7 +103,7 @@ class _LocalDispatch(torch.autograd.Function):
         T, K, D = ctx.shape
         first_TD, *rest_TD = _put_back(grad_RD, order_R, T * K).view(T, K, D).unbind(1)
         grad_TD = first_TD.clone()
-        for other_TD in rest_TD:  # on a CPU several times faster than a sum over K
+        for other_TD in rest_TD:  # several times faster than a sum over K on a CPU
             grad_TD += other_TD
         return grad_TD, None, None
 
@@ -121,7 +117,7 @@ def combine(y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 class _LocalCombine(torch.autograd.Function):
-    """Written out so that neither forward nor backward makes a (T, K, D) tensor more than it needs."""
+    """Written out so that neither forward nor backward allocates an unneeded (T, K, D) tensor."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> Tensor:
@@ -143,7 +139,7 @@ class _LocalCombine(torch.autograd.Function):
 
 
 def _put_back(rows_RD: Tensor, order_R: Tensor, size: int) -> Tensor:
-    """Row r to place order[r] of `size` places; places are distinct, so nothing is added in any order."""
+    """Put row r at place order[r] of `size` places; places are distinct, so nothing is summed."""
     if len(rows_RD) < size:  # some were dropped
         return rows_RD.new_zeros((size, rows_RD.shape[1])).index_copy_(0, order_R, rows_RD)
     # a gather by the inverse takes a third of the time of an index_copy, in bf16 a sixth (CPU)

@@ -24,7 +24,7 @@ from experts.plan.sizes import (
     shared_width,
 )
 from experts.routing.grouped import SharedExpert, build_experts
-from experts.routing.load import LoadBook
+from experts.routing.load import LoadTracker
 from experts.routing.router import TopKRouter
 from experts.routing.trace import traced
 from raytrain.models.gpt import GPT, PreNorm, language_loss
@@ -191,7 +191,7 @@ def _trainable(
     blocks: str | None = None,
 ) -> Trainable:
     routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
-    book = LoadBook(routers, trace=traced(routers, experts.trace_every))
+    book = LoadTracker(routers, trace=traced(routers, experts.trace_every))
     trainable = Trainable(
         module,
         loss,

@@ -65,6 +65,7 @@ class LayerShape:
         """Number of parameters of one expert."""
         return sum(math.prod(shape) for shape in self.weights(expert).values())
 
-    def row_work(self, expert: int) -> float:
-        """FLOPs of one row of one expert, forward and backward."""
-        return 6.0 * self.numel(expert)
+
+def row_work(parameters: int) -> float:
+    """FLOPs of one row of an expert with this number of parameters, forward and backward."""
+    return 6.0 * parameters

@@ -1,4 +1,4 @@
-"""One layer and one micro-batch on its way: rows to the hosts and back, and later their gradients the same way."""
+"""One micro-batch through the experts of one layer: rows to the holders and back, later their gradients."""
 
 from __future__ import annotations
 
@@ -8,132 +8,124 @@ import torch
 from torch import Tensor
 
 from experts.exchange.worker import ExpertClient
+from experts.member.layer import rows_by_rank
 from experts.routing.routes import Route
 from experts.transport.protocol import DTYPES, Op
 
 
-class Call:
-    """One layer and one micro-batch: its rows to the hosts and back, and later the gradients on the same way."""
+class ExpertCall:
+    """One micro-batch in one layer. `start` and `start_backward` send; `finish` returns what comes back."""
 
     def __init__(
-        self, pool: ExpertClient, layer: int, micro_batch: int, route: Route, dtype: torch.dtype, width: int
+        self, client: ExpertClient, layer: int, micro_batch: int, route: Route, dtype: torch.dtype, width: int
     ) -> None:
-        self.pool, self.layer, self.micro_batch, self.route = pool, layer, micro_batch, route
+        self.client, self.layer, self.micro_batch, self.route = client, layer, micro_batch, route
         self.dtype, self.width = dtype, width
-        self._owed: Tensor | None = None
-        self._coming: Any = None
-        self._room: Tensor | None = None
-        self._back: Any = None
-        self._reserved = False
+        self._to_holders = [0] * client.group.size
+        for rank, rows in zip(client.group.holders, route.host_counts, strict=True):
+            self._to_holders[rank] = rows
+        self._recompute_in_backward = False
         self._sources: list[list[int]] = []
+        self._unsent: Tensor | None = None
+        self._arriving: Any = None
+        self._results: Tensor | None = None
+        self._returning: Any = None
 
     @classmethod
-    def forward(cls, pool: ExpertClient, layer: int, rows: Tensor, route: Route, *, op: Op) -> Call:
-        """Send rows (in the order of the route's segments) on their way through a layer."""
-        call = cls(pool, layer, pool.begin_forward(layer, op=op), route, rows.dtype, rows.shape[1])
-        call.begin(op, rows)
+    def forward(cls, client: ExpertClient, layer: int, rows: Tensor, route: Route, *, op: Op) -> ExpertCall:
+        """Start a forward of `rows`, in the order of the route's segments."""
+        call = cls(client, layer, client.begin_forward(layer, op=op), route, rows.dtype, rows.shape[1])
+        call.start(op, rows)
         return call
 
-    def begin(self, op: Op, rows: Tensor) -> None:
-        """Send, compute what is this worker's own, and start to receive."""
-        pool = self.pool
-        self._reserved = op is Op.RESERVE
-        self._note(rows, counted=op in (Op.FORWARD, Op.RESERVE))
-        came = self._out(op, rows)
-        if pool.shard is None:
-            self._receive_from_hosts()
+    def start(self, op: Op, rows: Tensor) -> None:
+        """Send the rows, compute the part of this worker's own experts, and start to receive the results."""
+        self._recompute_in_backward = op is Op.RESERVE
+        self._record_traffic(rows, counted=op in (Op.FORWARD, Op.RESERVE))
+        self._send(op, rows)
+        shard = self.client.shard
+        if shard is None:
+            self._receive_results()
             return
         keep = op in (Op.FORWARD, Op.RECOMPUTE)
-        done = pool.shard.forward(self.layer, self.micro_batch, self._arrived(came), self._sources, keep=keep)
-        self._return(done)
+        self._return(shard.forward(self.layer, self.micro_batch, self._arrived(), self._sources, keep=keep))
 
-    def begin_backward(self, grads: Tensor) -> None:
-        """The same for the gradients of the outputs."""
-        if self._reserved and (self.layer, self.micro_batch) not in self.pool.recomputed:
-            # no rows of this worker's: nothing was computed again here, and the others' second pass still needs it
-            again = Call(self.pool, self.layer, self.micro_batch, self.route, self.dtype, self.width)
-            again.begin(Op.RECOMPUTE, grads.new_empty((0, self.width), dtype=self.dtype))
+    def start_backward(self, grads: Tensor) -> None:
+        """Send the gradients of the results, and start to receive those of the rows."""
+        if self._recompute_in_backward and (self.layer, self.micro_batch) not in self.client.recomputed:
+            # this worker had no rows, so nothing was recomputed here; the other workers' recomputation still needs it
+            again = ExpertCall(self.client, self.layer, self.micro_batch, self.route, self.dtype, self.width)
+            again.start(Op.RECOMPUTE, grads.new_empty((0, self.width), dtype=self.dtype))
             again.finish()
         grads = grads.to(self.dtype)
-        self._note(grads, counted=False)
-        came = self._out(Op.BACKWARD, grads)
-        if self.pool.shard is None:
-            self._receive_from_hosts()
+        self._record_traffic(grads, counted=False)
+        self._send(Op.BACKWARD, grads)
+        shard = self.client.shard
+        if shard is None:
+            self._receive_results()
             return
-        done = self.pool.shard.backward(self.layer, self.micro_batch, self._arrived(came), self._sources)
-        self._return(done)
+        self._return(shard.backward(self.layer, self.micro_batch, self._arrived(), self._sources))
 
     def finish(self) -> Tensor:
-        """The rows that came back, in the order in which they were sent."""
-        rows = self._arrived(self._back)
-        self._ended()
+        """Wait for the rows that come back, in the order in which they were sent."""
+        self.client.turns.give()
+        rows = self._returning.wait()
+        self._end()
         return rows
 
-    def go_on(self) -> None:
-        """Do what the others wait for, where the pass of this call has failed: send what it owes, and answer with rows
-        as they came. The order is that of the calls' beginning."""
-        if self._owed is not None:
-            self._coming = self._exchange_out(self._owed)
-            if self.pool.shard is None:
-                self._receive_from_hosts()
-        if self.pool.shard is not None and self._back is None:
-            self._return(self._coming.wait())
+    def complete_sends(self) -> None:
+        """See `UnfinishedExchange`: send what this call owes, and return other workers' rows unchanged."""
+        if self._unsent is not None:
+            self._send_rows(self._unsent)
+            if self.client.shard is None:
+                self._receive_results()
+        if self.client.shard is not None and self._returning is None:
+            self._return(self._arriving.wait())
 
-    def let_go(self) -> None:
-        """Take what comes for a call whose pass has failed, and forget it."""
-        self._back.wait()
-        self._ended()
+    def drain(self) -> None:
+        """See `UnfinishedExchange`."""
+        self._returning.wait()
+        self._end()
 
-    def _ended(self) -> None:
-        self._back = self._coming = self._room = None
-        self.pool.absence.unfinished.remove(self)
+    def _end(self) -> None:
+        self._returning = self._arriving = self._results = None
+        self.client.dropout.unfinished.remove(self)
 
-    def _arrived(self, exchange: Any) -> Tensor:
-        """What comes to this worker; meanwhile the other micro-batch in flight has the turn."""
-        self.pool.interleaver.yield_turn()
-        return exchange.wait()
+    def _arrived(self) -> Tensor:
+        """Wait for the rows sent to this worker; the other micro-batch in flight runs meanwhile."""
+        self.client.turns.give()
+        return self._arriving.wait()
 
-    def _note(self, rows: Tensor, *, counted: bool) -> None:
+    def _record_traffic(self, rows: Tensor, *, counted: bool) -> None:
         row_bytes = self.width * rows.element_size()
-        self.pool.traffic.note(self.layer, self.route.host_counts, row_bytes=row_bytes, counted=counted)
+        self.client.traffic.add(self.layer, self.route.host_counts, row_bytes=row_bytes, counted=counted)
 
-    def _out(self, op: Op, rows: Tensor) -> Any:
-        """The header, then the rows. Everything that needs memory and can be asked for before the header is: after it
-        the others wait for the rows."""
-        pool = self.pool
-        rows = rows.contiguous()
-        self._room = rows.new_empty((sum(self.route.host_counts), self.width))
-        code = DTYPES.index(rows.dtype)
-        counts = pool.say(
-            op, layer=self.layer, micro_batch=self.micro_batch, dtype=code, width=self.width,
+    def _send(self, op: Op, rows: Tensor) -> None:
+        """Send the header, then the rows. Memory is allocated before the header: after it the others wait for rows."""
+        client, rows = self.client, rows.contiguous()
+        self._results = rows.new_empty((sum(self.route.host_counts), self.width))
+        counts = client.send_header(
+            op, layer=self.layer, micro_batch=self.micro_batch, dtype=DTYPES.index(rows.dtype), width=self.width,
             slot_counts=self.route.slot_counts,
         )  # fmt: skip
-        if pool.shard is not None:
-            slots = len(pool.shard.layers[self.layer].experts)
-            self._sources = [row[:slots] for row in counts]
-        self._owed = rows
-        pool.absence.unfinished.append(self)
-        self._coming = self._exchange_out(rows)  # keeps the rows alive until the answer is here
-        return self._coming
+        if client.shard is not None:
+            self._sources = client.shard.sources(self.layer, counts)
+        self._unsent = rows
+        client.dropout.unfinished.append(self)
+        self._send_rows(rows)
 
-    def _exchange_out(self, rows: Tensor) -> Any:
-        group = self.pool.group
-        send = [0] * group.size
-        for rank, number in zip(group.holders, self.route.host_counts, strict=True):
-            send[rank] = number
-        receive = [sum(source) for source in self._sources] or [0] * group.size
-        sent = group.exchange(rows, send, receive)
-        self._owed = None
-        return sent
+    def _send_rows(self, rows: Tensor) -> None:
+        """The pending exchange keeps the rows alive until the results are here."""
+        group = self.client.group
+        self._arriving = group.exchange(rows, self._to_holders, rows_by_rank(self._sources, group.size))
+        self._unsent = None
 
-    def _receive_from_hosts(self) -> None:
-        group = self.pool.group
-        receive = [0] * group.size
-        for rank, number in zip(group.holders, self.route.host_counts, strict=True):
-            receive[rank] = number
-        assert self._room is not None
-        self._back = group.exchange(self._room[:0], [0] * group.size, receive, into=self._room)
+    def _receive_results(self) -> None:
+        group = self.client.group
+        assert self._results is not None
+        self._returning = group.exchange(self._results[:0], [0] * group.size, self._to_holders, into=self._results)
 
     def _return(self, rows: Tensor) -> None:
-        send = [sum(source) for source in self._sources]
-        self._back = self.pool.group.exchange(rows, send, list(self.route.host_counts), into=self._room)
+        group = self.client.group
+        sources = rows_by_rank(self._sources, group.size)
+        self._returning = group.exchange(rows, sources, self._to_holders, into=self._results)

@@ -1,27 +1,72 @@
-"""What an expert host does all day: wait for a header, take part in the operation it names. One data thread, no Ray.
+"""The data plane of an expert host: wait for a header, take part in the operation that it names. One thread, no Ray.
 
-The order of operations is the workers'; a host never decides anything but how to compute.
+The workers decide the order of operations; a host decides nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from experts.exchange.attendance import Attendance
+from experts.exchange.oom_dropout import ActiveWorkers
 from experts.member.checkpoint import ExpertFiles, ExpertSnapshot
 from experts.member.commit import StepCommit
 from experts.member.gather import from_first, gather_layer, take_layer
+from experts.member.layer import rows_by_rank
 from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, sum_shortages
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.transport.protocol import DTYPES, WORDS, Header, Op, Transport
+from experts.transport.protocol import HEADER_SIZE, Header, Op, Transport
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.oom import Shortage, run_or_shortage
+from raytrain.train.memory.oom import Shortage, attempt
+
+
+@dataclass(frozen=True)
+class ExpertSetup:
+    """What a holder of experts builds its shard from. Rank 0 sends it to the hosts with SETUP.
+
+    Attributes:
+        dtype: of the master weights.
+        checkpoint: folder to load the experts from; None where they get the weights of the new model.
+    """
+
+    shapes: Sequence[LayerShape]
+    optim: OptimConfig
+    dtype: torch.dtype
+    run_path: str
+    checkpoint: str | None
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        row = {
+            "shapes": [shape.to_json() for shape in self.shapes],
+            "optim": self.optim.model_dump(mode="json"),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "run_path": self.run_path,
+            "checkpoint": self.checkpoint,
+        }
+        return json.dumps(row).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> ExpertSetup:
+        """The inverse of `encode`."""
+        row = json.loads(data)
+        shapes = [LayerShape.from_json(shape) for shape in row["shapes"]]
+        return cls(
+            shapes, OptimConfig(**row["optim"]), getattr(torch, row["dtype"]), row["run_path"], row["checkpoint"]
+        )
+
+    def build(self, placement: Placement, host: int, *, device: torch.device, files: ExpertFiles) -> ExpertShard:
+        """Build the shard of `host`; loads the checkpoint if there is one."""
+        shard = ExpertShard(list(self.shapes), placement, host, optim=self.optim, dtype=self.dtype, device=device)
+        if self.checkpoint is not None:
+            files.load(shard, self.checkpoint)
+        return shard
 
 
 class HostServer:
@@ -33,6 +78,9 @@ class HostServer:
         generation: every header must carry it.
         placement: in force at the start.
         device: of its experts.
+
+    Attributes:
+        steps: the last step voted on.
     """
 
     def __init__(
@@ -40,13 +88,12 @@ class HostServer:
     ) -> None:
         self.group, self.host, self.generation = group, host, generation
         self.placement, self.device = placement, device
-        self.shard: ExpertShard | None = None
         self.files: ExpertFiles | None = None
         self.steps = 0
-        self._attendance = Attendance(self.workers)
-        self._end: StepCommit | None = None
-        self._words = header_words(placement)
-        self._does: dict[Op, Callable[[Header, list[list[int]]], None]] = {
+        self._active_workers = ActiveWorkers(group.size - len(group.holders))
+        self._commit: StepCommit | None = None
+        self._header_size = header_size(placement)
+        self._operations: dict[Op, Callable[[Header, list[list[int]]], None]] = {
             Op.SETUP: self._set_up, Op.FILL: self._fill, Op.FORWARD: self._forward, Op.RESERVE: self._forward,
             Op.RECOMPUTE: self._forward, Op.EVALUATE: self._forward, Op.BACKWARD: self._backward, Op.VOTE: self._vote,
             Op.DISCARD: self._discard, Op.SAVE: self._save, Op.FETCH: self._fetch,
@@ -54,115 +101,96 @@ class HostServer:
         }  # fmt: skip
 
     @property
-    def workers(self) -> int:
-        """How many workers send headers."""
-        return self.group.size - len(self.group.holders)
+    def shard(self) -> ExpertShard:
+        """This host's experts; SETUP, the first operation of a generation, builds them."""
+        assert self._commit is not None and self._commit.shard is not None, "no SETUP before this operation"
+        return self._commit.shard
 
     def serve(self) -> None:
-        """Until the workers end it.
+        """Take part in operations until the workers end the generation.
 
         Raises:
             Aborted: the generation is over. HeaderMismatch: the workers disagree. Whatever an expert raises.
         """
         while True:
-            rows = self.group.headers(None, self._words, out=self._attendance.out)
-            header, counts = self._attendance.read(rows, generation=self.generation, version=self.placement.version)
-            if self._attendance.out:
-                self._set().dropping = True
+            header, counts = self._active_workers.receive(
+                self.group, None, self._header_size, generation=self.generation, version=self.placement.version
+            )
+            if self._active_workers.dropped:
+                self.shard.dropping = True
             if header is None:
                 self._discard()
             elif header.op == Op.END:
-                return self._end.migration.drop() if self._end is not None else None
+                if self._commit is not None:
+                    self._commit.migration.drop()
+                return
             else:
-                self._does[header.op](header, counts)
+                self._operations[header.op](header, counts)
 
     # -- operations -------------------------------------------------------------------------------
 
     def _set_up(self, header: Header, _counts: list[list[int]]) -> None:
-        told = json.loads(bytes(from_first(self.group, header.width, dtype=torch.uint8).numpy()))
-        shapes = [LayerShape.from_json(shape) for shape in told["shapes"]]
-        self.shard = ExpertShard(
-            shapes,
-            self.placement,
-            self.host,
-            optim=OptimConfig(**told["optim"]),
-            dtype=getattr(torch, told["dtype"]),
-            device=self.device,
-        )
-        layout = VoteLayout.of(shapes, holders=len(self.group.holders))
-        self._end = StepCommit(self.group, self.placement, layout)
-        self._end.shard = self.shard
-        self.files = ExpertFiles(told["run_path"], host=self.host)
-        if told["checkpoint"] is not None:
-            self.files.load(self.shard, told["checkpoint"])
+        setup = ExpertSetup.decode(bytes(from_first(self.group, header.width, dtype=torch.uint8).numpy()))
+        self.files = ExpertFiles(setup.run_path, host=self.host)
+        layout = VoteLayout.of(setup.shapes, holders=len(self.group.holders))
+        self._commit = StepCommit(self.group, self.placement, layout)
+        self._commit.shard = setup.build(self.placement, self.host, device=self.device, files=self.files)
 
     def _fill(self, header: Header, _counts: list[list[int]]) -> None:
-        take_layer(self.group, self._set(), header.layer)
+        take_layer(self.group, self.shard, header.layer)
 
     def _forward(self, header: Header, counts: list[list[int]]) -> None:
-        shard = self._set()
-        sources = self._sources(header, counts)
+        sources = self.shard.sources(header.layer, counts)
         rows = self._receive(header, sources)
         keep = header.op in (Op.FORWARD, Op.RECOMPUTE)
-        self._send(shard.forward(header.layer, header.micro_batch, rows, sources, keep=keep), sources)
+        self._send(self.shard.forward(header.layer, header.micro_batch, rows, sources, keep=keep), sources)
 
     def _backward(self, header: Header, counts: list[list[int]]) -> None:
-        sources = self._sources(header, counts)
+        sources = self.shard.sources(header.layer, counts)
         grads = self._receive(header, sources)
-        self._send(self._set().backward(header.layer, header.micro_batch, grads, sources), sources)
+        self._send(self.shard.backward(header.layer, header.micro_batch, grads, sources), sources)
 
     def _vote(self, header: Header, _counts: list[list[int]]) -> None:
-        assert self._end is not None
-        self._end.run(header.step, max_grad_norm=self._set().optim.max_grad_norm)
+        assert self._commit is not None
+        self._commit.run(header.step, max_grad_norm=self.shard.optim.max_grad_norm)
         self.steps = header.step
-        if self._end.placement is not self.placement:
-            self.placement = self._end.placement
-            self._words = header_words(self.placement)
+        if self._commit.placement is not self.placement:
+            self.placement = self._commit.placement
+            self._header_size = header_size(self.placement)
 
     def _discard(self, _header: Header | None = None, _counts: list[list[int]] | None = None) -> None:
-        self._set().discard()
-        self._attendance.all_again()
+        self.shard.discard()
+        self._active_workers.reset()
 
     def _shortages(self, _header: Header, _counts: list[list[int]]) -> None:
-        sum_shortages(self.group, self._set())
+        sum_shortages(self.group, self.shard)
 
     def _save(self, header: Header, _counts: list[list[int]]) -> None:
         assert self.files is not None
-        self.files.begin(ExpertSnapshot.of(self._set()), step=header.step)
+        self.files.begin(ExpertSnapshot.of(self.shard), step=header.step)
 
     def _fetch(self, header: Header, _counts: list[list[int]]) -> None:
-        shard, layer = self._set(), header.layer
+        shard, layer = self.shard, header.layer
         gather_layer(self.group, shard.shapes[layer], layer, shard=shard, routes=None, dtype=shard.dtype)
 
-    # -- the wire ---------------------------------------------------------------------------------
-
-    def _set(self) -> ExpertShard:
-        assert self.shard is not None, "the first operation of a generation sets the experts up"
-        return self.shard
-
-    def _sources(self, header: Header, counts: list[list[int]]) -> list[list[int]]:
-        slots = len(self._set().layers[header.layer].experts)
-        return [row[:slots] for row in counts]
+    # -- rows -------------------------------------------------------------------------------------
 
     def _receive(self, header: Header, sources: list[list[int]]) -> Tensor:
-        nothing = torch.empty((0, header.width), dtype=DTYPES[header.dtype], device=self.device)
-        receive = [sum(source) for source in sources] + [0] * (self.group.size - self.workers)
-        room = run_or_shortage(
-            lambda: self._room(sum(receive), header), device=self.device, who=f"expert host {self.host}"
-        )
-        if isinstance(room, Shortage):  # what is kept for backward makes room: the step is dropped by then
-            self._set().ran_out(room)
-            room = self._room(sum(receive), header)
-        return self.group.exchange(nothing, [0] * self.group.size, receive, into=room).wait()
+        receive = rows_by_rank(sources, self.group.size)
 
-    def _room(self, rows: int, header: Header) -> Tensor:
-        return torch.empty((rows, header.width), dtype=DTYPES[header.dtype], device=self.device)
+        def allocate() -> Tensor:
+            return torch.empty((sum(receive), header.width), dtype=header.payload_dtype, device=self.device)
+
+        rows = attempt(allocate, device=self.device, who=f"expert host {self.host}")
+        if isinstance(rows, Shortage):  # the step is dropped: releasing what backward needs makes room
+            self.shard.ran_out(rows)
+            rows = allocate()
+        return self.group.exchange(rows[:0], [0] * self.group.size, receive, into=rows).wait()
 
     def _send(self, rows: Tensor, sources: list[list[int]]) -> None:
-        send = [sum(source) for source in sources] + [0] * (self.group.size - self.workers)
-        self.group.exchange(rows, send, [0] * self.group.size).wait()
+        self.group.exchange(rows, rows_by_rank(sources, self.group.size), [0] * self.group.size).wait()
 
 
-def header_words(placement: Placement) -> int:
-    """Of a header with the counts of the host that has the most slots in any layer."""
-    return WORDS + max(1, *(max(map(len, layer.by_host.values())) for layer in placement.layers))
+def header_size(placement: Placement) -> int:
+    """Int64 words of a header with the counts of the host that has the most slots in any layer."""
+    return HEADER_SIZE + max(1, *(max(map(len, layer.by_host.values())) for layer in placement.layers))

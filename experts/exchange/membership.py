@@ -1,4 +1,4 @@
-"""Joining a generation: what a builder on a worker asks of whoever brings workers and hosts together. No Ray here."""
+"""Joining a generation: how a model builder on a worker connects to the other workers and the hosts. No Ray here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from experts.exchange.rebalancer import Balances
+from experts.exchange.rebalancer import Rebalancer
 from experts.placement.starting import PlacementRules, starting_placement
-from experts.placement.values import HostSpec, Placement
+from experts.placement.values import HostSpec, Placement, equal_hosts
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
@@ -22,20 +22,19 @@ from raytrain.trainable import Death
 
 @dataclass(frozen=True)
 class Membership:
-    """What a worker is told when it joins a generation.
+    """A worker's place in a generation, and what it knows about the hosts.
 
     Attributes:
-        rank, workers: this worker, and how many there are.
-        placement: in force at the start; `placement.num_hosts` hosts.
+        rank, workers: of this worker, and the number of workers.
+        placement: in force at the start, on `placement.num_hosts` hosts.
         host: the index of this worker's own shard where experts are colocated, else None.
-        workers_group: of the workers alone, which ends with the generation; None is torch's default group.
-        lost: why the generation is over, None while it lives.
-        switched: told on rank 0 of each placement that came into force.
-        hosts: what is known of them; empty for nothing.
-        deaths: of hosts, since the last step that was committed; `acknowledge_deaths` is called when that has been
-            written down.
-        note: what is different from the generation before; for the record.
-        balancer: somebody else to decide where experts live than the `experts` section names.
+        workers_group: of the workers alone, which ends with the generation; None for torch's default group.
+        lost: returns why the generation is over, None while it lives.
+        switched: called on rank 0 with each placement that came into force.
+        hosts: their specs; empty if nothing is known.
+        deaths: of hosts, since the last committed step; `acknowledge_deaths` is called once they are recorded.
+        note: what differs from the generation before, for the record.
+        rebalancer: replaces the one that the `experts` section asks for.
     """
 
     generation: int
@@ -51,34 +50,34 @@ class Membership:
     deaths: list[Death] = field(default_factory=list)
     acknowledge_deaths: Callable[[], Any] = lambda: None
     note: str = ""
-    balancer: Balances | None = None
+    rebalancer: Rebalancer | None = None
 
 
 class Connection(Protocol):
-    """Travels to the workers inside the `experts` section; it is pickled."""
+    """How a worker joins a generation; pickled to the workers inside the `experts` section."""
 
     def close(self) -> None:
-        """Driver, when the workers are done: end whatever was started for them."""
+        """End what was started for the workers; called by the driver when they are done."""
         ...
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Transport, Membership]:
-        """Meet all workers and hosts in the next generation; blocks until they are there.
+        """Join the next generation; blocks until all workers and hosts have.
 
         Raises:
-            RunError: they do not come.
+            RunError: one did not join in time.
         """
         ...
 
 
 _GENERATIONS = itertools.count(1)
-"""Of this process; the workers of a gang join as often as each other."""
+"""Numbers the generations of this process; all workers of a run join equally often."""
 
 
 @dataclass(frozen=True)
 class ColocatedConnection:
-    """Experts inside the workers: each holds its share, and the workers are all the members there are.
+    """Experts inside the workers: each worker holds a part, and there are no other members.
 
-    They end and begin with the workers, so there is nobody to watch over: a worker's death restarts them all.
+    Nothing needs to be supervised: a worker's death restarts all workers, and with them the experts.
     """
 
     run_path: str
@@ -89,7 +88,7 @@ class ColocatedConnection:
         """Nothing was started."""
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[Transport, Membership]:
-        """On the store of torch's default group."""
+        """Join on the store of torch's default group."""
         generation = next(_GENERATIONS)
         grouped = dist.is_initialized()
         rank, workers = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -104,7 +103,7 @@ class ColocatedConnection:
             device=torch.device(self.device),
             interface=self.interface,
         )
-        placement = starting_placement(rules, shapes, [HostSpec(host, 1.0, None) for host in range(workers)])
+        placement = starting_placement(rules, shapes, equal_hosts(workers))
         return group, Membership(
             generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank
         )

@@ -1,7 +1,7 @@
-"""Rank 0's side of moving experts: it keeps the measured load, decides every so many steps, and tells what comes next.
+"""Decides on rank 0 where experts live: keeps the measured load, decides every N steps, and announces placements.
 
-The decision is `experts.placement.rebalance.decide`, made in a thread from the load of the windows so far and the speed
-of the hosts in the last one. What it decides is told in instalments, each small enough to travel while a step computes.
+The decision is `experts.placement.rebalance.decide`, made in a thread from the load of the last intervals and the speed
+of the hosts in the newest one. It is announced in instalments, each small enough to be sent while a step computes.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from experts.member.vote import Tally
+from experts.member.vote import VoteResult
 from experts.placement.rebalance import RebalanceDecision, action_of, changed_shares, decide, instalments, predict
 from experts.placement.starting import PlacementRules
 from experts.placement.values import Costs, HostSpec, Placement
 from raytrain.trainable import Notice
 
-#: Windows that the forecast looks back on.
-WINDOWS = 4
-#: Hosts whose measured speeds differ by less are taken for equal: a busy machine measures as much from noise alone.
+#: Intervals that the forecast uses.
+INTERVALS = 4
+#: Hosts whose measured speeds differ by less are treated as equal: on a busy machine noise alone causes that much.
 ALIKE = 1.2
-#: At which state is taken to move before any has: packing, digests and unpacking, in seconds of one host.
+#: Assumed rate of the first move: packing, digests and unpacking, in seconds of one host.
 FIRST_BYTES_PER_S = 2e8
-#: Of a step's time may be spent on one instalment ...
+#: Share of a step's time that one instalment may take, ...
 SHARE_OF_STEP = 0.3
-#: ... which moves so much anyway.
+#: ... and the bytes that it may always move.
 LEAST_BYTES = 1 << 20
 
 
-class Balances(Protocol):
-    """Who decides where experts live; asked on rank 0 only."""
+class Rebalancer(Protocol):
+    """Decides where experts live; called on rank 0 only."""
 
-    def next(self, step: int) -> Placement | None:
-        """What everybody is to be told with the vote on `step`."""
+    def next_placement(self, step: int) -> Placement | None:
+        """The placement to announce with the vote on `step`, None for none."""
         ...
 
-    def committed(self, step: int, agreed: Tally, placement: Placement, *, refused: str) -> None:
-        """A step was voted on; `placement` is in force since. `refused`: why the one announced was not taken."""
+    def committed(self, step: int, result: VoteResult, placement: Placement, *, refused: str) -> None:
+        """Called after the vote on a step. `placement` is in force now; `refused`: why the announced one is not."""
         ...
 
     def notices(self) -> list[Notice]:
-        """(kind, fields) for the record, since the last call."""
+        """Events since the last call, as (kind, fields)."""
         ...
 
 
 @dataclass
 class LoadInterval:
-    """What was measured since the last decision: rows of each layer's experts, seconds that each host computed."""
+    """Measured since the last decision: rows of each layer's experts, and seconds that each host computed."""
 
     load: list[list[float]]
     busy: list[float]
@@ -57,21 +57,21 @@ class LoadInterval:
 
     @classmethod
     def empty(cls, costs: Costs, hosts: int) -> LoadInterval:
-        """From now on."""
+        """An interval that starts now."""
         return cls([[0.0] * len(row) for row in costs], [0.0] * hosts, began=time.perf_counter())
 
-    def add(self, agreed: Tally) -> None:
-        """One step."""
-        counts, begin = agreed.counts.tolist(), 0
+    def add(self, result: VoteResult) -> None:
+        """Add one step."""
+        counts, begin = result.counts.tolist(), 0
         for row in self.load:
             for expert in range(len(row)):
                 row[expert] += counts[begin + expert]
             begin += len(row) + 1  # the drops
-        self.busy = [total + own for total, own in zip(self.busy, agreed.busy_s, strict=True)]
+        self.busy = [total + own for total, own in zip(self.busy, result.busy_s, strict=True)]
         self.steps += 1
 
     def hosts(self, placement: Placement, hosts: Sequence[HostSpec], costs: Costs) -> list[HostSpec]:
-        """The hosts with the speed at which they computed their rows."""
+        """The hosts with the speeds at which they computed their rows."""
         alike = [replace(spec, speed=1.0) for spec in hosts]
         work = [0.0] * len(alike)
         for layer, (load, row) in enumerate(zip(self.load, costs, strict=True)):
@@ -89,8 +89,8 @@ class LoadInterval:
 
 
 @dataclass(frozen=True)
-class Thought:
-    """A decision, on what it was made, and how long that took."""
+class RebalanceProposal:
+    """A decision with its inputs, and the seconds that it took."""
 
     step: int
     decision: RebalanceDecision
@@ -100,111 +100,111 @@ class Thought:
     seconds: float
 
 
-class Balancer:
-    """Implements `Balances`.
+class LoadRebalancer:
+    """Moves experts by their measured load; implements `Rebalancer`.
 
     Args:
         costs: of each expert of each layer.
-        hosts: those of the placements; their speeds are measured.
+        hosts: of the placements; their speeds are measured.
     """
 
     def __init__(self, rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> None:
         self.rules, self.costs, self.hosts = rules, costs, list(hosts)
-        self._window = LoadInterval.empty(costs, len(hosts))
+        self._interval = LoadInterval.empty(costs, len(hosts))
         self._loads: list[list[list[float]]] = []
         self._thread: threading.Thread | None = None
-        self._thought: Thought | None = None
+        self._proposal: RebalanceProposal | None = None
         self._error: BaseException | None = None
         self._queue: list[Placement] = []
-        self._told: tuple[int, Placement, Placement] | None = None
+        self._announced: tuple[int, Placement, Placement] | None = None
         self._moving_s, self._sent_bytes, self._bytes_per_s = 0.0, 0, FIRST_BYTES_PER_S
         self._notices: list[Notice] = []
         self._placement: Placement | None = None
 
-    def next(self, step: int) -> Placement | None:
-        """See `Balances`."""
+    def next_placement(self, step: int) -> Placement | None:
+        """See `Rebalancer`."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            self._line_up()
-        if self._told is not None or not self._queue or self._placement is None:
+            self._queue_instalments()
+        if self._announced is not None or not self._queue or self._placement is None:
             return None
-        self._told = step, self._placement, self._queue.pop(0)
+        self._announced = step, self._placement, self._queue.pop(0)
         self._moving_s, self._sent_bytes = 0.0, 0
-        return self._told[2]
+        return self._announced[2]
 
-    def committed(self, step: int, agreed: Tally, placement: Placement, *, refused: str) -> None:
-        """See `Balances`."""
-        self._moving_s += max(agreed.moving_s, default=0.0)
-        self._sent_bytes += int(sum(agreed.sent_bytes))
+    def committed(self, step: int, result: VoteResult, placement: Placement, *, refused: str) -> None:
+        """See `Rebalancer`."""
+        self._moving_s += max(result.moving_s, default=0.0)
+        self._sent_bytes += int(sum(result.sent_bytes))
         self._placement = placement
-        if self._told is not None and step > self._told[0]:
+        if self._announced is not None and step > self._announced[0]:
             self._end_move(step, refused=refused)
-        if bool(agreed.skip):
+        if bool(result.skip):
             return
-        self._window.add(agreed)
-        idle = self._thread is None and self._told is None and not self._queue
+        self._interval.add(result)
+        idle = self._thread is None and self._announced is None and not self._queue
         if self.rules.every and step % self.rules.every == 0 and idle:
             self._decide(step, placement)
 
     def notices(self) -> list[Notice]:
-        """See `Balances`."""
+        """See `Rebalancer`."""
         taken, self._notices = self._notices, []
         return taken
 
     def _decide(self, step: int, placement: Placement) -> None:
-        """In a thread: for the largest models it takes seconds."""
-        window, self._window = self._window, LoadInterval.empty(self.costs, len(self.hosts))
-        self._loads = [*self._loads, window.load][-WINDOWS:]
+        """Decide in a thread: it takes seconds for the largest models."""
+        interval, self._interval = self._interval, LoadInterval.empty(self.costs, len(self.hosts))
+        self._loads = [*self._loads, interval.load][-INTERVALS:]
         loads = list(self._loads)
-        hosts = window.hosts(placement, self.hosts, self.costs)
-        step_s = (time.perf_counter() - window.began) / window.steps
+        hosts = interval.hosts(placement, self.hosts, self.costs)
+        step_s = (time.perf_counter() - interval.began) / interval.steps
 
-        def think() -> None:
+        def run() -> None:
             began = time.perf_counter()
             try:
                 found = decide(
                     placement, predict(loads), hosts, self.costs, self.rules.policy, self.rules.replicas,
-                    steps_until_next=self.rules.every or 1, step_s=max(window.busy) / window.steps,
+                    steps_until_next=self.rules.every or 1, step_s=max(interval.busy) / interval.steps,
                     bytes_per_s=self._bytes_per_s,
                 )  # fmt: skip
-            except Exception as error:  # raised by the training thread
+            except Exception as error:  # raised again in the training thread
                 self._error = error
                 return
-            self._thought = Thought(step, found, hosts, placement, step_s, time.perf_counter() - began)
+            self._proposal = RebalanceProposal(step, found, hosts, placement, step_s, time.perf_counter() - began)
 
-        self._thread = threading.Thread(target=think, daemon=True, name="placement")
+        self._thread = threading.Thread(target=run, daemon=True, name="placement")
         self._thread.start()
 
-    def _line_up(self) -> None:
-        """Write the decision down, and its instalments in a row."""
+    def _queue_instalments(self) -> None:
+        """Record the decision, and queue its instalments."""
         if self._error is not None:
             raise self._error
-        thought, self._thought = self._thought, None
-        assert thought is not None
-        found = thought.decision
+        proposal, self._proposal = self._proposal, None
+        assert proposal is not None
+        found = proposal.decision
         if found.action != "keep":
-            budget = max(LEAST_BYTES, int(SHARE_OF_STEP * thought.step_s * self._bytes_per_s))
-            self._queue = instalments(thought.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
-        told = {
-            "what": "placement", "value": found.action, "step": thought.step, "reason": found.reason,
-            "bytes": found.bytes, "gain": found.gain, "seconds": thought.seconds, "instalments": len(self._queue),
-            "speeds": [spec.speed for spec in thought.hosts],
+            budget = max(LEAST_BYTES, int(SHARE_OF_STEP * proposal.step_s * self._bytes_per_s))
+            self._queue = instalments(proposal.placement, found.placement, self.costs, hosts=self.hosts, budget=budget)
+        row = {
+            "what": "placement", "value": found.action, "step": proposal.step, "reason": found.reason,
+            "bytes": found.bytes, "gain": found.gain, "seconds": proposal.seconds, "instalments": len(self._queue),
+            "speeds": [spec.speed for spec in proposal.hosts],
         }  # fmt: skip
-        self._notices.append(("decision", told))
+        self._notices.append(("decision", row))
 
     def _end_move(self, step: int, *, refused: str) -> None:
-        assert self._told is not None
-        (_, before, told), self._told = self._told, None
+        assert self._announced is not None
+        (_, before, after), self._announced = self._announced, None
         if refused:
             self._queue = []
-            self._notices.append(("move_refused", {"step": step, "version": told.version, "reason": refused}))
+            self._notices.append(("move_refused", {"step": step, "version": after.version, "reason": refused}))
             return
-        moves, size = before.moves_to(told, self.costs), self._sent_bytes
+        moves, size = before.moves_to(after, self.costs), self._sent_bytes
         if size and self._moving_s > 0:
             self._bytes_per_s = 0.5 * (self._bytes_per_s + size / self._moving_s)
         row = {
-            "what": action_of(moves), "step": step, "version": told.version, "bytes": size, "seconds": self._moving_s,
+            "what": action_of(moves), "step": step, "version": after.version, "bytes": size, "seconds": self._moving_s,
             "changes": [[move.kind, move.layer, move.expert, move.source, move.target] for move in moves],
-            "shares": changed_shares(before, told),
+            "shares": changed_shares(before, after),
         }  # fmt: skip
         self._notices.append(("move" if moves else "shares", row))

@@ -1,7 +1,7 @@
 """A generation on one member: meeting the others, and hearing of the end. No Ray here.
 
 The members meet at a store (the directory's). Each leaves its name there, so that one who does not come can be named;
-then they connect with each other. A death is told by whoever watches (`Lost`), long before a call would time out.
+then they connect with each other. A death is told by whoever watches (`GenerationWatch`), long before a call would time out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experts.transport.process_group import MEET_S, JointGroup, give_up, gloo, nccl
+from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_group, gloo, nccl
 from raytrain.errors import RunError, StateLost, first_line
 from raytrain.train.parallel.collectives import WorkersGroup
 
 HOSTS_WAIT_LONGER_S = 10.0
 """Than the workers do: where nobody can meet, the workers end the run with the reason before a host is heard."""
 POLL_S = 0.02
-MEND = "cluster.interface names the network interface over which all nodes reach each other"
+INTERFACE_HINT = "cluster.interface names the network interface over which all nodes reach each other"
 Reason = Callable[[], str | None]
 """Why the generation is over; None while it lives."""
 
@@ -40,7 +40,7 @@ def open_group(told: dict[str, Any], *, rank: int, lost: Reason = lambda: None) 
         StateLost: the generation ended meanwhile. RunError: a member did not come, or cannot be reached.
     """
     workers, hosts = told["workers"], told["hosts"]
-    limit = MEET_S + (HOSTS_WAIT_LONGER_S if rank >= workers else 0.0)
+    limit = RENDEZVOUS_S + (HOSTS_WAIT_LONGER_S if rank >= workers else 0.0)
     store = connect(told["address"], who=_title(rank, workers), limit=limit)
     name, places = f"generation-{told['generation']}", []
     try:
@@ -63,7 +63,7 @@ def open_group(told: dict[str, Any], *, rank: int, lost: Reason = lambda: None) 
         others = ", ".join(f"{_title(other, workers)} on {place}" for other, place in enumerate(places))
         raise RunError(
             f"{_title(rank, workers)} cannot be connected with all others over {told['interface'] or 'the default'} "
-            f"interface ({first_line(error)}); there are {others}; {MEND}"
+            f"interface ({first_line(error)}); there are {others}; {INTERFACE_HINT}"
         ) from error
 
 
@@ -88,7 +88,7 @@ def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit))  # pyright: ignore
     except RuntimeError as error:
         raise RunError(
-            f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s ({first_line(error)}); {MEND}"
+            f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s ({first_line(error)}); {INTERFACE_HINT}"
         ) from error
 
 
@@ -102,7 +102,7 @@ def _meet(store: Any, name: str, *, rank: int, workers: int, size: int, limit: f
             raise StateLost(reason)
         if time.monotonic() > ends:
             absent = [_title(other, workers) for other, key in enumerate(keys) if not store.check([key])]
-            raise RunError(f"{', '.join(absent)} did not come within {limit:g} s to where all members meet; {MEND}")
+            raise RunError(f"{', '.join(absent)} did not come within {limit:g} s to where all members meet; {INTERFACE_HINT}")
         time.sleep(POLL_S)
     return [store.get(key).decode() for key in keys]
 
@@ -119,7 +119,7 @@ def join_as_worker(
     Raises:
         StateLost, RunError: as `open_group`.
     """
-    lost = Lost(wait)
+    lost = GenerationWatch(wait)
     group = open_group(told, rank=rank, lost=lost.reason)
     lost.ends(group)
     if told["workers"] == 1:
@@ -129,14 +129,14 @@ def join_as_worker(
     except RuntimeError as error:  # all workers are connected with each other: one of them is gone again
         raise StateLost(lost.reason() or f"the workers did not meet: {first_line(error)}") from error
     for one in {id(one): one for one in (payload, flags)}.values():
-        lost.ends(Abortable(one))
+        lost.ends(AbortableGroup(one))
     return group, WorkersGroup(payload, flags, lost.reason), lost.reason
 
 
 def _workers_groups(told: dict[str, Any], *, rank: int, device: torch.device) -> tuple[Any, Any]:
     """(payload, flags) over the workers of one generation."""
     workers = told["workers"]
-    store = connect(told["address"], who=_title(rank, workers), limit=MEET_S)
+    store = connect(told["address"], who=_title(rank, workers), limit=RENDEZVOUS_S)
     name = f"generation-{told['generation']}/workers"
     flags = gloo(store, f"{name}/flags", rank, workers, interface=told["interface"], timeout_s=1800.0)
     if device.type != "cuda":
@@ -144,7 +144,7 @@ def _workers_groups(told: dict[str, Any], *, rank: int, device: torch.device) ->
     return nccl(store, f"{name}/payload", rank, workers, timeout_s=1800.0), flags
 
 
-class Abortable:
+class AbortableGroup:
     """A process group with the `abort(reason)` of a joint group."""
 
     def __init__(self, group: Any) -> None:
@@ -152,10 +152,10 @@ class Abortable:
 
     def abort(self, _reason: str) -> None:
         """End what waits."""
-        give_up(self._group)
+        abort_group(self._group)
 
 
-class Lost:
+class GenerationWatch:
     """Thread of a member: waits for the end of the generation, and then ends every group of it here.
 
     Args:

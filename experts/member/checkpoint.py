@@ -1,7 +1,7 @@
-"""Experts in a checkpoint: one file a host, its tensors named by (layer, logical expert), never by rank.
+"""Experts in a checkpoint: one file for each host, its tensors named by (layer, logical expert), never by rank.
 
-A host snapshots in memory at the step's boundary and writes in a thread: first the tensors, then, as the last thing, a
-small JSON that says what they are. Rank 0 waits for all of these, and only then writes its manifest (DESIGN 7).
+A host takes a snapshot in memory after a commit and writes it in a thread: the tensors, then a small JSON file that
+describes them. Rank 0 waits for the JSON files of all hosts before it writes its manifest (DESIGN 7).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import open_store
 
 POLL_S = 0.02
-#: A host that has not written its part by then never will.
+#: Timeout of the wait for a host's files.
 WRITE_S = 1800.0
 PART = "experts"
 
 
 @dataclass(frozen=True)
 class ExpertSnapshot:
-    """State of the experts at home on one host: (layer, expert) -> name -> CPU tensor, apart from the live ones."""
+    """State of the experts at home on one host: (layer, expert) -> name -> CPU tensor, a copy of the live one."""
 
     experts: dict[Key, dict[str, Tensor]]
 
     @classmethod
     def of(cls, shard: ExpertShard) -> ExpertSnapshot:
-        """Copied now."""
+        """Copy the current state."""
         return cls(
             {
                 key: {name: value.detach().to("cpu", copy=True) for name, value in shard.state_of(key).items()}
@@ -48,27 +48,27 @@ class ExpertSnapshot:
 
 
 class ExpertFiles:
-    """One host's files of the checkpoints of a run; `begin` returns at once, one file is written at a time."""
+    """Writes and loads one host's part of a run's checkpoints; writes one at a time, in the background."""
 
     def __init__(self, run_path: str, *, host: int) -> None:
         self._run, self.host = RunFolder(run_path), host
         self._thread: threading.Thread | None = None
 
     def begin(self, snapshot: ExpertSnapshot, *, step: int) -> None:
-        """Write in the background."""
+        """Start to write, after the last write has finished."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(snapshot, step), daemon=True, name="expert-files")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last one is written."""
+        """Wait for the write in progress."""
         if self._thread is not None:
             self._thread.join()
 
     def _write(self, snapshot: ExpertSnapshot, step: int) -> None:
         store = open_store(self._run.checkpoint_dir(step))
         name = f"{PART}-{self.host:05d}.safetensors"
-        told: dict[str, Any] = {"name": name, "experts": [list(key) for key in snapshot.experts]}
+        described: dict[str, Any] = {"name": name, "experts": [list(key) for key in snapshot.experts]}
         try:
             tensors = {
                 f"{layer}.{expert}.{field}": value
@@ -76,16 +76,16 @@ class ExpertFiles:
                 for field, value in state.items()
             }
             with store.open_write(name) as file:
-                told["file"] = asdict(write_tensors(file, tensors))
-        except Exception as error:  # told to rank 0, which gives the checkpoint up
-            told["error"] = f"{type(error).__name__}: {error}"
-        store.write_bytes(f"{PART}-{self.host:05d}.json", json.dumps(told).encode())
+                described["file"] = asdict(write_tensors(file, tensors))
+        except Exception as error:  # reported to rank 0, which gives the checkpoint up
+            described["error"] = f"{type(error).__name__}: {error}"
+        store.write_bytes(f"{PART}-{self.host:05d}.json", json.dumps(described).encode())
 
     def load(self, shard: ExpertShard, folder: str) -> None:
-        """Take the state of this host's experts, homes and replicas, out of a checkpoint of any number of hosts.
+        """Load this host's experts, homes and replicas, from a checkpoint of any number of hosts.
 
         Raises:
-            CheckpointError: an expert is missing or stands there twice, by name; another layout.
+            CheckpointError: an expert is missing, occurs twice or has other shapes; names it.
         """
         where = locate(read_manifest(folder), [shape.num_experts for shape in shard.shapes])
         homes = set(shard.homes())
@@ -101,10 +101,10 @@ class ExpertFiles:
 
 
 def locate(manifest: Mapping[str, Any], num_experts: Iterable[int]) -> dict[Key, str]:
-    """(layer, expert) -> the file of a checkpoint that holds it.
+    """Return which file of a checkpoint holds each (layer, expert).
 
     Raises:
-        CheckpointError: the checkpoint holds no experts by name, misses one, or holds one twice.
+        CheckpointError: the checkpoint has no expert files, or an expert is missing or occurs twice.
     """
     described = manifest.get("experts")
     if described is None:
@@ -114,7 +114,7 @@ def locate(manifest: Mapping[str, Any], num_experts: Iterable[int]) -> dict[Key,
         for layer, expert in keys:
             if (layer, expert) in where:
                 raise CheckpointError(
-                    f"layer {layer} expert {expert} stands twice: in {where[layer, expert]} and in {name}"
+                    f"layer {layer} expert {expert} occurs twice: in {where[layer, expert]} and in {name}"
                 )
             where[layer, expert] = name
     wanted = {(layer, expert) for layer, number in enumerate(num_experts) for expert in range(number)}
@@ -126,13 +126,13 @@ def locate(manifest: Mapping[str, Any], num_experts: Iterable[int]) -> dict[Key,
 
 
 def read_tensors_of(folder: str, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint, local or not."""
+    """Read the tensors of one file of a checkpoint, in local or remote storage."""
     with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
         return read_tensors(open_store(folder).local_copy(name, scratch))
 
 
 def state_in(tensors: Mapping[str, Tensor], key: Key, name: str) -> dict[str, Tensor]:
-    """The state of one expert out of a file's tensors."""
+    """Select the state of one expert from a file's tensors."""
     prefix = f"{key[0]}.{key[1]}."
     state = {field[len(prefix) :]: value for field, value in tensors.items() if field.startswith(prefix)}
     if not state:
@@ -148,7 +148,10 @@ def _check_shapes(shard: ExpertShard, key: Key, state: Mapping[str, Tensor]) -> 
 
 
 def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> dict[str, Any]:
-    """Rank 0's writer: wait until every host has written; {"files": {name: WrittenFile}, "experts": {name: keys}}.
+    """Wait until every host has written its part of a checkpoint; called by rank 0's writer.
+
+    Returns:
+        {"files": {name: WrittenFile}, "experts": {name: keys}}, for the manifest.
 
     Raises:
         RunError: a host could not write, or the generation ended meanwhile.
@@ -160,11 +163,11 @@ def await_files(folder: str, hosts: int, *, lost: Callable[[], str | None]) -> d
             name = f"{PART}-{host:05d}.json"
             if not store.exists(name):
                 continue
-            told = json.loads(store.read_bytes(name))
-            if "error" in told:
-                raise RunError(f"expert host {host} could not write its part of {folder}: {told['error']}")
-            files[told["name"]] = WrittenFile(**told["file"])
-            keys[told["name"]] = told["experts"]
+            described = json.loads(store.read_bytes(name))
+            if "error" in described:
+                raise RunError(f"expert host {host} could not write its part of {folder}: {described['error']}")
+            files[described["name"]] = WrittenFile(**described["file"])
+            keys[described["name"]] = described["experts"]
             store.delete(name)
             missing.discard(host)
         reason = lost()

@@ -1,6 +1,6 @@
-"""The end of a step, the same on every member of a generation: gradients come home, vote, commit, weights go out.
+"""The end of a step, the same on every member: gradients go to the homes, vote, commit, new weights go to the replicas.
 
-Where experts are on the move, this is also where everybody switches to the next placement.
+Where experts are moving, this is also where all members switch to the next placement.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from experts.member.migration import Migration
-from experts.member.replicas import gradient_legs, gradients_of, send_fresh_weights, travelled
+from experts.member.replicas import exchange_along, gradient_transfers, gradients_of, send_fresh_weights
 from experts.member.shard import ExpertShard
-from experts.member.vote import Tally, VoteLayout, shortages_of, tally
+from experts.member.vote import VoteLayout, VoteResult, read_vote, shortages_of
 from experts.placement.values import Placement
 from experts.transport.protocol import Transport
 
 
 class StepCommit:
-    """One member's side of it.
+    """One member's part in the end of each step.
 
     Args:
         placement: in force at the start.
@@ -27,8 +27,8 @@ class StepCommit:
 
     Attributes:
         placement: in force now.
-        shard: this member's experts, None where it has none.
-        refused: why the last announced placement was not taken; empty where it was.
+        shard: this member's experts, None if it has none.
+        refused: why the last announced placement was not adopted; empty if it was.
     """
 
     def __init__(self, group: Transport, placement: Placement, layout: VoteLayout) -> None:
@@ -38,51 +38,55 @@ class StepCommit:
         self.refused = ""
 
     def run(
-        self, step: int, *, max_grad_norm: float | None, put_own: Callable[[Tensor], bytes | None] | None = None
-    ) -> Tally:
-        """Vote on `step` and commit it, or skip it, or drop it, with everybody. Collective over all members.
+        self, step: int, *, max_grad_norm: float | None, fill_in: Callable[[Tensor], None] | None = None,
+        announcement: bytes | None = None,
+    ) -> VoteResult:  # fmt: skip
+        """Vote on `step`, then commit, skip or drop it. Collective over all members.
 
         Args:
-            put_own: fills in a worker's part of the vote, and returns what rank 0 has to tell everybody.
+            fill_in: fills in a worker's part of the vote.
+            announcement: rank 0's message to everybody, the next placement.
         """
-        self._gather()
+        self._sum_gradients()
         vector = self.layout.empty(step)
-        notice = put_own(vector) if put_own is not None else None
+        if fill_in is not None:
+            fill_in(vector)
+        self.layout.put(vector, notice=len(announcement or b""))
         moving_s, sent_bytes = self.migration.take_spent()
         if self.shard is not None:
             self.layout.put_squares(vector, self.shard.squares())
-            busy_s = self.shard.busy.take()
+            busy_s = self.shard.timer.take()
             self.layout.put_spent(vector, self.shard.host, busy_s=busy_s, moving_s=moving_s, sent_bytes=sent_bytes)
         vector[self.layout.shortages] = shortages_of(self.shard, self.layout.holders)
         self.group.all_reduce(vector)
-        agreed = tally(self.layout, vector, step=step, members=self.group.size)
+        result = read_vote(self.layout, vector, step=step, members=self.group.size)
         if self.shard is not None:
-            if agreed.shortages:
+            if result.shortages:
                 self.shard.discard()
-                self.migration.add_spent(moving_s, sent_bytes)  # told with the step that is taken instead
+                self.migration.add_spent(moving_s, sent_bytes)  # reported with the next step that is committed
             else:
-                self.shard.commit(agreed.commit(max_grad_norm))
-        send_fresh_weights(self.group, self.shard, self.placement)  # replicas that are new are empty until now
-        if agreed.notice and not agreed.shortages:
-            self.migration.begin(agreed.notice, self.placement, self.shard, notice=notice)
-        return agreed
+                self.shard.commit(result.commit(max_grad_norm))
+        send_fresh_weights(self.group, self.shard, self.placement)  # new replicas are empty until now
+        if result.notice and not result.shortages:
+            self.migration.begin(result.notice, self.placement, self.shard, announcement=announcement)
+        return result
 
-    def _gather(self) -> None:
-        """Gradients to the homes, which may be new ones."""
+    def _sum_gradients(self) -> None:
+        """Sum the gradients at the experts' homes: the new homes where experts have moved."""
         now, then, states = self.placement, self.placement, {}
         if self.migration.next is not None:
-            arrived = self.migration.finish(self.shard)
-            self.refused = arrived.refused
-            if not arrived.refused:
-                then, states = arrived.placement, arrived.states
-        came = travelled(self.group, self.shard, gradient_legs(now, then), views_of=gradients_of)
+            migrated = self.migration.finish(self.shard)
+            self.refused = migrated.refused
+            if not migrated.refused:
+                then, states = migrated.placement, migrated.states
+        received = exchange_along(self.group, self.shard, gradient_transfers(now, then), views_of=gradients_of)
         if then is not now:
             began = time.perf_counter()
             if self.shard is not None:
                 self.shard.switch(then, states)
             self.placement = then
             self.migration.add_spent(time.perf_counter() - began)
-        for key, pieces in came:
+        for key, pieces in received:
             assert self.shard is not None
             for view, piece in zip(gradients_of(self.shard, key).values(), pieces, strict=True):
                 view += piece

@@ -1,4 +1,4 @@
-"""How long a device computes: the clock on a CPU, events on a GPU, which returns before it is done."""
+"""Measures how long a device computes: with the clock on a CPU, with events on a GPU, which runs asynchronously."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class DeviceTimer:
-    """Adds up the seconds between the beginning and the end of pieces of work on one device."""
+    """Sums the seconds of pieces of work on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -18,12 +18,12 @@ class DeviceTimer:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Around a piece of work."""
+    def measure(self) -> Iterator[None]:
+        """Add the work inside."""
         if not self._on_gpu:
-            begin = time.perf_counter()
+            began = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - begin
+            self._seconds += time.perf_counter() - began
             return
         pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         pair[0].record()
@@ -32,7 +32,7 @@ class DeviceTimer:
         self._pairs.append(pair)
 
     def take(self) -> float:
-        """Seconds since the last call; waits for a GPU to be done with them."""
+        """Return the seconds since the last call; waits for a GPU to finish that work."""
         for begin, end in self._pairs:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1e3

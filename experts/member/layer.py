@@ -1,4 +1,4 @@
-"""One layer's experts on one host: stacks of its homes and of its replicas, with their gradients."""
+"""One layer's experts on one host: a stack of its homes and one of its replicas, with their gradients."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class LayerShard:
     """The slots of one host in one layer: its homes, then its replicas.
 
     Attributes:
-        experts: of each slot.
-        homes, replicas: their weights; None where there are none.
-        gradients: of the homes. replica_gradients: of the replicas, which the homes are owed.
+        experts: the expert of each slot.
+        homes, replicas: the stacked experts; None if there are none.
+        gradients: of the homes. replica_gradients: of the replicas, to be sent to their homes.
     """
 
     def __init__(self, shape: LayerShape, routes: LayerRoutes, host: int, *, dtype: torch.dtype, device: Any) -> None:
         self.shape = shape
         self.experts = [expert for expert, _ in routes.slots[host]]
         self.num_homes = routes.homes[host]
-        self.homes = _built(shape, self.experts[: self.num_homes], dtype=dtype, device=device)
-        self.replicas = _built(shape, self.experts[self.num_homes :], dtype=dtype, device=device)
+        self.homes = _build(shape, self.experts[: self.num_homes], dtype=dtype, device=device)
+        self.replicas = _build(shape, self.experts[self.num_homes :], dtype=dtype, device=device)
         self.gradients = GradientBuffers([] if self.homes is None else self.homes.parameters())
         self.replica_gradients = GradientBuffers([] if self.replicas is None else self.replicas.parameters())
 
     def forward(self, x_RD: Tensor, counts: list[int]) -> Tensor:
-        """Rows sorted by slot, `counts` of each; without any row every weight still gets its zero gradient."""
+        """Run rows sorted by slot, `counts` of each. Every weight gets a gradient, zero where no row arrived."""
         split = sum(counts[: self.num_homes])
         parts = []
         for stack, rows, own in (
@@ -47,38 +47,41 @@ class LayerShard:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def slot(self, expert: int) -> tuple[GroupedExperts, int]:
-        """(the stack that holds the expert here, its place in it)."""
+        """(the stack that holds the expert here, its position in that stack)."""
         place = self.experts.index(expert)
         stack = self.homes if place < self.num_homes else self.replicas
         assert stack is not None
         return stack.slot(place if place < self.num_homes else place - self.num_homes)
 
     def weights_of(self, expert: int) -> dict[str, Tensor]:
-        """Name -> weight of an expert held here; views."""
+        """Weights of an expert held here, by name; views."""
         stack, place = self.slot(expert)
         return stack.weights_of(place)
 
     def gradients_of(self, expert: int) -> dict[str, Tensor]:
-        """Name -> gradient of an expert held here; views."""
+        """Gradients of an expert held here, by name; views."""
         stack, place = self.slot(expert)
         return {name: getattr(stack, name).grad[place] for name in stack.names}
 
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         self.gradients.zero_()
         self.replica_gradients.zero_()
 
 
-def _built(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts | None:
-    if not experts:
-        return None
-    with torch.device("meta"):  # the weights come from elsewhere: nothing is drawn
-        stack = build_experts(shape.width, [shape.hidden_E[e] for e in experts], **shape.kind)
+def _build(shape: LayerShape, experts: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts | None:
+    return empty_experts(shape, [shape.hidden_E[e] for e in experts], dtype=dtype, device=device) if experts else None
+
+
+def empty_experts(shape: LayerShape, hidden_E: Sequence[int], *, dtype: torch.dtype, device: Any) -> Experts:
+    """Stacked experts of these widths with uninitialised weights, which come from other members."""
+    with torch.device("meta"):  # draws no random numbers
+        stack = build_experts(shape.width, hidden_E, **shape.kind)
     return stack.to(dtype=dtype).to_empty(device=device)
 
 
 def by_slot(rows: Tensor, sources: list[list[int]]) -> Tensor:
-    """Worker by worker and in each slot by slot -> slot by slot and in each worker by worker."""
+    """Reorder rows from worker-major (within it by slot) to slot-major (within it by worker)."""
     if len(sources) == 1:
         return rows
     pieces = rows.split([count for source in sources for count in source])
@@ -90,7 +93,11 @@ def by_source(rows: Tensor, sources: list[list[int]]) -> Tensor:
     """The inverse of `by_slot`."""
     if len(sources) == 1:
         return rows
-    slots = len(sources[0])
+    slots, workers = len(sources[0]), len(sources)
     pieces = rows.split([source[slot] for slot in range(slots) for source in sources])
-    workers = len(sources)
     return torch.cat([pieces[slot * workers + worker] for worker in range(workers) for slot in range(slots)])
+
+
+def rows_by_rank(sources: list[list[int]], size: int) -> list[int]:
+    """Rows of each worker, and zero for the other ranks of a group of `size`."""
+    return [sum(source) for source in sources] + [0] * (size - len(sources))

@@ -1,6 +1,6 @@
-"""The experts of one host: weights, gradients, optimizer, and what backward needs. Knows no process and no transport.
+"""The experts of one host: weights, gradients, optimizer, and the activations that backward needs.
 
-The same object serves an expert host and, where experts are colocated, a worker.
+Independent of processes and transport: used on an expert host and, where experts are colocated, on a worker.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from experts.placement.values import Placement
 from experts.routing.routes import LayerRoutes
 from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.oom import Shortage, run_or_shortage
+from raytrain.train.memory.oom import Shortage, attempt
 from raytrain.train.optim.build import build_optimizers, takes_skip_on_device
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What everybody agreed on, and what an optimizer step needs: all of it host numbers.
+class CommitDecision:
+    """What all members agreed on about a step, as an optimizer needs it; Python numbers only.
 
     Attributes:
-        coefficient: of the clip, 1 where nothing is clipped.
-        inverse_scale: of the loss scale, a power of two.
+        coefficient: factor of gradient clipping, 1 if nothing is clipped.
+        inverse_scale: inverse of the loss scale, a power of two.
     """
 
     skip: bool
@@ -37,18 +37,18 @@ class Commit:
 
 
 class ExpertShard:
-    """Every layer of one host.
+    """The experts of one host, in every layer.
 
     Args:
         shapes: of the layers.
-        host: whose part of `placement` this is.
+        host: its index in `placement`.
         optim: kind and constants of the optimizer; the learning rate comes with each commit.
         dtype: of the master weights.
 
     Attributes:
-        busy: seconds that the experts computed.
-        short: where there was no memory for rows, since the last step; it is dropped by everybody.
-        dropping: rows are answered as they came, nothing is computed: the step will be dropped anyhow.
+        timer: seconds that the experts have computed.
+        short: the shortage of memory since the last step, if any; everybody drops that step.
+        dropping: rows are returned unchanged, nothing is computed: the step will be dropped anyway.
     """
 
     def __init__(
@@ -63,40 +63,41 @@ class ExpertShard:
     ) -> None:
         self.shapes, self.placement, self.host = shapes, placement, host
         self.optim, self.dtype, self.device = optim, dtype, device
-        self.busy = DeviceTimer(device)
+        self.timer = DeviceTimer(device)
         self.short: Shortage | None = None
         self.dropping = False
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.layers = [self._layer(layer) for layer in range(len(shapes))]
-        self.optimizers = self._built_optimizers()
+        self.layers = [self._build_layer(layer) for layer in range(len(shapes))]
+        self.optimizers = self._build_optimizers()
 
-    def _layer(self, layer: int) -> LayerShard:
+    def _build_layer(self, layer: int) -> LayerShard:
         routes = LayerRoutes.of(self.placement, layer)
         return LayerShard(self.shapes[layer], routes, self.host, dtype=self.dtype, device=self.device)
 
-    def _built_optimizers(self) -> list[torch.optim.Optimizer]:
+    def _build_optimizers(self) -> list[torch.optim.Optimizer]:
         homes = nn.ModuleList(layer.homes for layer in self.layers if layer.homes is not None)
         return build_optimizers(homes, self.optim, lr=1.0, blocks=[homes]) if len(homes) else []
 
     # -- forward and backward ---------------------------------------------------------------------
 
     def forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
-        """Rows of all workers through their experts.
+        """Run the rows of all workers through their experts.
 
         Args:
-            rows: worker by worker, each sorted by slot; (R, D) in the wire's dtype.
+            rows: worker by worker, each sorted by slot; (R, D) in the payload's dtype.
             sources: for each worker the rows of each slot.
-            keep: for `backward`.
+            keep: keep the activations for `backward`.
+
         Returns:
             (R, D) in the same order.
         """
         return self._unless_dropped(rows, lambda: self._forward(layer, micro_batch, rows, sources, keep=keep))
 
     def _forward(self, layer: int, micro_batch: int, rows: Tensor, sources: list[list[int]], *, keep: bool) -> Tensor:
-        with self.busy.counted():
+        with self.timer.measure():
             x = by_slot(rows, sources)
             counts = [sum(column) for column in zip(*sources, strict=True)]
-            with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _own_graph():
+            with torch.set_grad_enabled(keep), _autocast(rows, self.dtype), _separate_graph():
                 x = x.detach().requires_grad_(keep)
                 y = self.layers[layer].forward(x, counts) if counts else x
             if keep:
@@ -104,25 +105,30 @@ class ExpertShard:
             return by_source(y.detach(), sources)
 
     def backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
-        """Gradients of the outputs to gradients of the inputs; those of the weights are added up."""
+        """Return the gradients of the inputs; accumulates those of the weights. Arguments as `forward`."""
         return self._unless_dropped(grads, lambda: self._backward(layer, micro_batch, grads, sources))
 
     def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
-        """What `work` makes of the rows, or, from the first shortage of anybody on, the rows themselves."""
+        """Return the result of `work`; from the first shortage of any member on, the rows unchanged."""
         if not self.dropping:
-            made = run_or_shortage(work, device=self.device, who=f"expert host {self.host}")
-            if not isinstance(made, Shortage):
-                return made
-            self.ran_out(made)
+            result = attempt(work, device=self.device, who=f"expert host {self.host}")
+            if not isinstance(result, Shortage):
+                return result
+            self.ran_out(result)
         return rows
 
+    def sources(self, layer: int, counts: list[list[int]]) -> list[list[int]]:
+        """Rows of each slot of a layer from each worker; `counts` from the workers' headers."""
+        slots = len(self.layers[layer].experts)
+        return [row[:slots] for row in counts]
+
     def ran_out(self, short: Shortage) -> None:
-        """There was no memory for rows: nothing more of this step is computed here."""
+        """Record that memory ran out: nothing more of this step is computed here."""
         self.short, self.dropping = self.short or short, True
         self._kept.clear()
 
     def _backward(self, layer: int, micro_batch: int, grads: Tensor, sources: list[list[int]]) -> Tensor:
-        with self.busy.counted():
+        with self.timer.measure():
             x, y = self._kept.pop((layer, micro_batch))
             if y is not x:
                 torch.autograd.backward(y, by_slot(grads, sources).to(y.dtype))
@@ -130,7 +136,7 @@ class ExpertShard:
             return by_source(inner, sources)
 
     def discard(self) -> None:
-        """Forget gradients and whatever was kept for backward."""
+        """Forget gradients, and activations kept for backward."""
         self._kept.clear()
         self.short, self.dropping = None, False
         for layer in self.layers:
@@ -139,7 +145,7 @@ class ExpertShard:
     # -- the step ---------------------------------------------------------------------------------
 
     def squares(self) -> dict[Key, float]:
-        """Sum of squares of the gradient of each expert at home here, in float64: the same for any placement."""
+        """Sum of squares of the gradient of each expert at home here, in float64: equal for any placement."""
         keys, totals = self.homes(), []
         for layer, expert in keys:
             total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -148,23 +154,27 @@ class ExpertShard:
             totals.append(total)
         return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
 
-    def commit(self, agreed: Commit) -> None:
-        """Unscale, clip, step; or skip. Gradients are zero afterwards."""
-        if not agreed.skip:
-            for factor in (agreed.inverse_scale, agreed.coefficient):
+    def commit(self, decision: CommitDecision) -> None:
+        """Unscale, clip and step, or skip; zeroes the gradients."""
+        if not decision.skip:
+            for factor in (decision.inverse_scale, decision.coefficient):
                 if factor != 1.0:
                     scale = torch.tensor(factor, dtype=torch.float64, device=self.device)
                     for layer in self.layers:
                         layer.gradients.scale_(scale)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = agreed.lr
+                    group["lr"] = decision.lr
                 if takes_skip_on_device(optimizer):
                     optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
                 optimizer.step()
         self.discard()
 
     # -- state, by (layer, logical expert) ----------------------------------------------------------
+
+    def numel(self, key: Key) -> int:
+        """Number of parameters of an expert."""
+        return self.shapes[key[0]].numel(key[1])
 
     def homes(self) -> list[Key]:
         """The experts at home here."""
@@ -175,7 +185,7 @@ class ExpertShard:
         return [(n, expert) for n, shard in enumerate(self.layers) for expert in shard.experts]
 
     def weights_of(self, key: Key) -> dict[str, Tensor]:
-        """Name -> weight of an expert held here; views."""
+        """Weights of an expert held here, by name; views."""
         return self.layers[key[0]].weights_of(key[1])
 
     def set_weights(self, key: Key, weights: Mapping[str, Tensor]) -> None:
@@ -184,8 +194,8 @@ class ExpertShard:
             view.copy_(weights[name])
 
     def state_of(self, key: Key) -> dict[str, Tensor]:
-        """Weights and optimizer state of an expert at home here, by name: "w1", "w1.exp_avg", ...; views where they
-        can be, so clone what is kept."""
+        """Weights and optimizer state of an expert at home here, by name: "w1", "w1.exp_avg", ...; mostly views, so
+        clone what you keep."""
         stack, place = self.layers[key[0]].slot(key[1])
         state: dict[str, Tensor] = {}
         for name, weight in self.weights_of(key).items():
@@ -224,16 +234,16 @@ class ExpertShard:
         else:
             held[name] = value.clone().to(self.device if value.is_cuda else value.device)
 
-    # -- another placement --------------------------------------------------------------------------
+    # -- switch to another placement ----------------------------------------------------------------
 
     def switch(self, placement: Placement, arrived: Mapping[Key, Mapping[str, Tensor]]) -> None:
-        """Take another placement, between the last backward of a step and its vote.
+        """Adopt another placement, between the last backward of a step and its vote.
 
-        What is at home here, and stays so, keeps weights, optimizer state and gradient; an expert that was here as a
-        copy and is at home now keeps its gradient. New replicas are empty: they get their weights after the commit.
+        An expert that stays at home here keeps weights, optimizer state and gradient; one that was a replica here and
+        is at home now keeps its gradient. New replicas are empty: they get their weights after the commit.
 
         Args:
-            arrived: state of each expert that comes to its new home here.
+            arrived: state of each expert whose new home is here.
         """
         changed = [
             layer
@@ -244,8 +254,8 @@ class ExpertShard:
         states = {parameter: held for optimizer in self.optimizers for parameter, held in optimizer.state.items()}
         self.placement = placement
         for layer in changed:
-            self.layers[layer] = self._layer(layer)
-        self.optimizers = self._built_optimizers()
+            self.layers[layer] = self._build_layer(layer)
+        self.optimizers = self._build_optimizers()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -260,7 +270,7 @@ class ExpertShard:
     def _carried(
         self, placement: Placement, changed: list[int]
     ) -> tuple[dict[Key, dict[str, Tensor]], dict[Key, dict[str, Tensor]]]:
-        """(state of the homes that stay here, gradients of what is at home here from now on), of changed layers."""
+        """Copies of (state of the experts that stay at home here, gradients of all whose new home is here)."""
         kept, gradients = {}, {}
         for layer in changed:
             own = self.layers[layer]
@@ -274,16 +284,16 @@ class ExpertShard:
 
 
 def _autocast(rows: Tensor, master: torch.dtype) -> torch.autocast:
-    """Rows that come in half precision are computed in it."""
+    """Compute rows that arrive in half precision in that dtype."""
     half = rows.dtype in (torch.bfloat16, torch.float16) and master == torch.float32
     return torch.autocast(rows.device.type, rows.dtype if half else torch.bfloat16, enabled=half)
 
 
-def _own_graph() -> torch.autograd.graph.saved_tensors_hooks:
-    """What this graph keeps is its own: where experts are colocated, the block around them may be one that is computed
-    again, and would take the tensors saved here for its own."""
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+def _separate_graph() -> torch.autograd.graph.saved_tensors_hooks:
+    """Keep the tensors saved by this graph apart. Where experts are colocated, an outer block under activation
+    checkpointing would otherwise count them as its own."""
+    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

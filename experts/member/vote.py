@@ -1,7 +1,7 @@
-"""The vote: one sum over all members that carries a whole step's agreement, and what everybody derives from it.
+"""The vote: one sum over all members that carries all that a step must agree on, and what each member derives from it.
 
-One float64 slot for each (layer, logical expert), zero but on its home: the norm is then the same to the last bit for
-any placement, as the slots are added up in their own order and not in that of the hosts.
+Each (layer, logical expert) has a float64 slot that is zero except on its home. The slots are added up in their own
+order, not in the order of the hosts, so the norm is equal to the last bit for every placement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experts.member.shard import Commit, ExpertShard
+from experts.member.shard import CommitDecision, ExpertShard
 from experts.shapes import Key, LayerShape
 from experts.transport.protocol import HeaderMismatch, Transport
 from raytrain.train.memory.oom import Shortage
@@ -23,11 +23,11 @@ SPENT = ("busy_s", "moving_s", "sent_bytes")
 
 @dataclass(frozen=True)
 class VoteLayout:
-    """Where what stands in the vector: the head, the routed rows and drops of each layer, a square for each expert,
-    and of each holder of experts since the last vote: seconds computed, seconds moving experts, bytes of them sent, and
-    whether it had no memory for them.
+    """Positions in the vote's vector.
 
-    `notice` is the length in bytes of what rank 0 has to tell everybody after the commit.
+    In order: the scalars of HEAD; the routed rows and the drops of each layer; the squared gradient norm of each
+    expert; for each holder of experts the numbers of SPENT since the last vote; for each holder whether it ran out of
+    memory. `notice` is the length in bytes of the message that rank 0 sends to everybody after the commit.
     """
 
     experts: tuple[int, ...]
@@ -35,12 +35,12 @@ class VoteLayout:
 
     @classmethod
     def of(cls, shapes: Sequence[LayerShape], *, holders: int) -> VoteLayout:
-        """For the layers of a model."""
+        """The layout for the layers of a model."""
         return cls(tuple(shape.num_experts for shape in shapes), holders)
 
     @property
     def counts(self) -> slice:
-        """Of each layer its E counts and its drops."""
+        """For each layer its E counts and its drops."""
         return slice(len(HEAD), len(HEAD) + sum(self.experts) + len(self.experts))
 
     @property
@@ -50,19 +50,24 @@ class VoteLayout:
 
     @property
     def spent(self) -> slice:
-        """(busy seconds, moving seconds, bytes sent) of each holder."""
+        """(seconds computed, seconds moving experts, bytes of experts sent) of each holder."""
         return slice(self.squares.stop, self.squares.stop + len(SPENT) * self.holders)
 
     @property
     def shortages(self) -> slice:
-        """Of each holder, see `shortages_of`."""
+        """One number for each holder, see `shortages_of`."""
         return slice(self.spent.stop, self.spent.stop + self.holders)
 
     def empty(self, step: int) -> Tensor:
-        """This member's part, still without anything but the step."""
+        """This member's part, with only the step filled in."""
         vector = torch.zeros(self.shortages.stop, dtype=torch.float64)
-        vector[0] = step
+        self.put(vector, step=step)
         return vector
+
+    def put(self, vector: Tensor, **head: float) -> None:
+        """Fill in scalars of HEAD by name."""
+        for name, value in head.items():
+            vector[HEAD.index(name)] = value
 
     def put_squares(self, vector: Tensor, squares: dict[Key, float]) -> None:
         """Fill in the experts at home here."""
@@ -70,15 +75,22 @@ class VoteLayout:
             vector[self.squares.start + sum(self.experts[:layer]) + expert] = value
 
     def put_spent(self, vector: Tensor, holder: int, *, busy_s: float, moving_s: float, sent_bytes: int) -> None:
-        """Fill in this holder's."""
+        """Fill in the numbers of this holder."""
         begin = self.spent.start + len(SPENT) * holder
         vector[begin : begin + len(SPENT)] = torch.tensor([busy_s, moving_s, sent_bytes], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Tally:
-    """What the sum says: global norm before clipping, whether everybody skips, the counts, scale and learning rate;
-    bytes of rank 0's notice; what each holder spent, see `VoteLayout.spent`."""
+class VoteResult:
+    """The summed vote.
+
+    Attributes:
+        norm: global gradient norm before clipping. skip: whether everybody skips the step.
+        counts: see `VoteLayout.counts`.
+        notice: length in bytes of rank 0's message.
+        busy_s, moving_s, sent_bytes: of each holder, see `VoteLayout.spent`.
+        shortages: one number for each holder if any ran out of memory, else empty: everybody drops the step.
+    """
 
     norm: Tensor
     skip: Tensor
@@ -90,36 +102,36 @@ class Tally:
     moving_s: list[float]
     sent_bytes: list[float]
     shortages: list[float]
-    """One number for each holder where any of them had no memory, else nothing: the step is dropped by everybody."""
 
-    def commit(self, max_grad_norm: float | None) -> Commit:
-        """For an optimizer on a host: the same numbers as in the workers' own step."""
+    def commit(self, max_grad_norm: float | None) -> CommitDecision:
+        """The numbers for an optimizer on a host, equal to those of the workers' own step."""
         coefficient = 1.0
         if max_grad_norm:
             coefficient = float((max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0))
-        return Commit(skip=bool(self.skip), coefficient=coefficient, inverse_scale=self.inverse_scale, lr=self.lr)
+        return CommitDecision(bool(self.skip), coefficient, inverse_scale=self.inverse_scale, lr=self.lr)
 
 
-def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tally:
+def read_vote(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> VoteResult:
     """Read the summed vector.
 
     Raises:
         HeaderMismatch: the members did not vote on the same step.
     """
-    if float(vector[0]) != float(step) * members and torch.isfinite(vector[0]):
-        raise HeaderMismatch(f"{members} members voted on step {step}, and their steps add up to {float(vector[0]):g}")
-    scale = float(vector[3])
-    norm = (vector[1] + vector[layout.squares].sum() * scale * scale).sqrt()
-    skip = ~torch.isfinite(norm) | (vector[2] > 0)
+    head = dict(zip(HEAD, vector[: len(HEAD)].unbind(), strict=True))
+    if float(head["step"]) != float(step) * members and torch.isfinite(head["step"]):
+        raise HeaderMismatch(f"{members} members voted on step {step}, and their steps sum to {float(head['step']):g}")
+    scale = float(head["inverse_scale"])
+    norm = (head["trunk"] + vector[layout.squares].sum() * scale * scale).sqrt()
+    skip = ~torch.isfinite(norm) | (head["nonfinite"] > 0)
     busy_s, moving_s, sent_bytes = vector[layout.spent].view(-1, len(SPENT)).T.tolist()
     shortages = vector[layout.shortages]
-    return Tally(
+    return VoteResult(
         norm,
         skip,
         vector[layout.counts],
         inverse_scale=scale,
-        lr=float(vector[4]),
-        notice=int(vector[5]),
+        lr=float(head["lr"]),
+        notice=int(head["notice"]),
         busy_s=busy_s,
         moving_s=moving_s,
         sent_bytes=sent_bytes,
@@ -128,8 +140,10 @@ def tally(layout: VoteLayout, vector: Tensor, *, step: int, members: int) -> Tal
 
 
 def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
-    """This member's part of one number for each holder of experts: 0 where it had memory enough, else one more than the
-    bytes that its tensors held, or 1 where nobody counts them."""
+    """This member's part of one number for each holder of experts.
+
+    0 where it had enough memory; else one more than the bytes that its tensors held, or 1 where they are not counted.
+    """
     own = torch.zeros(holders, dtype=torch.float64)
     if shard is not None and shard.short is not None:
         own[shard.host] = 1 + (shard.short.allocated_bytes or 0)
@@ -137,17 +151,17 @@ def shortages_of(shard: ExpertShard | None, holders: int) -> Tensor:
 
 
 def sum_shortages(group: Transport, shard: ExpertShard | None) -> list[float]:
-    """Everybody's part of it. Collective over all members."""
+    """Sum `shortages_of` over all members. Collective."""
     vector = shortages_of(shard, len(group.holders))
     group.all_reduce(vector)
     return vector.tolist()
 
 
-def named(told: list[float], *, colocated: bool) -> list[Shortage]:
-    """Whom the numbers of `shortages_of` are about."""
+def name_shortages(numbers: list[float], *, colocated: bool) -> list[Shortage]:
+    """Name the holders that ran out of memory; `numbers` as `sum_shortages`."""
     who = "the experts of rank" if colocated else "expert host"
     return [
         Shortage(f"{who} {holder}", "OutOfMemoryError", allocated_bytes=int(value) - 1 or None)
-        for holder, value in enumerate(told)
+        for holder, value in enumerate(numbers)
         if value
     ]

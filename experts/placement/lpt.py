@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experts.placement.packing import IDLE, UNLIMITED, LayerTask, NoRoom, Packing, fresh, pack_bytes, retarget
-from experts.placement.refine import Search
+from experts.placement.packing import IDLE, UNLIMITED, LayerProblem, OutOfRoom, Packing, fresh, pack_bytes, retarget
+from experts.placement.refine import LocalSearch
 from experts.placement.shares import divide, shares_of
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 
@@ -22,21 +22,21 @@ Copies = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class HostLimits:
     """What the hosts take: bytes over all layers, and copies of one layer."""
 
     memory: list[float]
     slots: float
 
     @classmethod
-    def of(cls, hosts: Sequence[HostSpec], slots_per_host: int | None) -> Limits:
+    def of(cls, hosts: Sequence[HostSpec], slots_per_host: int | None) -> HostLimits:
         """Of these hosts; infinite where there is no limit."""
         memory = [UNLIMITED if host.memory_bytes is None else float(host.memory_bytes) for host in hosts]
         return cls(memory, UNLIMITED if slots_per_host is None else float(slots_per_host))
 
 
 def plan(
-    load_LE: Sequence[Sequence[float]], hosts: Sequence[HostSpec], costs: Costs, extra: int, limits: Limits, *,
+    load_LE: Sequence[Sequence[float]], hosts: Sequence[HostSpec], costs: Costs, extra: int, limits: HostLimits, *,
     previous: Placement | None, search: bool = True,
 ) -> list[LayerPlacement]:  # fmt: skip
     """Place every layer.
@@ -51,7 +51,7 @@ def plan(
     """
     speeds = [float(host.speed) for host in hosts]
     tasks = [
-        LayerTask(
+        LayerProblem(
             worked(load, row), speeds, [cost.home_bytes for cost in row], [cost.replica_bytes for cost in row],
             _extra(extra, len(row), len(hosts), limits.slots), [limits.slots] * len(hosts), limits.memory,
         )
@@ -66,7 +66,7 @@ def plan(
     bytes_homes, found = [0] * len(hosts), []
     for task, copies in zip(tasks, starts, strict=True):
         room = [left + used for left, used in zip(free, taken(task, copies), strict=True)]
-        bounded = LayerTask(task.work, speeds, task.home, task.replica, task.extra, task.slots, room)
+        bounded = LayerProblem(task.work, speeds, task.home, task.replica, task.extra, task.slots, room)
         layout = _follow(bounded, copies, budget) if old else _settle(Packing(bounded, _own(copies)), budget)
         _seat_homes(layout, [hosts_[0] for hosts_ in copies] if old else None, bytes_homes)
         free = layout.memory
@@ -85,7 +85,7 @@ def worked(load: Sequence[float], costs: Sequence[ExpertCost]) -> list[float]:
     return [max(one, floor) for one in work]
 
 
-def taken(task: LayerTask, copies: Copies) -> list[int]:
+def taken(task: LayerProblem, copies: Copies) -> list[int]:
     """Bytes that a layer's copies take on each host."""
     used = [0] * len(task.speeds)
     for expert, hosts in enumerate(copies):
@@ -103,7 +103,7 @@ def _own(copies: Copies) -> Copies:
     return [list(hosts) for hosts in copies]
 
 
-def _old(previous: Placement | None, tasks: Sequence[LayerTask], limits: Limits) -> list[Copies] | None:
+def _old(previous: Placement | None, tasks: Sequence[LayerProblem], limits: HostLimits) -> list[Copies] | None:
     """The old copies, where every one of them still has its host and its room."""
     if previous is None or len(previous.layers) != len(tasks):
         return None
@@ -120,7 +120,7 @@ def _old(previous: Placement | None, tasks: Sequence[LayerTask], limits: Limits)
     return copies if min(free) >= 0 else None
 
 
-def _seeds(tasks: Sequence[LayerTask], limits: Limits) -> list[Copies]:
+def _seeds(tasks: Sequence[LayerProblem], limits: HostLimits) -> list[Copies]:
     """Longest first in each layer's part of the memory; by bytes alone where that has no room."""
     need = [sum(task.home) for task in tasks]
     free, found = list(limits.memory), []
@@ -128,34 +128,34 @@ def _seeds(tasks: Sequence[LayerTask], limits: Limits) -> list[Copies]:
         for index, task in enumerate(tasks):
             part = need[index] / max(1, sum(need[index:]))
             quota = [room if room == UNLIMITED else room * part for room in free]
-            layout = fresh(LayerTask(task.work, task.speeds, task.home, task.replica, task.extra, task.slots, quota))
+            layout = fresh(LayerProblem(task.work, task.speeds, task.home, task.replica, task.extra, task.slots, quota))
             free = [room - used for room, used in zip(free, taken(task, layout.copies), strict=True)]
             found.append(layout.copies)
-    except NoRoom:
+    except OutOfRoom:
         return pack_bytes([task.home for task in tasks], limits.memory, limits.slots)
     return found
 
 
 def _settle(layout: Packing, budget: int) -> Packing:
-    search = Search(layout, budget=budget)
+    search = LocalSearch(layout, budget=budget)
     search.climb()
     search.restart()
     return search.layout
 
 
-def _follow(task: LayerTask, copies: Copies, budget: int) -> Packing:
+def _follow(task: LayerProblem, copies: Copies, budget: int) -> Packing:
     """The old layout, adapted; or a new one where that is better by `KEEP`. Without a budget no home moves."""
     layout = Packing(task, _own(copies))
     retarget(layout, divide(task.work, copies, task.speeds).loads)
     if not budget:
         return layout
-    search = Search(layout, budget=budget)
+    search = LocalSearch(layout, budget=budget)
     search.climb()
     if search.now.level <= search.enough * (1 + KEEP):
         return search.layout
     try:
-        other = Search(fresh(task), budget=budget // 2)
-    except NoRoom:
+        other = LocalSearch(fresh(task), budget=budget // 2)
+    except OutOfRoom:
         return search.layout
     other.climb()
     return other.layout if other.now.level < search.now.level * (1 - KEEP) else search.layout

@@ -21,7 +21,7 @@ HOTTER = 1.2
 
 
 @dataclass(frozen=True)
-class LayerTask:
+class LayerProblem:
     """One layer to place.
 
     Attributes:
@@ -51,7 +51,7 @@ class LayerTask:
         return max(sum(self.work) / sum(fastest), *tops)
 
 
-class NoRoom(Exception):
+class OutOfRoom(Exception):
     """No host takes `expert`."""
 
     def __init__(self, expert: int) -> None:
@@ -67,7 +67,7 @@ Change = list[tuple[int, list[int]]]
 class Packing:
     """Hosts of every expert, home first, and the room that is left."""
 
-    task: LayerTask
+    task: LayerProblem
     copies: list[list[int]]
     slots: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
@@ -127,7 +127,7 @@ def copy_counts(work: Sequence[float], extra: int, *, most: int) -> list[int]:
     return count
 
 
-def fresh(task: LayerTask) -> Packing:
+def fresh(task: LayerProblem) -> Packing:
     """Longest first, each copy to the host that would end earliest.
 
     Raises:
@@ -143,7 +143,7 @@ def fresh(task: LayerTask) -> Packing:
         ends = [((loads[h] + piece) / speeds[h], h) for h in range(len(speeds)) if layout.fits(expert, h)]
         if not ends:
             if not layout.copies[expert]:
-                raise NoRoom(expert)
+                raise OutOfRoom(expert)
             continue
         earliest, host = min(ends)
         if layout.copies[expert]:
@@ -231,7 +231,7 @@ def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float], slots: f
     for negative, layer, expert in order:
         able = [h for h in range(len(free)) if used[layer][h] < slots and free[h] >= -negative]
         if not able:
-            raise NoRoom(expert)
+            raise OutOfRoom(expert)
         host = max(able, key=lambda h: (free[h], -used[layer][h], -h))
         free[host] += negative
         used[layer][host] += 1

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from experts.placement.eplb import eplb_physical
-from experts.placement.lpt import Limits, plan
-from experts.placement.packing import NoRoom
+from experts.placement.lpt import HostLimits, plan
+from experts.placement.packing import OutOfRoom
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
 
@@ -49,8 +49,8 @@ def place(
     _refuse_too_many(hosts, costs, slots_per_host)
     if policy in ("auto", "lpt"):
         try:
-            layers = plan(load_LE, hosts, costs, replicas, Limits.of(hosts, slots_per_host), previous=previous)
-        except NoRoom:
+            layers = plan(load_LE, hosts, costs, replicas, HostLimits.of(hosts, slots_per_host), previous=previous)
+        except OutOfRoom:
             raise _overfull(hosts, costs) from None
         return Placement(version, len(hosts), tuple(layers))
     if policy == "eplb":

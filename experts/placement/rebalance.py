@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experts.placement.lpt import Limits, plan
-from experts.placement.packing import NoRoom
+from experts.placement.lpt import HostLimits, plan
+from experts.placement.packing import OutOfRoom
 from experts.placement.policy import Load, Policy, place
 from experts.placement.shares import reshare
 from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement
@@ -144,8 +144,8 @@ def _smaller(
     number = current.version + 1
     yield Placement(number, current.num_hosts, shared)
     try:
-        layers = plan(load_LE, hosts, costs, replicas, Limits.of(hosts, slots), previous=current, search=False)
-    except NoRoom:
+        layers = plan(load_LE, hosts, costs, replicas, HostLimits.of(hosts, slots), previous=current, search=False)
+    except OutOfRoom:
         return
     yield Placement(number, current.num_hosts, tuple(layers))
 
@@ -181,23 +181,16 @@ def instalments(
     An expert larger than that moves alone. Replicas, which cost no move, change with the last of them. Every placement
     on the way fits the memory of the hosts, where some order does; experts that would not are left to the last.
     """
-    moving = [
-        (layer, expert, costs[layer][expert].travels)
-        for layer, (old, new) in enumerate(zip(current.layers, target.layers, strict=True))
-        for expert, (before, after) in enumerate(zip(old.copies, new.copies, strict=True))
-        if before[0] != after[0]
-    ]
-    limited = any(host.memory_bytes is not None for host in hosts)
     found, at, taken = [], current, 0
-    for layer, expert, size in moving:
-        after = _with_home(at, target, layer, expert)
-        if limited and not _fits(after, hosts, costs):
+    for (layer, expert), _, _ in current.home_moves(target):
+        size, after = costs[layer][expert].travels, _with_home(at, target, layer, expert)
+        if not after.fits(hosts, costs):
             continue
         if taken and taken + size > budget:
             found.append(replace(at, version=current.version + len(found) + 1))
             taken = 0
         at, taken = after, taken + size
-    if taken and at.layers != target.layers and _moves_homes(at, target):
+    if taken and at.home_moves(target):
         found.append(replace(at, version=current.version + len(found) + 1))
     return [*found, replace(target, version=current.version + len(found) + 1)]
 
@@ -211,10 +204,3 @@ def _with_home(at: Placement, target: Placement, layer: int, expert: int) -> Pla
     return replace(at, layers=(*at.layers[:layer], changed, *at.layers[layer + 1 :]))
 
 
-def _moves_homes(at: Placement, target: Placement) -> bool:
-    layers = zip(at.layers, target.layers, strict=True)
-    return any(old[0] != new[0] for a, b in layers for old, new in zip(a.copies, b.copies, strict=True))
-
-
-def _fits(placement: Placement, hosts: Sequence[HostSpec], costs: Costs) -> bool:
-    return all(host.memory_bytes is None or placement.bytes_on(host.host, costs) <= host.memory_bytes for host in hosts)

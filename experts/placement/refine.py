@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from experts.placement.packing import Change, Packing
-from experts.placement.shares import Division, divide
+from experts.placement.shares import WorkSplit, divide
 
 #: A layout this near the bound is not improved: the load drifts by more until the next window.
 GOOD = 0.005
@@ -18,7 +18,7 @@ WORTH = 1e-6
 KICK, SEED = 3, 20
 
 
-class Search:
+class LocalSearch:
     """Improves `layout` in place; `budget` counts hosts and shared copies of the divisions computed."""
 
     def __init__(self, layout: Packing, *, budget: int) -> None:
@@ -50,7 +50,7 @@ class Search:
     def _set_all(self, copies: list[list[int]]) -> None:
         self.layout = Packing(self.task, [list(hosts) for hosts in copies])
 
-    def _judge(self, change: Change | None = None) -> Division:
+    def _judge(self, change: Change | None = None) -> WorkSplit:
         """The best division of the layout, which is the one of `now` but for `change`."""
         changed = {expert for expert, _ in change or ()}
         start = {e: parts for e, parts in self.now.parts.items() if e not in changed} if change else None
@@ -73,13 +73,13 @@ class Search:
             self.layout.apply(back)
         return False
 
-    def _better(self, found: Division) -> bool:
+    def _better(self, found: WorkSplit) -> bool:
         """Lower at the top; or equal there, and more even."""
         if found.level < self.now.level * (1 - WORTH):
             return True
         return found.level <= self.now.level * (1 + 1e-9) and self._spread(found) < self._spread(self.now) * (1 - 1e-4)
 
-    def _spread(self, division: Division) -> float:
+    def _spread(self, division: WorkSplit) -> float:
         return sum(load * load / speed for load, speed in zip(division.loads, self.task.speeds, strict=True))
 
     def _exchange_any(self, draw: random.Random) -> None:

@@ -21,7 +21,7 @@ EPSILON = 1e-9
 
 
 @dataclass
-class Division:
+class WorkSplit:
     """Work of one layer as it falls on the hosts.
 
     Attributes:
@@ -38,7 +38,7 @@ class Division:
 def divide(
     work: Sequence[float], copies: Sequence[Sequence[int]], speeds: Sequence[float], *, slack: float = 0.0,
     start: Mapping[int, Sequence[float]] | None = None,
-) -> Division:  # fmt: skip
+) -> WorkSplit:  # fmt: skip
     """The best division of `work` over `copies`.
 
     Args:
@@ -71,7 +71,7 @@ def divide(
         level, before = _slowest(loads, speeds), level
     if shared:
         _push(parts, copies, loads, speeds, shared, bound=bound, slack=slack)
-    return Division(parts, loads, _slowest(loads, speeds))
+    return WorkSplit(parts, loads, _slowest(loads, speeds))
 
 
 def _slowest(loads: Sequence[float], speeds: Sequence[float]) -> float:
@@ -161,7 +161,7 @@ def _way_out(
 
 
 def shares_of(
-    work: Sequence[float], copies: Sequence[Sequence[int]], division: Division, speeds: Sequence[float]
+    work: Sequence[float], copies: Sequence[Sequence[int]], division: WorkSplit, speeds: Sequence[float]
 ) -> tuple[tuple[float, ...], ...]:
     """Parts of one for each expert's copies; an expert without work is shared in proportion to speed."""
     found = []

@@ -1,4 +1,4 @@
-"""The placement that a run begins with, before any load was measured. No torch."""
+"""The placement that a run starts with, before any load was measured. No torch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from experts.config import ExpertsConfig
 from experts.placement.policy import Policy, place
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
-from experts.shapes import LayerShape
+from experts.shapes import LayerShape, row_work
 
 HOME_BYTES = 16
-"""Of one parameter at home: weight, gradient and two moments in fp32."""
+"""Bytes of one parameter at home: weight, gradient and two moments in fp32."""
 REPLICA_BYTES = 8
-"""Of one parameter of a replica: weight and gradient."""
+"""Bytes of one parameter of a replica: weight and gradient in fp32."""
 MEMORY_SHARE = 0.9
-"""Of a device's memory may go to experts at home; the rest is the runtime's."""
+"""Share of a device's memory that experts at home may take; the rest is for the runtime."""
 
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """What the `experts` section says about placement.
+    """The keys of the `experts` section about placement.
 
     Attributes:
         every: steps between decisions; None keeps the first placement.
@@ -29,6 +30,11 @@ class PlacementRules:
     policy: Policy = "auto"
     replicas: int = 0
     every: int | None = None
+
+    @classmethod
+    def of(cls, config: ExpertsConfig) -> PlacementRules:
+        """Read them from the section."""
+        return cls(config.placement, config.replicas, config.rebalance_every)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -41,9 +47,11 @@ class PlacementRules:
 
 
 def first_placement(num_experts: Sequence[int], *, hosts: int) -> Placement:
-    """Consecutive experts on each host, as many on one as on any other give or take one: rows sorted by expert are then
-    sorted by host too, and travel without being put in another order. Where they do not divide, the hosts with one more
-    are others in the next layer."""
+    """Place consecutive experts on each host, in equal numbers up to one.
+
+    Rows sorted by expert are then sorted by host too, and need no reordering. If the numbers do not divide, other hosts
+    get one more in the next layer.
+    """
     layers = []
     for layer, number in enumerate(num_experts):
         copies = tuple(((expert * hosts + layer * number % hosts) // number,) for expert in range(number))
@@ -57,37 +65,28 @@ def starting_placement(rules: PlacementRules, shapes: Sequence[LayerShape], host
 
 
 def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) -> Placement:
-    """Where nothing is known of the load: consecutive experts for equal hosts, experts and no replicas, else by the
-    policy, as if every expert got as many rows.
+    """Place experts whose load is unknown.
+
+    Equal hosts and experts without replicas get `first_placement`; otherwise the policy decides, as if every expert got
+    equally many rows.
 
     Raises:
-        InputError: hosts that cannot hold the experts.
+        InputError: the hosts cannot hold the experts.
     """
     alike = len({spec.speed for spec in hosts}) == 1 and all(len(set(layer)) == 1 for layer in costs)
     if alike and not rules.replicas and rules.policy in ("auto", "lpt"):
         first = first_placement([len(layer) for layer in costs], hosts=len(hosts))
-        if all(_home_bytes(first, spec.host, costs) <= (spec.memory_bytes or float("inf")) for spec in hosts):
+        if first.fits(hosts, costs):
             return first
     even = [[1.0] * len(layer) for layer in costs]
     return place(rules.policy, even, hosts, costs, rules.replicas, version=1)
 
 
-def _home_bytes(placement: Placement, host: int, costs: Costs) -> int:
-    rows = zip(placement.layers, costs, strict=True)
-    return sum(
-        cost.home_bytes
-        for layer, row in rows
-        for copies, cost in zip(layer.copies, row, strict=True)
-        if copies[0] == host
-    )
-
-
 def costs_of(shapes: Sequence[LayerShape]) -> Costs:
-    """Bytes and work of each expert."""
-    return [
-        [
-            ExpertCost(HOME_BYTES * shape.numel(expert), REPLICA_BYTES * shape.numel(expert), shape.row_work(expert))
-            for expert in range(shape.num_experts)
-        ]
-        for shape in shapes
-    ]
+    """Bytes and work of each expert of these layers, under an optimizer with two moments."""
+    return costs_of_sizes([[shape.numel(expert) for expert in range(shape.num_experts)] for shape in shapes])
+
+
+def costs_of_sizes(parameters_LE: Sequence[Sequence[int]]) -> Costs:
+    """`costs_of`, by the number of parameters of each expert."""
+    return [[ExpertCost(HOME_BYTES * n, REPLICA_BYTES * n, row_work(n)) for n in row] for row in parameters_LE]

@@ -58,6 +58,11 @@ class ExpertCost:
         return self.home_bytes if self.moved_bytes is None else self.moved_bytes
 
 
+def equal_hosts(number: int) -> list[HostSpec]:
+    """Hosts of equal speed without a memory limit, where nothing is known about them."""
+    return [HostSpec(host, 1.0, None) for host in range(number)]
+
+
 Costs = Sequence[Sequence[ExpertCost]]
 """[layer][expert]; sizes may differ."""
 
@@ -154,12 +159,25 @@ class Placement:
                 total += cost.home_bytes if layer.copies[expert][0] == host else cost.replica_bytes
         return total
 
+    def fits(self, hosts: Sequence[HostSpec], costs: Costs) -> bool:
+        """Whether every host with a memory limit can hold its copies."""
+        return all(one.memory_bytes is None or self.bytes_on(one.host, costs) <= one.memory_bytes for one in hosts)
+
     def with_expert(self, layer: int, host: int) -> Placement:
         """The next version, with one more expert at the end of `layer`, at home on `host`."""
         old = self.layers[layer]
         grown = LayerPlacement((*old.copies, (host,)), (*old.shares, (1.0,)))
         layers = (*self.layers[:layer], grown, *self.layers[layer + 1 :])
         return replace(self, version=self.version + 1, layers=layers)
+
+    def home_moves(self, other: Placement) -> list[tuple[tuple[int, int], int, int]]:
+        """((layer, expert), old home, new home) of each expert whose home differs in `other`."""
+        return [
+            ((layer, expert), before[0], after[0])
+            for layer, (old, new) in enumerate(zip(self.layers, other.layers, strict=True))
+            for expert, (before, after) in enumerate(zip(old.copies, new.copies, strict=True))
+            if before[0] != after[0]
+        ]
 
     def moves_to(self, other: Placement, costs: Costs) -> list[Move]:
         """What leads from here to `other`, in the order of layers and experts; shares alone move nothing."""

@@ -1,4 +1,4 @@
-"""What experts take, for the plan and for the record: who begins with how much, and bytes of each. No torch."""
+"""Bytes of experts, for the plan and the record: what each holder starts with, and what each expert costs. No torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from cluster.devices.inventory import Device
 from experts.config import ExpertsConfig
-from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, REPLICA_BYTES, PlacementRules, place_first
-from experts.placement.values import Costs, ExpertCost, HostSpec
-from experts.shapes import LayerShape
+from experts.placement.starting import MEMORY_SHARE, PlacementRules, costs_of_sizes, place_first
+from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
+from experts.shapes import LayerShape, row_work
 from raytrain.config.sections import OptimConfig
-from raytrain.plan.facts import ExpertFacts, HeldExperts
+from raytrain.plan.choice import ExpertFacts, Held
 from raytrain.plan.rules.hosts import number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
 
 
-def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[HeldExperts]]:
-    """Number of equal holders -> what each of them begins with."""
-    rules = PlacementRules(experts.placement, experts.replicas, experts.rebalance_every)
-    costs = _costs(facts)
+def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[Held]]:
+    """Return a function: number of equal holders -> what each of them starts with."""
+    rules = PlacementRules.of(experts)
+    costs = costs_of_sizes(facts.parameters)
 
-    def over(holders: int) -> list[HeldExperts]:
-        placement = place_first(rules, costs, [HostSpec(host, 1.0, None) for host in range(holders)])
+    def over(holders: int) -> list[Held]:
+        placement = place_first(rules, costs, equal_hosts(holders))
         homes, replicas, number = [0] * holders, [0] * holders, [0] * holders
         for layer, sizes in zip(placement.layers, facts.parameters, strict=True):
             for hosts, size in zip(layer.copies, sizes, strict=True):
@@ -31,33 +31,33 @@ def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], li
                     number[host] += 1
                 for host in hosts[1:]:
                     replicas[host] += size
-        return [HeldExperts(*row) for row in zip(number, homes, replicas, strict=True)]
+        return [Held(*row) for row in zip(number, homes, replicas, strict=True)]
 
     return over
 
 
 def check_room(facts: ExpertFacts, experts: ExpertsConfig, devices: Iterable[Device], *, hosts: int) -> None:
-    """Before anything starts: whether the experts fit the GPUs that hosts may get, the largest ones at best.
+    """Check before the start whether the experts fit the GPUs of the hosts, assuming that these get the largest ones.
 
     Raises:
-        InputError: they do not; the message names an expert too large for any.
+        InputError: they do not fit; names an expert that is too large for any GPU.
     """
     largest = sorted(devices, key=lambda gpu: -gpu.memory_bytes)[:hosts]
-    if len(largest) < hosts or not all(gpu.memory_bytes for gpu in largest):  # Ray does not know every GPU's memory
+    if len(largest) < hosts or not all(gpu.memory_bytes for gpu in largest):  # not always known to Ray
         return
-    rules = PlacementRules(experts.placement, experts.replicas, experts.rebalance_every)
+    rules = PlacementRules.of(experts)
     specs = [
         HostSpec(host, 1.0, int(MEMORY_SHARE * gpu.memory_bytes), device=gpu.name) for host, gpu in enumerate(largest)
     ]
-    place_first(rules, _costs(facts), specs)
+    place_first(rules, costs_of_sizes(facts.parameters), specs)
 
 
 def idle_keys(experts: ExpertsConfig, facts: ExpertFacts | None, *, place: Any, workers: int) -> list[str]:
-    """Keys of the section that change nothing, or less than they ask for, where the experts live; each a sentence.
+    """Keys of the section that have no effect, or less than they ask for, where the experts live; one sentence each.
 
     Args:
-        facts: None where nobody knows the model's sizes.
-        place: as the plan says: "none", 0, "colocated", a number of hosts, or numbers by accelerator type.
+        facts: None if the model's sizes are unknown.
+        place: from the plan: "none", 0, "colocated", a number of hosts, or numbers by accelerator type.
     """
     if place == "none":
         return []
@@ -81,17 +81,13 @@ def idle_keys(experts: ExpertsConfig, facts: ExpertFacts | None, *, place: Any, 
     ]
 
 
-def _costs(facts: ExpertFacts) -> Costs:
-    return [[ExpertCost(HOME_BYTES * one, REPLICA_BYTES * one, 6.0 * one) for one in row] for row in facts.parameters]
-
-
 def expert_costs(shapes: Sequence[LayerShape], optim: OptimConfig, *, dtype: str) -> Costs:
-    """Bytes and work of each expert under this optimizer; a replica has weights and gradients, a move takes weights
-    and optimizer state along."""
+    """Bytes and work of each expert under this optimizer. A replica has weights and gradients; a move sends weights and
+    optimizer state."""
 
-    def cost(shape: LayerShape, expert: int) -> ExpertCost:
-        taken = trained_bytes(shape.numel(expert), optim, dtype=dtype)
-        replica, moved = taken.weights + taken.gradients, taken.weights + taken.optimizer
-        return ExpertCost(taken.kept, replica, shape.row_work(expert), moved)
+    def cost(parameters: int) -> ExpertCost:
+        used = trained_bytes(parameters, optim, dtype=dtype)
+        replica, moved = used.weights + used.gradients, used.weights + used.optimizer
+        return ExpertCost(used.kept, replica, row_work(parameters), moved)
 
-    return [[cost(shape, expert) for expert in range(shape.num_experts)] for shape in shapes]
+    return [[cost(shape.numel(expert)) for expert in range(shape.num_experts)] for shape in shapes]

@@ -1,4 +1,4 @@
-"""The experts of one layer as stacked weights: a loop over them, or one grouped product where it exists."""
+"""The experts of one layer as stacked weights: runs them in a loop, or as one grouped product where that exists."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class GroupedExperts(nn.Module):
     Args:
         num_experts, width, hidden: E, D, F.
         activation: gelu: w2 gelu(w1 x); relu: w2 relu(w1 x); swiglu: w2 (silu(w1 x) * (w3 x)).
-        bias: each linear map adds a vector, zero at the start. With relu this is a perceptron of one hidden layer.
-        residual_scale: of the initial w2, which writes into the residual stream.
+        bias: each linear map adds a vector, initially zero. With relu this is a perceptron with one hidden layer.
+        residual_scale: scales the initial w2, which writes into the residual stream.
 
-    `expert_ids` name the experts for good: position e of the stacked weights is expert `expert_ids[e]`.
-    Every expert's gradient exists after backward, zero where it received no token.
+    Attributes:
+        expert_ids: permanent names: position e of the stacked weights is expert `expert_ids[e]`.
+
+    Every expert has a gradient after backward, zero if it received no token.
     """
 
     w1: Tensor
@@ -36,7 +38,7 @@ class GroupedExperts(nn.Module):
 
     stacked_matrices = ("w1", "w2", "w3")
     stacked_vectors = ("b1", "b2", "b3")
-    """Parameters that hold one matrix, or one vector, per expert: for the optimizers and their parameter groups."""
+    """Parameters that stack one matrix, or one vector, per expert; optimizers and parameter groups read these."""
 
     def __init__(
         self,
@@ -64,35 +66,35 @@ class GroupedExperts(nn.Module):
             nn.init.normal_(getattr(self, name), std=INIT_STD * (residual_scale if name == "w2" else 1.0))
 
     def weights_of(self, expert: int) -> dict[str, Tensor]:
-        """Name -> weight of one expert, by its place; views, detached."""
+        """Weights of the expert at this position, by name; detached views."""
         return {name: getattr(self, name).detach()[expert] for name in self.names}
 
     def slot(self, expert: int) -> tuple[GroupedExperts, int]:
-        """(the stack that holds an expert, its place there)."""
+        """(the stack that holds an expert, its position in that stack)."""
         return self, expert
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
-        """Each row through its expert.
+        """Run each row through its expert.
 
         Args:
             x_RD: rows sorted by expert.
-            counts_E: int64, rows of each; sums to R.
-            splits: `counts_E` on the host where it is already known. Without it the loop reads it, once
-                per call: the one device read of a layer that DESIGN 4.11 allows. The grouped product
-                reads nothing.
+            counts_E: int64, rows of each expert; sums to R.
+            splits: `counts_E` as a list, if it is already known. Otherwise the loop reads it once per call: the one
+                device read of a layer that DESIGN 4.11 allows. The grouped product reads nothing.
+
         Returns:
-            (R, D), in the products' dtype (autocast's where it is on).
+            (R, D), in the dtype of the products (autocast's if it is on).
         """
-        dtype = _compute_dtype(x_RD)
+        dtype = compute_dtype(x_RD)
         if _can_group(x_RD, dtype, self.hidden_E[0]):
             return self._grouped(x_RD.to(dtype), counts_E, dtype)
         return self._looped(x_RD, counts_E.tolist() if splits is None else splits)
 
     def _looped(self, x_RD: Tensor, splits: list[int]) -> Tensor:
-        # without a row at all the first expert runs on none, so that every weight still gets its zeros
+        # without any row the first expert runs on an empty one, so that every weight still gets a zero gradient
         runs = [e for e, n in enumerate(splits) if n] or [0]
         rows = x_RD.split(splits)
-        # one unbind per weight: its backward fills the whole stack, with zeros where an expert did not run
+        # one unbind per weight: its backward fills the full stack, with zeros where an expert did not run
         weights = {name: getattr(self, name).unbind(0) for name in self.names}
         each = [{name: stack[e] for name, stack in weights.items()} for e in runs]
         return torch.cat([run_expert(rows[e], own, self.activation) for e, own in zip(runs, each, strict=True)])
@@ -102,7 +104,7 @@ class GroupedExperts(nn.Module):
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = F.grouped_mm(x, weight.to(dtype).transpose(1, 2), offs=ends)
-            # the rows are as many as the output, so that their number is not read from the device
+            # output_size is given, so that it is not read from the device
             return y if bias is None else y + bias.to(dtype).repeat_interleave(counts_E, 0, output_size=len(x))
 
         inner = activate(linear(x_RD, self.w1, self.b1), self.activation)
@@ -112,9 +114,9 @@ class GroupedExperts(nn.Module):
 
 
 class UnevenExperts(nn.Module):
-    """E feed-forward experts with a hidden width each; same calls and attributes as GroupedExperts.
+    """E feed-forward experts, each with its own hidden width; same calls and attributes as GroupedExperts.
 
-    Neighbours of one width are stacked and run together, so experts are best listed by size.
+    Neighbours of equal width are stacked and run together, so list experts by size.
 
     Args:
         hidden_E: the width of each expert.
@@ -141,12 +143,12 @@ class UnevenExperts(nn.Module):
         self.activation: Activation = activation
 
     def weights_of(self, expert: int) -> dict[str, Tensor]:
-        """Name -> weight of one expert, by its place; views, detached."""
+        """Weights of the expert at this position, by name; detached views."""
         stack, place = self.slot(expert)
         return stack.weights_of(place)
 
     def slot(self, expert: int) -> tuple[GroupedExperts, int]:
-        """(the stack that holds an expert, its place there)."""
+        """(the stack that holds an expert, its position in that stack)."""
         place = expert
         for run, number in zip(self.runs, self.sizes, strict=True):
             if place < number:
@@ -156,7 +158,7 @@ class UnevenExperts(nn.Module):
         raise IndexError(f"expert {expert} of {len(self.hidden_E)}")
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, splits: list[int] | None = None) -> Tensor:
-        """As `GroupedExperts.forward`; reads the counts once per call where `splits` is not given."""
+        """As `GroupedExperts.forward`; reads the counts once per call if `splits` is not given."""
         splits = counts_E.tolist() if splits is None else splits
         parts, begin, row = [], 0, 0
         for run, number in zip(self.runs, self.sizes, strict=True):
@@ -174,7 +176,7 @@ def build_experts(
     bias: bool = False,
     residual_scale: float = 1.0,
 ) -> GroupedExperts | UnevenExperts:
-    """The experts of one layer, as many as there are widths; arguments as theirs."""
+    """Build the experts of one layer, one for each width; arguments as GroupedExperts."""
     if len(set(hidden_E)) == 1:
         return GroupedExperts(
             len(hidden_E), width, hidden_E[0], activation=activation, bias=bias, residual_scale=residual_scale
@@ -183,10 +185,10 @@ def build_experts(
 
 
 class SharedExpert(nn.Module):
-    """An expert that every token visits, (T, D) -> (T, D); the kinds of GroupedExperts.
+    """An expert that every token visits, (T, D) -> (T, D); same activations as GroupedExperts.
 
     Args:
-        gate: its result is multiplied with sigmoid(gate x), one number per token, as in Qwen2-MoE.
+        gate: multiply the result by sigmoid(gate x), one number per token, as Qwen2-MoE does.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class SharedExpert(nn.Module):
 
 
 def run_expert(x: Tensor, weights: Mapping[str, Tensor], activation: str) -> Tensor:
-    """Rows through one expert; `weights` as `weight_shapes` names them."""
+    """Run rows through one expert; `weights` under the names of `weight_shapes`."""
     inner = activate(F.linear(x, weights["w1"], weights.get("b1")), activation)
     if "w3" in weights:
         inner = inner * F.linear(x, weights["w3"], weights.get("b3"))
@@ -225,16 +227,17 @@ def run_expert(x: Tensor, weights: Mapping[str, Tensor], activation: str) -> Ten
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """The nonlinearity after w1; a swiglu's is the SiLU before the factor w3 x."""
+    """Apply the nonlinearity after w1; for swiglu the SiLU, before the multiplication with w3 x."""
     return {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}[activation](x)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products with `x`: autocast's if it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _can_group(x: Tensor, dtype: torch.dtype, hidden: int) -> bool:
-    """The grouped product exists for bf16 on CUDA, with rows that start at multiples of 16 bytes."""
+    """The grouped product needs bf16 on CUDA, and rows aligned to 16 bytes."""
     aligned = x.shape[1] % 8 == 0 and hidden % 8 == 0
     return x.device.type == "cuda" and dtype == torch.bfloat16 and len(x) > 0 and aligned

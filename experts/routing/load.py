@@ -19,7 +19,7 @@ def imbalance(counts_LE: Tensor) -> Tensor:
     return torch.where(mean > 0, counts.amax(-1) / mean.clamp(min=1e-300), torch.ones_like(mean))
 
 
-class LoadBook:
+class LoadTracker:
     """Keeps the global counts of the routers of a model, layer by layer.
 
     Args:

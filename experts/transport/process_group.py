@@ -1,8 +1,8 @@
-"""The joint process group of one generation: all workers and all hosts, beside torch's default group.
+"""The joint process group of one generation: all workers and all hosts, next to torch's default group.
 
-Built statelessly, so that it can be aborted and followed by the next generation while the default group lives: one
-`ProcessGroupGloo` or `ProcessGroupNCCL` on a `PrefixStore` of the generation's number. The technique is that of
-torchft's and vLLM's stateless groups.
+Built without torch's global state, so that it can be aborted and replaced by the next generation's while the default
+group lives: one `ProcessGroupGloo` or `ProcessGroupNCCL` on a `PrefixStore` with the generation's number. torchft's and
+vLLM's stateless groups use the same technique.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from experts.transport.protocol import Aborted
 from raytrain.train.parallel.collectives import WORD_S
 
 HEADERS, ROWS, END = 0, 1, 2
-"""Tags: what is between two members stays in order for each of them."""
-MEET_S = 60.0
-"""So long may it take all members to connect with each other."""
+"""Message tags: messages between two members stay in order within each tag."""
+RENDEZVOUS_S = 60.0
+"""Timeout until all members are connected with each other."""
 
 
 class JointGroup:
@@ -31,14 +31,14 @@ class JointGroup:
 
     Args:
         store: where the members find each other (`torch.distributed.Store`).
-        name: prefix of the generation in the store, the same for all members.
-        rank, size: this member's; workers first.
-        workers: how many of the members are workers.
+        name: prefix of the generation in the store, equal on all members.
+        rank, size: of this member, and of the group; workers come first.
+        workers: number of workers among the members.
         holders: ranks that own experts: those after the workers, or the workers where experts are colocated.
-        device: where payloads live; a CUDA device uses NCCL for them, and gloo for headers and votes.
+        device: of payloads; a CUDA device uses NCCL for them, and gloo for headers and votes.
         interface: network interface for gloo, such as "lo"; None lets gloo choose.
-        timeout_s: of every call; a death is told by `abort` long before.
-        watched: somebody calls `abort` with the reason when a member dies; it is waited for where a call fails first.
+        timeout_s: of every call; `abort` reports a death long before.
+        watched: another thread calls `abort` with the reason when a member dies; if a call fails first, wait for that.
     """
 
     def __init__(
@@ -65,25 +65,24 @@ class JointGroup:
         if device.type == "cuda":
             self._payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
 
-    def headers(self, rows: Tensor | None, words: int, *, out: Set[int] = frozenset()) -> list[list[int]]:
-        """One int64 row from each worker that is not `out` to each holder; `rows` (holders, words) on the CPU, None on
-        a mere host and on a worker that is out."""
+    def headers(self, rows: Tensor | None, size: int, *, dropped: Set[int] = frozenset()) -> list[list[int]]:
+        """See `Transport`; `rows` on the CPU."""
         holds = self.rank in self.holders
         sends = [int(rank in self.holders and rows is not None) for rank in range(self.size)]
-        receives = [int(rank < self.workers and holds and rank not in out) for rank in range(self.size)]
-        sent = torch.empty((0, words), dtype=torch.int64) if rows is None else rows
-        received = torch.empty((sum(receives), words), dtype=torch.int64)
-        Exchange(self, self._between_pairs(sent, received, sends, receives, HEADERS), sent, received).wait()
+        receives = [int(rank < self.workers and holds and rank not in dropped) for rank in range(self.size)]
+        sent = torch.empty((0, size), dtype=torch.int64) if rows is None else rows
+        received = torch.empty((sum(receives), size), dtype=torch.int64)
+        Exchange(self, self._send_pairwise(sent, received, sends, receives, HEADERS), sent, received).wait()
         return received.tolist()
 
     def exchange(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
     ) -> Exchange:
-        """Start an uneven all-to-all over the first dimension."""
+        """See `Transport`."""
         received = send.new_empty((sum(receive_counts), *send.shape[1:])) if into is None else into
         send = send.contiguous()
         if send.device.type == "cpu":
-            works = self._between_pairs(send, received, send_counts, receive_counts, ROWS)
+            works = self._send_pairwise(send, received, send_counts, receive_counts, ROWS)
             return Exchange(self, works, send, received)
         payload: Any = self._payload
         work = self._timed(
@@ -91,45 +90,45 @@ class JointGroup:
         )
         return Exchange(self, [work], send, received)
 
-    def _between_pairs(
+    def _send_pairwise(
         self, sent: Tensor, received: Tensor, send_counts: list[int], receive_counts: list[int], tag: int
     ) -> list[Any]:
-        """An uneven all-to-all as one message from each member to each that it has something for.
+        """An uneven all-to-all as one message for each pair of members that exchange any row.
 
-        gloo's own sends an empty message to everybody else too, and passes through a queue: one small exchange with two
-        hosts took 0.5 ms instead of 0.1, one of 8 MB twice as long.
+        gloo's own all-to-all also sends empty messages, and passes through a queue: a small exchange with two hosts took
+        0.5 ms instead of 0.1 ms, one of 8 MB twice as long.
         """
-        coming = received.split(receive_counts)
-        going = sent.split(send_counts)
-        coming[self.rank].copy_(going[self.rank])
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not everybody to the same one first
+        incoming = received.split(receive_counts)
+        outgoing = sent.split(send_counts)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # members start with different peers
 
         def start() -> list[Any]:
             control = self._control
-            waits = [control.recv([coming[rank]], rank, tag) for rank in others if coming[rank].numel()]
-            return waits + [control.send([going[rank]], rank, tag) for rank in others if going[rank].numel()]
+            waits = [control.recv([incoming[rank]], rank, tag) for rank in others if incoming[rank].numel()]
+            return waits + [control.send([outgoing[rank]], rank, tag) for rank in others if outgoing[rank].numel()]
 
         return self._timed(start)
 
     def all_reduce(self, vector: Tensor) -> None:
-        """Sum a CPU vector over all members, in place."""
+        """See `Transport`."""
         self._timed(lambda: self._control.allreduce([vector]).wait())
 
     def abort(self, reason: str = "the group was aborted") -> None:
-        """From another thread: every call of this member that waits, or comes later, raises `Aborted`."""
+        """See `Transport`: every waiting or later call of this member raises `Aborted` with the reason."""
         if self._aborted:
             return
         self._aborted = reason
         self._leave()
 
     def _leave(self) -> None:
-        """End all that waits here; the connections close, so that those hear of it who wait for this member."""
+        """End all waiting calls here, and close the connections, which wakes the members that wait for this one."""
         for group in (self._control, self._payload):
             if group is not None:
-                give_up(group)
+                abort_group(group)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
-        """Torch raises a plain RuntimeError for a member that is gone, as for anything."""
+        """Add up the seconds. Torch raises a plain RuntimeError for every failure, a dead member's included."""
         began = time.perf_counter()
         try:
             if self._aborted:
@@ -138,11 +137,11 @@ class JointGroup:
         except RuntimeError as error:
             self._leave()
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Aborted(self._word() or f"a member is gone: {first}") from error
+            raise Aborted(self._await_reason() or f"a member is gone: {first}") from error
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _word(self) -> str:
+    def _await_reason(self) -> str:
         ends = time.monotonic() + (WORD_S if self._watched else 0.0)
         while not self._aborted and time.monotonic() < ends:
             time.sleep(0.01)
@@ -150,13 +149,13 @@ class JointGroup:
 
 
 class Exchange:
-    """Rows under way; keeps what is sent alive until they have arrived."""
+    """An exchange in flight; keeps the sent tensor alive until it has ended."""
 
     def __init__(self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor) -> None:
         self._group, self._works, self._sent, self._received = group, works, sent, received
 
     def wait(self) -> Tensor:
-        """The rows received, in the order of the ranks."""
+        """Return the rows received, in the order of the ranks."""
         works, self._works = self._works, []
         if works:
             self._group._timed(lambda: self._finish(works))
@@ -164,35 +163,35 @@ class Exchange:
 
     def _finish(self, works: list[Any]) -> None:
         for work in works:
-            # gloo's messages do not know the group's time limit; with one, NCCL would wait for the device
+            # gloo's messages do not use the group's timeout; given one, NCCL would wait for the device
             work.wait(self._group.timeout) if self._received.device.type == "cpu" else work.wait()
 
 
 def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, timeout_s: float) -> Any:
-    """A gloo group of its own under `name` in the store; blocks until all members are there."""
+    """Create a gloo group under `name` in the store; blocks until all members are connected."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=min(MEET_S, timeout_s))
+    options._timeout = timedelta(seconds=min(RENDEZVOUS_S, timeout_s))
     if interface is not None:
         options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]  # pyright: ignore
     else:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]  # pyright: ignore
     group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
-    group._set_default_timeout(timedelta(seconds=timeout_s))  # of the calls; above, of coming together
+    group._set_default_timeout(timedelta(seconds=timeout_s))  # of the calls; the one above is of the rendezvous
     return group
 
 
 def nccl(store: Any, name: str, rank: int, size: int, *, timeout_s: float) -> Any:
-    """The same for device tensors."""
+    """As `gloo`, for device tensors."""
     options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
 
 
-def give_up(group: Any) -> None:
-    """End every call of this member that waits in a process group, from any thread, and every later one.
+def abort_group(group: Any) -> None:
+    """End every waiting and every later call of this member in a process group; callable from any thread.
 
-    gloo's own abort wakes nobody (torch 2.13): a call waits on for a peer that lives. But a receive that runs out of
-    time ends all that the member has under way in the group, and closes its connections.
+    gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out, though, ends all
+    of this member's calls in the group and closes its connections.
     """
     kind: type = dist.ProcessGroupGloo
     if not isinstance(group, kind):

@@ -1,8 +1,8 @@
-"""What workers and expert hosts say to each other: operations, the header before each of them, and what can go wrong.
+"""The protocol between workers and expert hosts: operations, the header before each of them, and errors.
 
 Every operation is a collective of all members of a generation, in one order: a header from each worker to each host,
-then the payload that the operation is about. The header is fixed in size, and it is also the exact load: it counts the
-rows that follow for every expert of the host.
+then the payload of the operation. A header has a fixed size and carries the exact load: for every expert of the host,
+the number of rows that follow.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from raytrain.errors import RunError, StateLost
 
 MAGIC = 0x4558_5052_5401
 FIELDS = ("magic", "generation", "version", "step", "op", "layer", "micro_batch", "dtype", "width")
-WORDS = len(FIELDS)
+HEADER_SIZE = len(FIELDS)
+"""Int64 words of a header without its counts."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""Of the payload; the header holds the position."""
+"""Of the payload; the header holds the index."""
 
 
 class Op(IntEnum):
-    """What the members do together."""
+    """An operation of all members."""
 
-    SETUP = 1  # rank 0 tells the hosts what their experts are; uint8 JSON
-    FILL = 2  # rank 0 sends the first weights
+    SETUP = 1  # rank 0 sends the hosts an `ExpertSetup`; uint8 JSON
+    FILL = 2  # rank 0 sends the initial weights
     FORWARD = 3  # rows there and back; the host keeps what backward needs
-    RESERVE = 4  # the same, for a pass that will be computed again: the host keeps nothing
-    RECOMPUTE = 5  # the second time: the host keeps what backward needs
+    RESERVE = 4  # the same, for a pass that will be recomputed: the host keeps nothing
+    RECOMPUTE = 5  # the recomputation: the host keeps what backward needs
     EVALUATE = 6  # rows there and back, without gradients
     BACKWARD = 7  # gradients of the rows there and back
     VOTE = 8  # one sum over all members, then everybody commits or skips
@@ -40,22 +41,22 @@ class Op(IntEnum):
     SAVE = 10  # hosts take a snapshot in memory
     FETCH = 11  # hosts send the weights of their experts to rank 0
     END = 12  # the hosts leave the generation
-    OUT = 13  # in place of any other: a worker without memory takes no part until DISCARD, which it has said by this
-    SHORTAGES = 14  # one sum over all members: which holders of experts had no memory
-    THROUGH = 15  # where experts are colocated: a worker has come through its passes, and hears who has not
+    DROP_OUT = 13  # in place of any other: a worker without memory takes no part until DISCARD, which this implies
+    SHORTAGES = 14  # one sum over all members: which holders of experts ran out of memory
+    PASSES_DONE = 15  # where experts are colocated: a worker has finished its passes, and learns who dropped out
 
 
 class HeaderMismatch(RunError):
-    """Members disagree about the operation that they are in: a bug in the order of calls, named instead of a hang."""
+    """Members disagree about the current operation. Names the bug in the order of calls, which would be a hang."""
 
 
 class Aborted(StateLost):
-    """The generation is over: a member died, and every other was told."""
+    """The generation is over: a member died, and every other was notified."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The words before the counts; see FIELDS."""
+    """The fields before the counts; see FIELDS."""
 
     generation: int
     version: int
@@ -66,33 +67,37 @@ class Header:
     dtype: int = 0
     width: int = 0
 
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        """The dtype that `dtype` stands for."""
+        return DTYPES[self.dtype]
+
     @staticmethod
     def op_of(row: list[int]) -> int:
-        """The operation of a header as it came."""
+        """The operation of an encoded header."""
         return row[FIELDS.index("op")]
 
-    def words(self) -> list[int]:
+    def encode(self) -> list[int]:
         """As int64 words, the magic number first."""
-        fixed = (self.generation, self.version, self.step, int(self.op), self.layer)
-        return [MAGIC, *fixed, self.micro_batch, self.dtype, self.width]
+        return [MAGIC, *(int(getattr(self, name)) for name in FIELDS[1:])]
 
 
 def read_headers(rows: list[list[int]], *, generation: int, version: int, workers: list[int] | None = None) -> Header:
-    """The one header that all workers sent; `rows` holds what came from each of them, or from `workers`.
+    """Decode the one header that all workers sent; `rows` holds those of all of them, or of `workers`.
 
     Raises:
         HeaderMismatch: they differ from each other, or from this host's generation or placement.
     """
-    first = rows[0][:WORDS]
+    first = rows[0][:HEADER_SIZE]
     names = workers or list(range(len(rows)))
     for worker, row in zip(names, rows, strict=True):
-        if row[:WORDS] != first:
-            told = ", ".join(
+        if row[:HEADER_SIZE] != first:
+            differences = ", ".join(
                 f"{name} {mine} and {other}"
-                for name, mine, other in zip(FIELDS, first, row[:WORDS], strict=True)
+                for name, mine, other in zip(FIELDS, first, row[:HEADER_SIZE], strict=True)
                 if mine != other
             )
-            raise HeaderMismatch(f"worker {names[0]} and worker {worker} are in different operations: {told}")
+            raise HeaderMismatch(f"worker {names[0]} and worker {worker} are in different operations: {differences}")
     expected: dict[str, int] = {"magic": MAGIC, "generation": generation, "version": version}
     seen: dict[str, int] = dict(zip(FIELDS, first, strict=True))
     wrong = [f"{name} {seen[name]} instead of {value}" for name, value in expected.items() if seen[name] != value]
@@ -101,29 +106,45 @@ def read_headers(rows: list[list[int]], *, generation: int, version: int, worker
     return Header(**{name: seen[name] for name in FIELDS[1:] if name != "op"}, op=Op(seen["op"]))
 
 
-class Transport(Protocol):
-    """How rows travel between the members of one generation.
+def bytes_tensor(data: bytes) -> Tensor:
+    """Copy bytes into a uint8 tensor, to be sent."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
-    Ranks 0 to W - 1 are the workers. `holders` are the ranks that own experts: the ranks after them, or, where experts
-    are colocated, the workers themselves.
+
+class Transport(Protocol):
+    """Exchanges tensors between the members of one generation.
+
+    Ranks 0 to W - 1 are the workers. `holders` are the ranks that own experts: those after the workers, or, where
+    experts are colocated, the workers themselves.
+
+    Attributes:
+        seconds: spent in calls, waiting included.
     """
 
     rank: int
     size: int
     holders: list[int]
     seconds: float
-    """Spent in calls, waiting included."""
 
-    def headers(self, rows: Tensor | None, words: int, *, out: Set[int] = frozenset()) -> list[list[int]]:
-        """A worker gives one int64 row (H, words) for each host; a host gets one from each worker that is not `out`.
-        Blocks a host."""
+    def headers(self, rows: Tensor | None, size: int, *, dropped: Set[int] = frozenset()) -> list[list[int]]:
+        """Send one int64 row from each worker that has not `dropped` out to each holder. Blocks a holder.
+
+        Args:
+            rows: (H, size), one for each holder; None on a host and on a worker that receives only.
+
+        Returns:
+            the rows received, on a holder.
+        """
         ...
 
     def exchange(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
     ) -> PendingExchange:
-        """Rows to every member and from every member, in the order of the ranks; starts it. `into`: room for those
-        received, made now where it is None."""
+        """Start an uneven all-to-all over the first dimension, in the order of the ranks.
+
+        Args:
+            into: receives the rows; allocated if None.
+        """
         ...
 
     def all_reduce(self, vector: Tensor) -> None:
@@ -131,13 +152,13 @@ class Transport(Protocol):
         ...
 
     def abort(self) -> None:
-        """End whatever this member waits for, from another thread; the group is of no use afterwards."""
+        """End every waiting call of this member, from another thread; the group must not be used afterwards."""
         ...
 
 
 class PendingExchange(Protocol):
-    """An exchange under way."""
+    """An exchange in flight."""
 
     def wait(self) -> Tensor:
-        """The rows received."""
+        """Return the rows received."""
         ...

@@ -256,22 +256,22 @@ class Doomed(HostServer):
 
     def _receive(self, header: Header, sources: list[list[int]]) -> Tensor:
         rows = super()._receive(header, sources)
-        if self._end is not None and self._end.migration.next is not None:
+        if self._commit is not None and self._commit.migration.next is not None:
             self.meets(MOVE, header.step)
         if header.op in (Op.FORWARD, Op.BACKWARD):
             self.meets(BACKWARD if header.op is Op.BACKWARD else BETWEEN, header.step)
         return rows
 
     def _vote(self, header: Header, counts: list[list[int]]) -> None:
-        inner = self._set().commit
+        inner = self.shard.commit
 
         def commit(agreed: Any) -> None:
             self.meets(COMMIT, header.step)
             inner(agreed)
 
-        self._set().commit = commit  # type: ignore[method-assign]
+        self.shard.commit = commit  # type: ignore[method-assign]
         super()._vote(header, counts)
-        self._set().commit = inner  # type: ignore[method-assign]
+        self.shard.commit = inner  # type: ignore[method-assign]
 
     def _save(self, header: Header, counts: list[list[int]]) -> None:
         if any(fate[:2] == (SAVE, header.step) for fate in self.fates):
@@ -282,7 +282,7 @@ class Doomed(HostServer):
 
 
 class Moves:
-    """Decides as the story says; implements `Balances`."""
+    """Decides as the story says; implements `Rebalancer`."""
 
     def __init__(self, story: Story) -> None:
         self.story = story
@@ -292,7 +292,7 @@ class Moves:
         self.busy: list[list[float]] = []
         self.sent: list[float] = []
 
-    def next(self, step: int) -> Placement | None:
+    def next_placement(self, step: int) -> Placement | None:
         if step not in self.story.moves or self.placement is None:
             return None
         layers = []
@@ -334,7 +334,7 @@ class Asks:
             placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
             lost=lost, deaths=[Death(**row) for row in told["deaths"]],
             acknowledge_deaths=lambda: self.pipe.send(("heard", len(told["deaths"]))),
-            balancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
+            rebalancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
         )  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
     rewinds = Rewinds(run, limit=3)
     fates = [fate for fate in fates if fate[2] == rank]
     while True:
-        plant(session.trainable.remote.pool, fates, pipe)  # type: ignore[union-attr]
+        plant(session.trainable.remote.client, fates, pipe)  # type: ignore[union-attr]
         saver = CheckpointSaver(
             session, run, every=story.every, keep="all", asynchronous=True, reporter=rows, clock=Clock(), fence=None
         )
@@ -394,21 +394,21 @@ def session_of(rank: int, story: Story, connection: Asks) -> Session:
     return session
 
 
-def plant(pool: ExpertClient, fates: list[Fate], pipe: Connection) -> None:
+def plant(client: ExpertClient, fates: list[Fate], pipe: Connection) -> None:
     """This worker's mistakes, each once, before the first rows of its step."""
-    inner = pool.begin_forward
+    inner = client.begin_forward
 
     def begin_forward(*args: Any, **keys: Any) -> Any:
-        due = [fate for fate in fates if fate[1] == pool.steps + 1]
+        due = [fate for fate in fates if fate[1] == client.steps + 1]
         if due and keys["op"] is Op.FORWARD:
             fates.remove(due[0])
             pipe.send(("fate", due[0], time.monotonic()))
             if due[0][0] == "order":
-                pool.say(Op.DISCARD)
+                client.send_header(Op.DISCARD)
             elif due[0][0] == "version":
-                pool.placement = replace(pool.placement, version=pool.placement.version + 1)
+                client.placement = replace(client.placement, version=client.placement.version + 1)
             else:
-                pool.member = replace(pool.member, generation=pool.member.generation - 1)
+                client.member = replace(client.member, generation=client.member.generation - 1)
         return inner(*args, **keys)
 
-    pool.begin_forward = begin_forward  # type: ignore[method-assign]
+    client.begin_forward = begin_forward  # type: ignore[method-assign]

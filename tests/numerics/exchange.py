@@ -16,7 +16,7 @@ from lab import MOE, Rows, make_job, token_rows, train
 
 from experts.exchange.host import HostServer
 from experts.exchange.membership import Membership
-from experts.member.vote import Tally
+from experts.member.vote import VoteResult
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import LayerShape
@@ -91,7 +91,7 @@ def placement_of(scene: Scene, num_experts: list[int]) -> Placement:
 
 
 class Script:
-    """Decides as the scene says; implements `Balances`, and keeps what it hears."""
+    """Decides as the scene says; implements `Rebalancer`, and keeps what it hears."""
 
     def __init__(self, scene: Scene, placement: Placement) -> None:
         self._sizes = [len(layer.copies) for layer in placement.layers]
@@ -101,14 +101,14 @@ class Script:
         self.busy: list[list[float]] = []
         self.sent: list[float] = []
 
-    def next(self, step: int) -> Placement | None:
+    def next_placement(self, step: int) -> Placement | None:
         seed = dict(self._scene.moves).get(step)
         if seed is None:
             return None
         self._version += 1
         return replace(placement_of(replace(self._scene, seed=seed), self._sizes), version=self._version)
 
-    def committed(self, step: int, agreed: Tally, placement: Placement, *, refused: str) -> None:
+    def committed(self, step: int, agreed: VoteResult, placement: Placement, *, refused: str) -> None:
         self.in_force.append((step, placement.version))
         self.busy.append(agreed.busy_s)
         self.sent.append(sum(agreed.sent_bytes))
@@ -138,7 +138,7 @@ class GangConnection:
             run_path=self.scene.run_path,
             host=self.rank if colocated else None,
             workers_group=self.group,
-            balancer=Script(self.scene, placement) if self.scene.moves and self.rank == 0 else None,
+            rebalancer=Script(self.scene, placement) if self.scene.moves and self.rank == 0 else None,
         )
         return joint_group(self.scene, self.rank), membership
 
@@ -212,22 +212,22 @@ def serve(rank: int, scene: Scene) -> dict[str, Any]:
     if scene.spoil == rank - scene.workers:
         spoil_moves(server)
     server.serve()
-    held = server.shard.held() if server.shard else []
-    parts = [part for layer in server.shard.layers for part in (layer.homes, layer.replicas)] if server.shard else []
+    held = server.shard.held()
+    parts = [part for layer in server.shard.layers for part in (layer.homes, layer.replicas)]
     names = {name for part in parts if part is not None for name, _ in part.named_parameters()}
     return {"steps": server.steps, "held": held, "names": names}
 
 
 def inject_into_host(server: HostServer, scene: Scene) -> None:
     """The same on the first host."""
-    inner = server._does[Op.VOTE]
+    inner = server._operations[Op.VOTE]
 
     def vote(header: Header, counts: list[list[int]]) -> None:
-        if header.step == scene.inject[1] and server.shard is not None:
+        if header.step == scene.inject[1]:
             server.shard.layers[0].gradients.buffers[0][0] = torch.inf
         inner(header, counts)
 
-    server._does[Op.VOTE] = vote
+    server._operations[Op.VOTE] = vote
 
 
 def spoil_moves(server: HostServer) -> None:
@@ -289,10 +289,10 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
         for name in ("step", "loss", "aux_loss", "grad_norm", "load_imbalance", "loss_scale")
     }
     made["eval"] = reporter.of("eval", "loss")
-    pool = session.trainable.agree.__self__ if session.trainable.agree else None  # type: ignore[union-attr]
-    if getattr(pool, "balancer", None) is not None:
-        made["in force"], made["refused"] = pool.balancer.in_force, pool.balancer.refused
-        made["busy"], made["sent"] = pool.balancer.busy, pool.balancer.sent
+    client = session.trainable.agree.__self__ if session.trainable.agree else None  # type: ignore[union-attr]
+    if getattr(client, "rebalancer", None) is not None:
+        made["in force"], made["refused"] = client.rebalancer.in_force, client.rebalancer.refused
+        made["busy"], made["sent"] = client.rebalancer.busy, client.rebalancer.sent
     made["windows"] = reporter.windows
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}

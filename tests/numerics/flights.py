@@ -42,19 +42,19 @@ def ordered(rank: int, _world: int, given: Scene) -> list[tuple[str, int, int]]:
     if rank >= given.workers:
         exchange.serve(rank, given)
         return []
-    session, said = session_of(given, rank), []
-    pool = session.trainable.remote.pool  # type: ignore[union-attr]
-    say = pool.say
+    session, sent = session_of(given, rank), []
+    client = session.trainable.remote.client  # type: ignore[union-attr]
+    send_header = client.send_header
 
-    def heard(op: Op, **words: Any) -> Any:
-        if pool.steps == 1:
-            said.append((op.name, words.get("micro_batch", 0), words.get("layer", 0)))
-        return say(op, **words)
+    def recorded(op: Op, **fields: Any) -> Any:
+        if client.steps == 1:
+            sent.append((op.name, fields.get("micro_batch", 0), fields.get("layer", 0)))
+        return send_header(op, **fields)
 
-    pool.say = heard  # type: ignore[method-assign]
+    client.send_header = recorded  # type: ignore[method-assign]
     train(session)
-    pool.end()
-    return said
+    client.end()
+    return sent
 
 
 def lose_a_host(rank: int, _world: int, given: Scene, op: str) -> Any:
@@ -75,14 +75,14 @@ def until_it_goes(rank: int, given: Scene, op: str) -> int:
     placement = exchange.placement_of(given, exchange.scene_experts(given))
     group = exchange.joint_group(given, rank)
     server = HostServer(group, host=rank - given.workers, generation=1, placement=placement, device=torch.device("cpu"))
-    inner = server._does[Op[op]]
+    inner = server._operations[Op[op]]
 
     def leave(header: Header, counts: list[list[int]]) -> None:
         if rank == given.workers and (header.step, header.micro_batch) == (3, 1):
             raise Aborted("this host is gone")
         inner(header, counts)
 
-    server._does[Op[op]] = leave
+    server._operations[Op[op]] = leave
     with pytest.raises(Aborted, match="gone"):
         server.serve()
     return server.steps

@@ -211,7 +211,7 @@ def test_a_checkpoint_with_a_missing_or_doubled_expert_is_refused_by_name(tmp_pa
     with pytest.raises(CheckpointError, match="layer 0 expert 0 is missing"):
         locate(lost, [4, 4])
     twice = {**manifest, "experts": {**manifest["experts"], "other.safetensors": [[1, 3]]}}
-    with pytest.raises(CheckpointError, match=r"layer 1 expert 3 stands twice: in experts-00001\.safe"):
+    with pytest.raises(CheckpointError, match=r"layer 1 expert 3 occurs twice: in experts-00001\.safe"):
         locate(twice, [4, 4])
     with pytest.raises(CheckpointError, match=r"layer 1 expert 3 in experts-00001\.safetensors is not in the model"):
         locate(manifest, [4, 3])

@@ -15,7 +15,7 @@ from gang import run_gang
 from lab import DeviceReads, Rows, train
 
 import raytrain.autotune.startup.inflight
-from experts.exchange.call import Call
+from experts.exchange.call import ExpertCall
 from experts.transport.protocol import Op
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.inflight import InflightChoice
@@ -111,8 +111,8 @@ def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_ta
     with pytest.raises(ValueError, match="no room"):
         train(session)
     assert session.state.step == 0 and len(calls) == 2
-    pool = session.trainable.remote.pool  # type: ignore[union-attr]
-    assert pool.shard._kept, "the backward beside it had not ended"
+    client = session.trainable.remote.client  # type: ignore[union-attr]
+    assert client.shard._kept, "the backward beside it had not ended"
     for router in session.trainable.commit.__self__.routers:  # type: ignore[union-attr]
         router.pending_counts.zero_()
     session.trainable.remote.discard()  # type: ignore[union-attr]
@@ -122,20 +122,20 @@ def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_ta
 
 def test_a_backward_that_fails_is_raised_and_ends_the_forward_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     session, begun = session_of(scene(1, "colocated"), 0), Counter[str]()
-    begin, begin_backward = Call.begin, Call.begin_backward
+    start, start_backward = ExpertCall.start, ExpertCall.start_backward
 
-    def counted(call: Call, op: Op, rows: Any) -> None:
+    def counted(call: ExpertCall, op: Op, rows: Any) -> None:
         begun["forward"] += 1
-        begin(call, op, rows)
+        start(call, op, rows)
 
-    def failing(call: Call, grads: Any) -> None:
+    def failing(call: ExpertCall, grads: Any) -> None:
         begun["backward"] += 1
         if begun["backward"] == 2:
             raise ValueError("no kernel")
-        begin_backward(call, grads)
+        start_backward(call, grads)
 
-    monkeypatch.setattr(Call, "begin", counted)
-    monkeypatch.setattr(Call, "begin_backward", failing)
+    monkeypatch.setattr(ExpertCall, "start", counted)
+    monkeypatch.setattr(ExpertCall, "start_backward", failing)
     with pytest.raises(ValueError, match="no kernel"):
         train(session)
     assert begun == {"forward": 3, "backward": 2}, "two layers of the first forward, one of the second"

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
-from experts.exchange.dispatch import PooledExperts
+from experts.exchange.dispatch import RemoteExperts
 from experts.exchange.host import HostServer
 from experts.exchange.interval_log import LoadLog
 from experts.exchange.worker import ExpertClient, Membership
 from experts.member.shard import ExpertShard
 from experts.placement.starting import PlacementRules, first_placement
-from experts.routing.load import LoadBook
+from experts.routing.load import LoadTracker
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from jobs.bench.experts.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
@@ -116,15 +116,15 @@ class BenchWorker:
         self.first = [dict(layer.experts.named_parameters()) for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
-        trainable.interval_log = LoadLog(LoadBook([layer.router for layer in layers]))
+        trainable.window = LoadLog(LoadTracker([layer.router for layer in layers]))
         distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
-        self.pool = _pool(layers[0].experts)
+        self.client = _pool(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.renew()
 
     def renew(self) -> None:
         """The experts have their first weights again before their next use."""
-        self.pool.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
+        self.client.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
 
     def prepare(self, case: Case) -> None:
         """Draw the whole input, balance its load, keep this worker's part."""
@@ -140,7 +140,7 @@ class BenchWorker:
 
     def block(self, steps: int) -> dict[str, float]:
         """So many passes; gradients are zero afterwards, everywhere."""
-        before, cpu = self.pool.group.seconds, time.process_time()
+        before, cpu = self.client.group.seconds, time.process_time()
         began = time.perf_counter()
         for _ in range(steps):
             self.once()
@@ -148,9 +148,9 @@ class BenchWorker:
         answer = {
             "seconds": seconds,
             "cpu_s": time.process_time() - cpu,
-            "transport_s": self.pool.group.seconds - before,
+            "transport_s": self.client.group.seconds - before,
         }
-        self.pool.discard()
+        self.client.discard()
         self.buffers.zero_()
         return answer
 
@@ -164,10 +164,10 @@ class BenchWorker:
         made = {"output": y.clone(), "gradient of the input": self.x.grad.clone()}
         made["gradient of router.weight"] = self.layer.router.weight.grad.clone()
         nothing = torch.zeros((), dtype=torch.float64)
-        step = self.pool.steps + 1
-        self.pool.agree(LocalStep(step, nothing, torch.tensor(False), lr=1.0))
+        step = self.client.steps + 1
+        self.client.agree(LocalStep(step, nothing, torch.tensor(False), lr=1.0))
         number = list(self.layers).index(self.case.width)
-        after = self.pool.fetch(number)
+        after = self.client.fetch(number)
         for name in ("w1", "w2") if after is not None else ():
             stacked = torch.stack([weights[name] for weights in after or ()])
             made[f"gradient of experts.{name}"] = self.first[number][name].detach() - stacked
@@ -177,8 +177,8 @@ class BenchWorker:
 
 
 def _pool(experts: torch.nn.Module) -> ExpertClient:
-    assert isinstance(experts, PooledExperts)
-    return experts.pool
+    assert isinstance(experts, RemoteExperts)
+    return experts.client
 
 
 def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
@@ -204,7 +204,7 @@ def work(settings: dict[str, Any], rank: int) -> None:
         if "results" in order:
             save_file(worker.results(), f"{order['results']}-{rank}.safetensors")
         line.send(worker.block(order["steps"]))
-    worker.pool.end()
+    worker.client.end()
 
 
 def serve(settings: dict[str, Any], rank: int) -> None:

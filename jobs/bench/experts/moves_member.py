@@ -24,7 +24,7 @@ from experts.exchange.host import HostServer
 from experts.exchange.membership import Membership
 from experts.member.shard import ExpertShard
 from experts.placement.starting import PlacementRules, starting_placement
-from experts.placement.values import HostSpec, Placement
+from experts.placement.values import Placement, equal_hosts
 from experts.routing.router import TopKRouter
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
@@ -64,7 +64,7 @@ def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
 
 def first_of(settings: dict[str, Any], shapes: list[LayerShape], rules: PlacementRules) -> Placement:
     """The placement that every member begins with: of nobody's speed is anything known."""
-    return starting_placement(rules, shapes, [HostSpec(host, 1.0, None) for host in range(len(settings["slowness"]))])
+    return starting_placement(rules, shapes, equal_hosts(len(settings["slowness"])))
 
 
 class Rows(Losses):
@@ -115,7 +115,7 @@ def slow_down(factor: int) -> None:
     forward, backward = ExpertShard.forward, ExpertShard.backward
 
     def again(shard: ExpertShard, layer: int, rows: Tensor, counts: list[int], times: int) -> None:
-        with shard.busy.counted(), torch.no_grad():
+        with shard.timer.measure(), torch.no_grad():
             for _ in range(times if counts else 0):
                 shard.layers[layer].forward(rows, counts)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from experts.exchange.rebalancer import Balancer
-from experts.member.vote import Tally
+from experts.exchange.rebalancer import LoadRebalancer
+from experts.member.vote import VoteResult
 from experts.placement.starting import PlacementRules
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 
@@ -15,10 +15,10 @@ HOSTS = [HostSpec(host, 1.0, None) for host in range(2)]
 COSTS: Costs = [[ExpertCost(16, 8, 1.0, moved_bytes=12)] * 2]
 
 
-def tally(placement: Placement, counts: list[float], *, sent: float = 0.0) -> Tally:
+def vote_result(placement: Placement, counts: list[float], *, sent: float = 0.0) -> VoteResult:
     """A step in which equal hosts computed as long as their rows say, and host 0 sent so many bytes."""
     busy = list(placement.host_loads(0, counts, COSTS[0], HOSTS))
-    return Tally(
+    return VoteResult(
         torch.tensor(1.0), torch.tensor(False), torch.tensor([*counts, 0.0], dtype=torch.float64), 1.0, 1e-3, 0,
         busy_s=busy, moving_s=[0.5 if sent else 0.0, 0.0], sent_bytes=[sent, 0.0], shortages=[0.0, 0.0],
     )  # fmt: skip
@@ -29,18 +29,18 @@ Row = tuple[str, dict[str, Any]]
 
 def told(start: Placement, counts: list[float], *, replicas: int, sent: float = 0.0) -> list[Row]:
     """The events of one decision, taken after step 2 and in force with step 4."""
-    balancer = Balancer(PlacementRules("lpt", replicas, every=2), COSTS, HOSTS)
+    rebalancer = LoadRebalancer(PlacementRules("lpt", replicas, every=2), COSTS, HOSTS)
     placement = start
     for step in (1, 2):
-        assert balancer.next(step) is None
-        balancer.committed(step, tally(placement, counts), placement, refused="")
-    assert balancer._thread is not None
-    balancer._thread.join()
-    following = balancer.next(3)
-    balancer.committed(3, tally(placement, counts), placement, refused="")
+        assert rebalancer.next_placement(step) is None
+        rebalancer.committed(step, vote_result(placement, counts), placement, refused="")
+    assert rebalancer._thread is not None
+    rebalancer._thread.join()
+    following = rebalancer.next_placement(3)
+    rebalancer.committed(3, vote_result(placement, counts), placement, refused="")
     if following is not None:
-        balancer.committed(4, tally(following, counts, sent=sent), following, refused="")
-    return balancer.notices()
+        rebalancer.committed(4, vote_result(following, counts, sent=sent), following, refused="")
+    return rebalancer.notices()
 
 
 def test_another_division_of_the_rows_is_told_as_shares_with_the_old_and_the_new_ones() -> None:

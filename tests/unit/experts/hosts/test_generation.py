@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experts.hosts import generation
-from experts.hosts.generation import Lost, connect, open_group
+from experts.hosts.generation import GenerationWatch, connect, open_group
 from raytrain.errors import RunError, StateLost
 
 
@@ -35,14 +35,14 @@ def test_a_store_that_nobody_serves_is_named_with_its_address_and_the_key() -> N
 
 
 def test_whoever_does_not_come_is_named(address: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MEET_S", 0.3)
+    monkeypatch.setattr(generation, "RENDEZVOUS_S", 0.3)
     with pytest.raises(RunError, match=r"worker 1, expert host 0, expert host 1 did not come.*cluster\.interface"):
         open_group(told(address), rank=0)
 
 
 def test_who_waits_for_the_others_hears_of_the_end(address: Any) -> None:
     over = threading.Event()
-    lost = Lost(lambda: "expert host 1 died" if over.wait(30) else "")
+    lost = GenerationWatch(lambda: "expert host 1 died" if over.wait(30) else "")
     threading.Timer(0.2, over.set).start()
     with pytest.raises(StateLost, match="expert host 1 died"):
         open_group(told(address), rank=0, lost=lost.reason)
@@ -55,7 +55,7 @@ def test_a_group_that_comes_after_the_end_is_ended_at_once() -> None:
         def abort(self, reason: str) -> None:
             ended.append(reason)
 
-    lost = Lost(lambda: "over")
+    lost = GenerationWatch(lambda: "over")
     while lost.reason() is None:
         pass
     lost.ends(Group())

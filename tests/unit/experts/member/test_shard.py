@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experts.member.migration import _digest, _pack, _unpack
-from experts.member.shard import Commit, ExpertShard
+from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.values import LayerPlacement, Placement
 from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
@@ -45,7 +45,7 @@ def step(shard: ExpertShard) -> None:
         draw = torch.Generator().manual_seed(100 + 10 * layer + expert)
         for grad in shard.layers[layer].gradients_of(expert).values():
             grad.copy_(torch.randn(grad.shape, generator=draw, dtype=torch.float64))
-    shard.commit(Commit(skip=False, coefficient=0.5, inverse_scale=1.0, lr=0.1))
+    shard.commit(CommitDecision(skip=False, coefficient=0.5, inverse_scale=1.0, lr=0.1))
 
 
 def hashes(shard: ExpertShard) -> dict[Key, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experts.config import ExpertsConfig
-from experts.member.shard import Commit, ExpertShard
+from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.starting import first_placement
 from experts.placement.values import LayerPlacement, Placement
 from experts.plan.bytes import expert_costs, shared_out
@@ -26,7 +26,7 @@ WIDTH, HIDDEN = 16, 64
 GROWN = """
 import os, sys, torch
 from experts.shapes import LayerShape
-from experts.member.shard import Commit, ExpertShard
+from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.starting import first_placement
 from raytrain.config.sections import OptimConfig
 
@@ -43,7 +43,7 @@ def shard(number):
     rows = torch.ones(8 * number, 512)
     out = made.forward(0, 0, rows, [[8] * number], keep=True)
     made.backward(0, 0, out, [[8] * number])
-    made.commit(Commit(skip=False, coefficient=1.0, inverse_scale=1.0, lr=1e-3))
+    made.commit(CommitDecision(skip=False, coefficient=1.0, inverse_scale=1.0, lr=1e-3))
     return made
 
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def shard_of(placement: Placement, shapes: list[LayerShape], host: int, optim: O
     for key in shard.held():
         for weight in shard.weights_of(key).values():
             weight.fill_(0.5)
-    shard.commit(Commit(skip=False, coefficient=1.0, inverse_scale=1.0, lr=1e-3))
+    shard.commit(CommitDecision(skip=False, coefficient=1.0, inverse_scale=1.0, lr=1e-3))
     return shard
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experts.routing.load import LoadBook, imbalance
+from experts.routing.load import LoadTracker, imbalance
 from experts.routing.router import TopKRouter
 from raytrain.trainable import GlobalStep
 
@@ -14,9 +14,9 @@ def committed(counts: torch.Tensor | None, *, skip: bool = False) -> GlobalStep:
     return GlobalStep(norm=torch.tensor(1.0), skip=torch.tensor(skip), counts=counts)
 
 
-def book() -> LoadBook:
+def book() -> LoadTracker:
     torch.manual_seed(0)
-    return LoadBook([TopKRouter(4, 3, 1), TopKRouter(4, 2, 1, capacity_factor=1.0)], decay=0.5)
+    return LoadTracker([TopKRouter(4, 3, 1), TopKRouter(4, 2, 1, capacity_factor=1.0)], decay=0.5)
 
 
 def test_imbalance_is_the_busiest_over_the_mean() -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from experts.member.vote import VoteLayout, tally
+from experts.member.vote import VoteLayout, read_vote
 from experts.placement.starting import first_placement
 from experts.placement.values import LayerPlacement, Placement
 from experts.routing.routes import LayerRoutes
 from experts.shapes import LayerShape
-from experts.transport.protocol import MAGIC, WORDS, Header, HeaderMismatch, Op, read_headers
+from experts.transport.protocol import MAGIC, HEADER_SIZE, Header, HeaderMismatch, Op, read_headers
 
 
 def drawn(seed: int, *, experts: int, hosts: int) -> Placement:
@@ -62,16 +62,16 @@ def test_homes_come_before_replicas_on_a_host() -> None:
 
 def test_headers_that_differ_are_named() -> None:
     header = Header(generation=3, version=1, step=7, op=Op.FORWARD, layer=2, micro_batch=1, dtype=0, width=64)
-    same = [[*header.words(), 4, 5], [*header.words(), 0, 9]]
+    same = [[*header.encode(), 4, 5], [*header.encode(), 0, 9]]
     assert read_headers(same, generation=3, version=1) == header
     other = Header(generation=3, version=1, step=7, op=Op.VOTE, layer=2, micro_batch=1, dtype=0, width=64)
     with pytest.raises(HeaderMismatch, match=r"worker 0 and worker 1 are in different operations: op 3 and 8"):
-        read_headers([same[0], [*other.words(), 0, 0]], generation=3, version=1)
+        read_headers([same[0], [*other.encode(), 0, 0]], generation=3, version=1)
     with pytest.raises(HeaderMismatch, match="generation 3 instead of 4"):
         read_headers(same, generation=4, version=1)
     with pytest.raises(HeaderMismatch, match="magic"):
         read_headers([[MAGIC + 1, *same[0][1:]]], generation=3, version=1)
-    assert len(header.words()) == WORDS
+    assert len(header.encode()) == HEADER_SIZE
 
 
 SHAPES = [LayerShape(4, (8, 8), "gelu"), LayerShape(4, (8, 8, 8), "gelu")]
@@ -84,7 +84,7 @@ def test_the_vote_adds_each_expert_once_and_undoes_the_loss_scale() -> None:
     members[0][layout.counts] = torch.arange(7, dtype=torch.float64)
     layout.put_squares(members[1], {(0, 0): 4.0, (1, 2): 8.0})
     layout.put_squares(members[2], {(0, 1): 12.0, (1, 0): 0.0, (1, 1): 12.0})
-    agreed = tally(layout, torch.stack(members).sum(0), step=5, members=3)
+    agreed = read_vote(layout, torch.stack(members).sum(0), step=5, members=3)
     assert float(agreed.norm) == 5.0 and not bool(agreed.skip) and agreed.counts.tolist() == list(range(7))
     commit = agreed.commit(2.5)
     assert commit.coefficient == pytest.approx(0.5, rel=1e-6) and (commit.inverse_scale, commit.lr) == (0.5, 1e-3)
@@ -100,10 +100,10 @@ def test_what_is_not_finite_anywhere_is_skipped_by_all(bad: str) -> None:
         vector[2] = 1.0
     else:
         layout.put_squares(vector, {(1, 1): float("inf")})
-    assert bool(tally(layout, vector, step=1, members=1).skip)
+    assert bool(read_vote(layout, vector, step=1, members=1).skip)
 
 
 def test_members_on_different_steps_are_found() -> None:
     layout = VoteLayout.of(SHAPES, holders=2)
     with pytest.raises(HeaderMismatch, match="voted on step 4"):
-        tally(layout, layout.empty(4) + layout.empty(5), step=4, members=2)
+        read_vote(layout, layout.empty(4) + layout.empty(5), step=4, members=2)

@@ -1,0 +1,163 @@
+"""OOM drop-out: a worker without memory for its passes leaves the step, and no other member waits for it.
+
+The worker first completes the exchanges that it has started, with rows whose values nobody uses. Then it sends DROP_OUT
+in place of its next header, and nothing more until the step has ended for everybody: the passes of the others continue
+without it, and all members drop the step at the vote. `OomDropout` is the worker's side; `ActiveWorkers` is the side of
+every member that holds experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from experts.member.layer import rows_by_rank
+from experts.member.shard import ExpertShard
+from experts.transport.protocol import HEADER_SIZE, Header, Op, PendingExchange, Transport, read_headers
+
+
+class ActiveWorkers:
+    """Receives headers on a member that holds experts, and tracks the workers that have dropped out of the step.
+
+    Args:
+        workers: number of workers.
+
+    Attributes:
+        dropped: ranks of the workers that have dropped out.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.dropped: set[int] = set()
+
+    def receive(
+        self, group: Transport, rows: Tensor | None, size: int, *, generation: int, version: int
+    ) -> tuple[Header | None, list[list[int]]]:
+        """Send this member's headers, if it is a worker, and read those that arrive, if it holds experts.
+
+        Args:
+            rows: see `Transport.headers`. size: of a header with its counts, in int64 words.
+
+        Returns:
+            As `read`; (None, []) on a worker that holds no experts.
+        """
+        received = group.headers(rows, size, dropped=self.dropped)
+        return self.read(received, generation=generation, version=version) if received else (None, [])
+
+    def read(self, rows: list[list[int]], *, generation: int, version: int) -> tuple[Header | None, list[list[int]]]:
+        """Return the one header of the active workers (None if none is left), and the counts of every worker.
+
+        Args:
+            rows: received from each worker that has not dropped out before.
+
+        Raises:
+            HeaderMismatch: the headers differ, or belong to another generation or placement.
+        """
+        senders = [worker for worker in range(self.workers) if worker not in self.dropped]
+        active: list[tuple[int, list[int]]] = []
+        for worker, row in zip(senders, rows, strict=True):
+            if Header.op_of(row) == Op.DROP_OUT:
+                self.dropped.add(worker)
+            else:
+                active.append((worker, row))
+        if not active:
+            read_headers(rows, generation=generation, version=version, workers=senders)
+            return None, []
+        header = read_headers(
+            [row for _, row in active], generation=generation, version=version, workers=[worker for worker, _ in active]
+        )
+        counts = [[0] * (len(rows[0]) - HEADER_SIZE) for _ in range(self.workers)]
+        for worker, row in active:
+            counts[worker] = row[HEADER_SIZE:]
+        return header, counts
+
+    def reset(self) -> None:
+        """All workers are active again: the step has ended for everybody."""
+        self.dropped.clear()
+
+
+class UnfinishedExchange(Protocol):
+    """An exchange of rows that other members wait for; `experts.exchange.call.ExpertCall`."""
+
+    def complete_sends(self) -> None:
+        """Send everything that the others wait for."""
+        ...
+
+    def drain(self) -> None:
+        """Receive what is still to arrive, and forget it."""
+        ...
+
+
+class OomDropout:
+    """The worker's side of the drop-out.
+
+    Where experts are colocated, the others still send rows to a worker that has dropped out, which returns them
+    unchanged until all others have sent PASSES_DONE. Without that header, a worker that runs out of memory after its
+    last exchange would wait for headers of others, which wait for its gradients.
+
+    Args:
+        send: sends the header of an operation; returns the counts of each worker if this one holds experts.
+        receive: receives headers without sending one.
+
+    Attributes:
+        active_workers: see `ActiveWorkers`.
+        header: the last one received, on a worker that holds experts.
+        unfinished: exchanges that others wait for, in the order in which they were started.
+    """
+
+    def __init__(
+        self,
+        group: Transport,
+        workers: int,
+        *,
+        send: Callable[[Op], list[list[int]]],
+        receive: Callable[[], list[list[int]]],
+    ) -> None:
+        self._group, self._send, self._receive = group, send, receive
+        self.active_workers = ActiveWorkers(workers)
+        self.header: Header | None = None
+        self.unfinished: list[UnfinishedExchange] = []
+        self._everybody_discards = False
+
+    def end_passes(self, shard: ExpertShard | None, *, short: bool) -> None:
+        """End this worker's passes of the step; with `short` before their end, for lack of memory."""
+        if short:
+            self._drop_out(shard)
+        elif shard is not None and self._group.size > 1:  # workers that dropped out have returned its rows until now
+            self._send(Op.PASSES_DONE)
+            self._everybody_discards = bool(self.active_workers.dropped)
+
+    def end_step(self) -> bool:
+        """Forget the drop-outs of the step. Returns whether everybody discards it already, without a DISCARD."""
+        discards, self._everybody_discards = self._everybody_discards, False
+        self.unfinished.clear()
+        self.active_workers.reset()
+        return discards
+
+    def _drop_out(self, shard: ExpertShard | None) -> None:
+        for call in self.unfinished:
+            call.complete_sends()
+        counts = self._send(Op.DROP_OUT)
+        if shard is not None:
+            self._return_rows(shard, counts)
+        while self.unfinished:
+            self.unfinished[0].drain()
+        self._everybody_discards = True
+
+    def _return_rows(self, shard: ExpertShard, counts: list[list[int]]) -> None:
+        """Return the others' rows unchanged until all have finished their passes.
+
+        A reply is on its way before the next header is received; all are waited for at the end.
+        """
+        group, replies = self._group, list[PendingExchange]()
+        while self.header is not None and self.header.op is not Op.PASSES_DONE:
+            rows = rows_by_rank(shard.sources(self.header.layer, counts), group.size)
+            empty = torch.empty((0, self.header.width), dtype=self.header.payload_dtype, device=shard.device)
+            received = group.exchange(empty, [0] * group.size, rows).wait()
+            replies.append(group.exchange(received, rows, [0] * group.size))
+            counts = self._receive()
+        for reply in replies:
+            reply.wait()
