@@ -72,9 +72,7 @@ class ExpertClient:
         self._files = None if membership.host is None else ExpertFiles(membership.run_path, host=membership.host)
         self._forwards = [0] * len(self.shapes)
         self.recomputed: set[tuple[int, int]] = set()
-        self.dropout = OomDropout(
-            group, membership.workers, send=self.send_header, receive=self._exchange_headers
-        )
+        self.dropout = OomDropout(group, membership.workers, send=self.send_header, receive=self._exchange_headers)
         self._announcement: tuple[int, bytes | None] = (0, None)
 
     @property

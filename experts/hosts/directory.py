@@ -1,46 +1,46 @@
 """The Ray actor that owns the expert hosts.
 
-It places the hosts, brings workers and hosts together in numbered generations, and ends a generation on every member as
-soon as one of them dies: a dead peer is noticed by those that talk to it, the others would wait (DESIGN 5). A host that
-dies is replaced; where nothing comes in its place in time, the next generation has one host fewer.
+It starts the hosts, brings workers and hosts together in numbered generations, and ends a generation on every member as
+soon as one of them dies: only members that talk to a dead peer would notice, the others would wait (DESIGN 5). A host
+that dies is replaced; if no replacement is ready in time, the next generation has one host fewer.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from experts.hosts.generation import open_store
+from experts.hosts.generation import GenerationSpec, open_store
 from experts.hosts.host import ExpertHost, HostPlace
 from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from raytrain.errors import RaytrainError, RunError, StateLost
+from raytrain.trainable import Death
 
 JOIN_S = 300.0
 START_S = 240.0
-"""So long may the first hosts take to stand; they are reserved by then."""
+"""Timeout until the first hosts are ready; their resources are already reserved."""
 TRIES = 2
-"""Processes in a row that end before they stand: the place is given up."""
+"""A place is given up after this many processes in a row that ended before they were ready."""
 LOOPBACK = "127.0.0.1"
 
 
 class ExpertDirectory:
-    """One per run, named, owned by the driver.
+    """Starts hosts and forms generations; one per run, owned by the driver.
 
     Args:
-        hosts: how many.
+        hosts: number of hosts.
         threads: of each host.
         gpus: of each host, 0 or 1.
         loopback: the cluster is this machine alone.
         interface: for gloo, or None.
         group: placement group with one bundle for each host, or None.
-        host_wait_s: so long is a new host waited for; with 0 nothing is started in a dead one's place.
+        host_wait_s: timeout of the wait for a replacement; with 0 no host is replaced.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ExpertDirectory:
     ) -> None:  # fmt: skip
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
-        self._loopback, self._interface = loopback, interface
+        self._interface = "lo" if loopback else interface
         self._group, self._host_wait_s = group, host_wait_s
         self._lock = threading.Condition()
         self._places: list[HostPlace] = []
@@ -57,39 +57,39 @@ class ExpertDirectory:
         """Places that take part in the generation, in the order of their ranks."""
         self._spare: Any = None
         self._waiting: dict[int, set[int]] = {}
+        """Generation -> ranks of the workers that have asked to join it."""
         self._generation = 0
         self._gangs: list[int] = []
         self._lost: dict[int, str] = {}
-        self._joined: dict[int, dict[str, Any]] = {}
+        self._joined: dict[int, GenerationSpec] = {}
         self._refused: dict[int, RaytrainError] = {}
-        self._deaths: list[dict[str, Any]] = []
-        self._deaths_heard = 0
-        """So many of them are on record."""
+        self._deaths: list[Death] = []
+        self._deaths_recorded = 0
         self._placement: Placement | None = None
-        """In force; the next generation of as many hosts goes on with it."""
+        """In force; the next generation starts with it if it has equally many hosts."""
         self._me = ray.get_runtime_context().current_actor
         self._store, self._address = open_store(LOOPBACK if loopback else ray.util.get_node_ip_address())
 
     # -- hosts --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the hosts; returns at once. The first generation begins when all stand."""
+        """Start the hosts; returns at once. The first generation starts when all are ready."""
         with self._lock:
-            self._places = [HostPlace(self._new_host(index)) for index in range(self._number)]
+            self._places = [HostPlace(self._start_host(index)) for index in range(self._number)]
             for index in range(self._number):
-                self._look_after(index)
+                self._watch_host(index)
 
-    def standing(self) -> list[dict[str, Any]]:
-        """What each host is, once all of them stand for the first time.
+    def ready_hosts(self) -> list[dict[str, Any]]:
+        """Wait for all hosts to be ready for the first time; returns the description of each.
 
         Raises:
-            RunError: they do not.
+            RunError: one is not ready in time.
         """
         with self._lock:
             self._await_hosts(START_S, all_of_them=True)
             return [place.about for place in self._places if place.about is not None]
 
-    def _new_host(self, index: int) -> Any:
+    def _start_host(self, index: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
         if self._group is not None:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -97,13 +97,13 @@ class ExpertDirectory:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             )
-        return self._made(options)
+        return self._create_actor(options)
 
-    def _made(self, options: dict[str, Any]) -> Any:
+    def _create_actor(self, options: dict[str, Any]) -> Any:
         host: Any = ray.remote(ExpertHost)
         return host.options(**options).remote(threads=self._threads, device=self._device, directory=self._me)
 
-    def _look_after(self, index: int) -> None:
+    def _watch_host(self, index: int) -> None:
         arguments = (index, self._places[index].host)
         threading.Thread(target=self._await_death, args=arguments, daemon=True, name="death-watch").start()
 
@@ -116,38 +116,39 @@ class ExpertDirectory:
                 self._lock.notify_all()
             ray.get(host.stay.remote())
         except ray.exceptions.RayError as error:
-            ray.kill(host)  # it may only be out of reach, and would keep the GPU that the next one needs
+            ray.kill(host)  # it may only be unreachable, and would keep the GPU that its replacement needs
             with self._lock:
                 self._replace(index, why=str(error).splitlines()[0])
 
     def _replace(self, index: int, *, why: str) -> None:
-        """A host is gone: another process in its place, where one may come; the generation that it was in is over."""
+        """A host has died: start a replacement if one is allowed, and end the generation that the host was in."""
         place = self._places[index]
         rank = self._members.index(index) if index in self._members else index
         about = place.about or {}
-        where = {"node": str(about.get("node", "")), "pid": about.get("pid")}
-        self._deaths.append({"who": f"expert host {rank}", **where, "time": time.time(), "why": why})
+        self._deaths.append(
+            Death(f"expert host {rank}", str(about.get("node", "")), about.get("pid"), time=time.time(), why=why)
+        )
         place.tries += place.about is None
         place.about, place.host, place.why = None, None, why
         if self._host_wait_s and place.tries < TRIES:
             spare, self._spare = self._spare, None
-            place.host = spare if spare is not None else self._new_host(index)
-            self._look_after(index)
+            place.host = spare if spare is not None else self._start_host(index)
+            self._watch_host(index)
         if index in self._members and self._generation in self._joined:
             self._end_locked(f"expert host {rank} died ({why})")
         self._lock.notify_all()
 
     def keep_spare(self) -> None:
-        """Start a process that stands by for a host that dies; on CPUs only, a GPU has no second owner."""
+        """Start a spare process to replace a host that dies; on CPUs only, as a GPU cannot be owned twice."""
         with self._lock:
             if self._spare is None and not self._gpus and self._host_wait_s:
-                self._spare = self._made({"num_cpus": 0, "max_concurrency": 8})
+                self._spare = self._create_actor({"num_cpus": 0, "max_concurrency": 8})
 
     def _await_hosts(self, limit: float, *, all_of_them: bool, generation: int | None = None) -> None:
-        """Until every place has a host that stands or is given up.
+        """Wait until every place has a host that is ready, or is given up.
 
         Raises:
-            RunError: none stands, or not `all_of_them`. StateLost: the generation is over meanwhile.
+            RunError: no host is ready; with `all_of_them`, one is not. StateLost: the generation ended meanwhile.
         """
         ends = time.monotonic() + limit
         while any(place.about is None and place.host is not None for place in self._places) or not self._places:
@@ -157,36 +158,35 @@ class ExpertDirectory:
                 break
         missing = {index: place.why for index, place in enumerate(self._places) if place.about is None}
         if missing and (all_of_them or len(missing) == len(self._places)):
-            said = "; ".join(f"expert host {index}: {why}" for index, why in missing.items())
+            reasons = "; ".join(f"expert host {index}: {why}" for index, why in missing.items())
             waited = "" if all_of_them else f" (retry.host_wait_s {self._host_wait_s:g})"
             raise RunError(
-                f"{len(missing)} of {len(self._places)} expert hosts do not stand after {limit:g} s{waited}: {said}"
+                f"{len(missing)} of {len(self._places)} expert hosts are not ready after {limit:g} s{waited}: {reasons}"
             )
 
     # -- generations --------------------------------------------------------------------------------------
 
     def join(
-        self, *, gang: int, rank: int, workers: int, shapes: list[dict[str, Any]], rules: dict[str, Any]
-    ) -> dict[str, Any]:
-        """A worker comes; returns when all workers of its gang have, with what the next generation is.
+        self, *, gang: int, rank: int, workers: int, shapes: list[LayerShape], rules: PlacementRules
+    ) -> GenerationSpec:
+        """Let a worker join the next generation; returns when all workers of its gang have joined.
 
         Args:
-            gang: a number that the workers of one start by Ray share. After a restart the old ones may still be on
-                their way here; they do not count.
+            gang: a number that all workers started together by Ray share. After a restart, calls of the old workers may
+                still arrive; they are refused.
 
         Raises:
-            RunError: they do not come in time, others have come in their place, or no host stands.
+            RunError: workers did not join in time or were replaced by others, or no host is ready.
             InputError: the hosts have no room for the experts.
         """
         ends = time.monotonic() + JOIN_S
         with self._lock:
             generation = self._open(gang)
-            came = self._waiting[generation]
-            came.add(rank)
-            if len(came) == workers:
+            ranks = self._waiting[generation]
+            ranks.add(rank)
+            if len(ranks) == workers:
                 try:
-                    layers = [LayerShape.from_json(shape) for shape in shapes]
-                    self._begin(generation, workers, layers, PlacementRules.from_json(rules))
+                    self._begin(generation, workers, shapes, rules)
                 except RaytrainError as error:
                     self._refused[generation] = error
                     self._end_locked(str(error))
@@ -196,13 +196,13 @@ class ExpertDirectory:
                     raise self._refused[generation]
                 if generation in self._lost:
                     raise StateLost(self._lost[generation])
-                if len(came) < workers and time.monotonic() > ends:
-                    raise RunError(f"only {len(came)} of {workers} workers came within {JOIN_S} s")
+                if len(ranks) < workers and time.monotonic() > ends:
+                    raise RunError(f"only {len(ranks)} of {workers} workers joined within {JOIN_S} s")
                 self._lock.wait(timeout=1.0)
             return self._joined[generation]
 
     def _open(self, gang: int) -> int:
-        """The generation that this gang gathers for: a new one where the last has begun, is over, or was another's."""
+        """The generation that this gang joins: a new one if the last has started, has ended, or was another gang's."""
         if gang in self._gangs[:-1]:
             raise RunError("these workers were replaced by others")
         newcomers = gang not in self._gangs
@@ -210,74 +210,61 @@ class ExpertDirectory:
             self._gangs.append(gang)
         if newcomers or self._generation in self._joined or self._generation in self._lost:
             if self._generation and self._generation not in self._lost:
-                self._end_locked("the workers begin anew")
+                self._end_locked("the workers were restarted")
             self._generation += 1
             self._waiting[self._generation] = set()
         return self._generation
 
     def _begin(self, generation: int, workers: int, shapes: list[LayerShape], rules: PlacementRules) -> None:
-        """All workers are here: tell the hosts that stand, and the workers, what the generation is."""
+        """All workers have joined: send the generation to the hosts that are ready."""
         first = not self._joined
         limit = START_S if first else self._host_wait_s
         self._await_hosts(limit, all_of_them=first, generation=generation)
         members = [index for index, place in enumerate(self._places) if place.about is not None]
+        specs = [self._places[index].spec(rank) for rank, index in enumerate(members)]
         before = self._placement
         if before is None or before.num_hosts != len(members):
-            hosts = [self._places[index].spec(rank) for rank, index in enumerate(members)]
-            self._placement = starting_placement(rules, shapes, hosts)
+            self._placement = starting_placement(rules, shapes, specs)
         assert self._placement is not None
         self._members = members
-        told = {
-            "generation": generation,
-            "workers": workers,
-            "hosts": len(members),
-            "address": self._address,
-            "interface": "lo" if self._loopback else self._interface,
-            "device": self._device,
-            "placement": self._placement.to_json(),
-            "specs": [asdict(self._places[index].spec(rank)) for rank, index in enumerate(members)],
-            "note": self._note(before),
-            "deaths": self._deaths[self._deaths_heard :],
-            "deaths_known": len(self._deaths),
-        }
+        spec = GenerationSpec(
+            generation, workers, len(members), self._address, self._interface, self._device, self._placement, specs,
+            deaths=self._deaths[self._deaths_recorded :], num_deaths=len(self._deaths), note=self._note(before),
+        )  # fmt: skip
         for rank, index in enumerate(members):
-            self._places[index].host.join.remote({**told, "host": rank})
-        self._joined[generation] = told
+            self._places[index].host.join.remote(spec, rank)
+        self._joined[generation] = spec
 
     def _note(self, before: Placement | None) -> str:
-        """What differs from the generation before; nothing where a newcomer took the dead one's place."""
+        """What differs from the generation before; empty if the number of hosts is the same."""
         now = len(self._members)
         if before is None or before.num_hosts == now:
             return ""
         if now > before.num_hosts:
-            return f"{now} hosts again hold the experts; equal within rounding only"
-        gone = "; ".join(f"host {index}: {it.why}" for index, it in enumerate(self._places) if it.about is None)
+            return f"{now} hosts hold the experts again; results are equal within rounding only"
+        missing = "; ".join(f"host {index}: {it.why}" for index, it in enumerate(self._places) if it.about is None)
         return (
-            f"no new host came within {self._host_wait_s:g} s (retry.host_wait_s; {gone}): {now} of "
-            f"{self._number} hosts hold all experts; equal within rounding only"
+            f"no new host was ready within {self._host_wait_s:g} s (retry.host_wait_s; {missing}): {now} of "
+            f"{self._number} hosts hold all experts; results are equal within rounding only"
         )
 
-    def acknowledge_deaths(self, deaths: int) -> None:
-        """The first so many deaths are on record: no later generation is told of them."""
-        self._deaths_heard = deaths
+    def acknowledge_deaths(self, number: int) -> None:
+        """The first `number` deaths of the run are recorded: no later generation reports them."""
+        self._deaths_recorded = number
 
-    def switched(self, generation: int, placement: dict[str, Any]) -> None:
-        """Experts have moved: the generation after this one begins with this placement."""
+    def switched(self, generation: int, placement: Placement) -> None:
+        """Experts have moved: the next generation starts with this placement."""
         with self._lock:
             if generation == self._generation:
-                self._placement = Placement.from_json(placement)
+                self._placement = placement
 
     def failed(self, generation: int, reason: str, trace: str) -> None:
-        """A member tells that it cannot go on."""
+        """A host has failed: end its generation."""
         if trace:
             print(trace)
-        self._end_generation(reason, only=generation)
-
-    def _end_generation(self, reason: str, *, only: int | None = None) -> None:
         with self._lock:
-            if only is not None and only != self._generation:
-                return
-            self._end_locked(reason)
+            if generation == self._generation:
+                self._end_locked(reason)
 
     def _end_locked(self, reason: str) -> None:
         if self._generation in self._lost:
@@ -289,7 +276,7 @@ class ExpertDirectory:
         self._lock.notify_all()
 
     def watch(self, generation: int) -> str:
-        """Returns when the generation is over, with the reason: workers poll it in a thread."""
+        """Wait until the generation is over; returns the reason. Each worker calls it in a thread."""
         with self._lock:
             while generation not in self._lost:
                 self._lock.wait(timeout=5.0)

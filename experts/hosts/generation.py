@@ -1,7 +1,7 @@
-"""A generation on one member: meeting the others, and hearing of the end. No Ray here.
+"""A generation on one member: rendezvous with the others, and notification of the end. No Ray here.
 
-The members meet at a store (the directory's). Each leaves its name there, so that one who does not come can be named;
-then they connect with each other. A death is told by whoever watches (`GenerationWatch`), long before a call would time out.
+The members rendezvous at a store (the directory's). Each writes its node's name there, so that an error can name a
+missing member; then they connect with each other. `GenerationWatch` reports a death long before a call would time out.
 """
 
 from __future__ import annotations
@@ -11,64 +11,97 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from experts.placement.values import HostSpec, Placement
 from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_group, gloo, nccl
 from raytrain.errors import RunError, StateLost, first_line
 from raytrain.train.parallel.collectives import WorkersGroup
+from raytrain.trainable import Death
 
 HOSTS_WAIT_LONGER_S = 10.0
-"""Than the workers do: where nobody can meet, the workers end the run with the reason before a host is heard."""
+"""Hosts wait this much longer than the workers, so that a failed rendezvous ends with the workers' reason."""
 POLL_S = 0.02
 INTERFACE_HINT = "cluster.interface names the network interface over which all nodes reach each other"
 Reason = Callable[[], str | None]
 """Why the generation is over; None while it lives."""
 
 
-def open_group(told: dict[str, Any], *, rank: int, lost: Reason = lambda: None) -> JointGroup:
-    """A member's end of the generation's joint group; blocks until all members are there.
+@dataclass(frozen=True)
+class GenerationSpec:
+    """A generation, as the directory describes it to each member.
+
+    Attributes:
+        number: of the generation. workers, hosts: number of members of each kind.
+        address: host and port of the store.
+        interface: of gloo; None lets gloo choose.
+        device: "cpu" or "cuda", of the hosts.
+        placement: in force at the start.
+        specs: of the hosts.
+        deaths: of hosts that are not recorded yet; `num_deaths` counts all of the run.
+        note: what differs from the generation before, for the record.
+    """
+
+    number: int
+    workers: int
+    hosts: int
+    address: tuple[str, int]
+    interface: str | None
+    device: str
+    placement: Placement
+    specs: list[HostSpec] = field(default_factory=list)
+    deaths: list[Death] = field(default_factory=list)
+    num_deaths: int = 0
+    note: str = ""
+
+    def title_of(self, rank: int) -> str:
+        """Name of a member in messages."""
+        return f"worker {rank}" if rank < self.workers else f"expert host {rank - self.workers}"
+
+
+def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) -> JointGroup:
+    """Open a member's end of the generation's joint group; blocks until all members are connected.
 
     Args:
-        told: {"generation", "workers", "hosts", "address": (host, port) of the store, "interface", "device"}.
-        lost: looked at while waiting.
+        lost: polled while waiting.
 
     Raises:
-        StateLost: the generation ended meanwhile. RunError: a member did not come, or cannot be reached.
+        StateLost: the generation ended meanwhile. RunError: a member did not join, or cannot be reached.
     """
-    workers, hosts = told["workers"], told["hosts"]
-    limit = RENDEZVOUS_S + (HOSTS_WAIT_LONGER_S if rank >= workers else 0.0)
-    store = connect(told["address"], who=_title(rank, workers), limit=limit)
-    name, places = f"generation-{told['generation']}", []
+    size, limit = spec.workers + spec.hosts, RENDEZVOUS_S + (HOSTS_WAIT_LONGER_S if rank >= spec.workers else 0.0)
+    store = connect(spec.address, who=spec.title_of(rank), limit=limit)
+    name, nodes = f"generation-{spec.number}", []
     try:
-        places = _meet(store, name, rank=rank, workers=workers, size=workers + hosts, limit=limit, lost=lost)
+        nodes = _rendezvous(store, name, spec, rank=rank, limit=limit, lost=lost)
         return JointGroup(
             store,
             name=name,
             rank=rank,
-            size=workers + hosts,
-            workers=workers,
-            holders=list(range(workers, workers + hosts)),
-            device=torch.device(told["device"]),
-            interface=told["interface"],
+            size=size,
+            workers=spec.workers,
+            holders=list(range(spec.workers, size)),
+            device=torch.device(spec.device),
+            interface=spec.interface,
             watched=True,
         )
-    except RuntimeError as error:  # torch's; ours are no RuntimeErrors
+    except RuntimeError as error:  # from torch; our own errors are no RuntimeErrors
         reason = lost()
         if reason is not None:
             raise StateLost(reason) from error
-        others = ", ".join(f"{_title(other, workers)} on {place}" for other, place in enumerate(places))
+        others = ", ".join(f"{spec.title_of(other)} on {node}" for other, node in enumerate(nodes))
         raise RunError(
-            f"{_title(rank, workers)} cannot be connected with all others over {told['interface'] or 'the default'} "
-            f"interface ({first_line(error)}); there are {others}; {INTERFACE_HINT}"
+            f"{spec.title_of(rank)} cannot connect with all others over {spec.interface or 'the default'} "
+            f"interface ({first_line(error)}); the members are {others}; {INTERFACE_HINT}"
         ) from error
 
 
 def open_store(address: str) -> tuple[Any, tuple[str, int]]:
-    """The store of all generations, on this address alone, and where it is."""
+    """Open the store of all generations on this address only; returns it with its host and port."""
     listener = socket.create_server((address, 0), backlog=1024)
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -78,70 +111,73 @@ def open_store(address: str) -> tuple[Any, tuple[str, int]]:
 
 
 def connect(address: tuple[str, int], *, who: str, limit: float) -> Any:
-    """A client of the store where the members meet.
+    """Open a client of the store.
 
     Raises:
-        RunError: nobody answers there.
+        RunError: the store cannot be reached.
     """
     host, port = address
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit))  # pyright: ignore
     except RuntimeError as error:
         raise RunError(
-            f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s ({first_line(error)}); {INTERFACE_HINT}"
+            f"{who} cannot reach the expert directory at {host}:{port} within {limit:g} s "
+            f"({first_line(error)}); {INTERFACE_HINT}"
         ) from error
 
 
-def _meet(store: Any, name: str, *, rank: int, workers: int, size: int, limit: float, lost: Reason) -> list[str]:
-    """Leave this member's place in the store, wait for everybody's; where they are, by rank."""
-    keys, ends = [f"{name}/place/{other}" for other in range(size)], time.monotonic() + limit
+def _rendezvous(store: Any, name: str, spec: GenerationSpec, *, rank: int, limit: float, lost: Reason) -> list[str]:
+    """Write this member's node into the store and wait for all others; returns the node of each rank."""
+    keys = [f"{name}/place/{other}" for other in range(spec.workers + spec.hosts)]
+    ends = time.monotonic() + limit
     store.set(keys[rank], os.uname().nodename)
     while not store.check(keys):
         reason = lost()
         if reason is not None:
             raise StateLost(reason)
         if time.monotonic() > ends:
-            absent = [_title(other, workers) for other, key in enumerate(keys) if not store.check([key])]
-            raise RunError(f"{', '.join(absent)} did not come within {limit:g} s to where all members meet; {INTERFACE_HINT}")
+            absent = [spec.title_of(other) for other, key in enumerate(keys) if not store.check([key])]
+            raise RunError(f"{', '.join(absent)} did not join the other members within {limit:g} s; {INTERFACE_HINT}")
         time.sleep(POLL_S)
     return [store.get(key).decode() for key in keys]
 
 
 def join_as_worker(
-    told: dict[str, Any], *, rank: int, wait: Callable[[], str]
+    spec: GenerationSpec, *, rank: int, wait: Callable[[], str]
 ) -> tuple[JointGroup, WorkersGroup | None, Reason]:
-    """A worker's groups of one generation, all of which end with it, and why it is over: the joint group, and one of
-    the workers alone where there are several.
+    """Open a worker's groups of one generation, all of which end with it.
 
     Args:
         wait: blocks until the generation is over; returns why.
 
+    Returns:
+        (the joint group, a group of the workers only if there are several, why the generation is over).
+
     Raises:
         StateLost, RunError: as `open_group`.
     """
-    lost = GenerationWatch(wait)
-    group = open_group(told, rank=rank, lost=lost.reason)
-    lost.ends(group)
-    if told["workers"] == 1:
-        return group, None, lost.reason
+    watch = GenerationWatch(wait)
+    group = open_group(spec, rank=rank, lost=watch.reason)
+    watch.abort_at_end(group)
+    if spec.workers == 1:
+        return group, None, watch.reason
     try:
-        payload, flags = _workers_groups(told, rank=rank, device=group.device)
-    except RuntimeError as error:  # all workers are connected with each other: one of them is gone again
-        raise StateLost(lost.reason() or f"the workers did not meet: {first_line(error)}") from error
+        payload, flags = _workers_groups(spec, rank=rank, device=group.device)
+    except RuntimeError as error:  # all workers were connected just before, so one of them has died
+        raise StateLost(watch.reason() or f"the workers could not connect: {first_line(error)}") from error
     for one in {id(one): one for one in (payload, flags)}.values():
-        lost.ends(AbortableGroup(one))
-    return group, WorkersGroup(payload, flags, lost.reason), lost.reason
+        watch.abort_at_end(AbortableGroup(one))
+    return group, WorkersGroup(payload, flags, watch.reason), watch.reason
 
 
-def _workers_groups(told: dict[str, Any], *, rank: int, device: torch.device) -> tuple[Any, Any]:
-    """(payload, flags) over the workers of one generation."""
-    workers = told["workers"]
-    store = connect(told["address"], who=_title(rank, workers), limit=RENDEZVOUS_S)
-    name = f"generation-{told['generation']}/workers"
-    flags = gloo(store, f"{name}/flags", rank, workers, interface=told["interface"], timeout_s=1800.0)
+def _workers_groups(spec: GenerationSpec, *, rank: int, device: torch.device) -> tuple[Any, Any]:
+    """(payload, flags) groups over the workers of one generation."""
+    store = connect(spec.address, who=spec.title_of(rank), limit=RENDEZVOUS_S)
+    name = f"generation-{spec.number}/workers"
+    flags = gloo(store, f"{name}/flags", rank, spec.workers, interface=spec.interface, timeout_s=1800.0)
     if device.type != "cuda":
         return flags, flags
-    return nccl(store, f"{name}/payload", rank, workers, timeout_s=1800.0), flags
+    return nccl(store, f"{name}/payload", rank, spec.workers, timeout_s=1800.0), flags
 
 
 class AbortableGroup:
@@ -151,12 +187,12 @@ class AbortableGroup:
         self._group = group
 
     def abort(self, _reason: str) -> None:
-        """End what waits."""
+        """End its waiting calls."""
         abort_group(self._group)
 
 
 class GenerationWatch:
-    """Thread of a member: waits for the end of the generation, and then ends every group of it here.
+    """A member's thread that waits for the end of the generation and then aborts all its groups here.
 
     Args:
         wait: blocks until the generation is over; returns why.
@@ -173,8 +209,8 @@ class GenerationWatch:
         """Why the generation is over; None while it lives."""
         return self._reason
 
-    def ends(self, group: Any) -> None:
-        """End this group too, at once where the generation is over already."""
+    def abort_at_end(self, group: Any) -> None:
+        """Abort this group at the end, at once if the generation is already over."""
         with self._lock:
             self._groups.append(group)
             reason = self._reason
@@ -187,7 +223,3 @@ class GenerationWatch:
             self._reason, groups = reason, list(self._groups)
         for group in groups:
             group.abort(reason)
-
-
-def _title(rank: int, workers: int) -> str:
-    return f"worker {rank}" if rank < workers else f"expert host {rank - workers}"

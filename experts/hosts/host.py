@@ -1,7 +1,7 @@
-"""The Ray actor that owns experts: a control side that Ray calls, and one data thread per generation.
+"""The Ray actor that owns experts: control methods that Ray calls, and one data thread per generation.
 
-It runs in a process of its own, with its own GPU where there is one. The data thread serves the joint group
-(`experts.exchange.host`); the control methods only start it, stop it, and say how it goes.
+It runs in its own process, with its own GPU if there is one. The data thread serves the joint group
+(`experts.exchange.host`); the control methods only start it, stop it, and describe the host.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from experts.exchange.host import HostServer
-from experts.hosts.generation import open_group
+from experts.hosts.generation import GenerationSpec, open_group
 from experts.placement.starting import MEMORY_SHARE
-from experts.placement.values import HostSpec, Placement
+from experts.placement.values import HostSpec
 from experts.transport.process_group import JointGroup
 from raytrain.errors import StateLost
 from raytrain.train.memory.allocator import keep_freed_memory
@@ -25,7 +25,7 @@ from raytrain.train.memory.allocator import keep_freed_memory
 
 @dataclass
 class HostPlace:
-    """Where one host is: its actor (None where the place is given up), and what it is, once it stands."""
+    """The place of one host: its actor (None if the place is given up), and its description once it is ready."""
 
     host: Any
     about: dict[str, Any] | None = None
@@ -33,7 +33,7 @@ class HostPlace:
     why: str = "it has not started yet"
 
     def spec(self, rank: int) -> HostSpec:
-        """What is known of the host before any of its work was measured."""
+        """The host's spec before its speed was measured."""
         about = self.about or {}
         memory = about.get("memory_bytes")
         room = None if memory is None else int(MEMORY_SHARE * memory)
@@ -41,12 +41,12 @@ class HostPlace:
 
 
 class ExpertHost:
-    """Made by the `ExpertDirectory`, which is its owner: it ends with it.
+    """Owns experts in a process of its own; created by the `ExpertDirectory`, and ends with it.
 
     Args:
         threads: CPU threads of the data thread.
-        device: "cpu" or "cuda", as the plan says.
-        directory: handle of the directory, told when a generation fails here.
+        device: "cpu" or "cuda".
+        directory: handle of the directory, notified when a generation fails here.
     """
 
     def __init__(self, *, threads: int, device: str, directory: Any) -> None:
@@ -60,7 +60,7 @@ class ExpertHost:
         self._generation, self._over = 0, ""
 
     def ready(self) -> dict[str, Any]:
-        """Its machine, process and device, once it stands."""
+        """Describe the machine, process and device; callable once the host is ready."""
         device = self._device
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
@@ -68,24 +68,19 @@ class ExpertHost:
         return {"device": device, "name": name, "memory_bytes": memory, **about}
 
     def stay(self) -> None:
-        """Never returns while the process lives: its end is how the directory hears of a death."""
+        """Never returns while the process lives; the directory learns of a death when this call fails."""
         threading.Event().wait()
 
-    def join(self, told: dict[str, Any]) -> None:
-        """Leave the generation before, and serve the next one in a new data thread; returns at once.
-
-        Args:
-            told: {"generation", "host", "workers", "hosts", "address": (host, port), "interface", "device",
-                "placement"}.
-        """
+    def join(self, spec: GenerationSpec, host: int) -> None:
+        """Leave the last generation, and serve the next one as `host` in a new data thread; returns at once."""
         with self._control:
-            self._leave("the next generation begins")
-            self._generation, self._over = told["generation"], ""
-            self._thread = threading.Thread(target=self._serve, args=(told,), daemon=True, name="expert-data")
+            self._leave("the next generation starts")
+            self._generation, self._over = spec.number, ""
+            self._thread = threading.Thread(target=self._serve, args=(spec, host), daemon=True, name="expert-data")
             self._thread.start()
 
     def abort(self, generation: int, reason: str) -> None:
-        """End this generation on this member, whatever its data thread waits for; another one is left alone."""
+        """End this generation on this member, whatever its data thread waits for; any other is left alone."""
         with self._control:
             if generation == self._generation:
                 self._leave(reason)
@@ -101,25 +96,20 @@ class ExpertHost:
             self._server.files.wait()  # the next generation may write a checkpoint of the same step
         self._thread = self._group = self._server = None
 
-    def _serve(self, told: dict[str, Any]) -> None:
+    def _serve(self, spec: GenerationSpec, host: int) -> None:
         torch.set_num_threads(self._threads)
         try:
-            self._group = group = open_group(told, rank=told["workers"] + told["host"], lost=lambda: self._over or None)
-            if self._over:  # `abort` came before there was a group to end
+            self._group = group = open_group(spec, rank=spec.workers + host, lost=lambda: self._over or None)
+            if self._over:  # `abort` was called before the group existed
                 group.abort(self._over)
             self._server = HostServer(
-                group,
-                host=told["host"],
-                generation=told["generation"],
-                placement=Placement.from_json(told["placement"]),
-                device=group.device,
+                group, host=host, generation=spec.number, placement=spec.placement, device=group.device
             )
             self._server.serve()
         except StateLost as error:
-            self._tell(told, str(error), "")
-        except Exception as error:  # the workers wait for this member: they must hear of it
-            self._tell(told, f"{type(error).__name__}: {error}", traceback.format_exc())
+            self._report(spec, host, str(error), "")
+        except Exception as error:  # the workers wait for this member: they must learn of it
+            self._report(spec, host, f"{type(error).__name__}: {error}", traceback.format_exc())
 
-    def _tell(self, told: dict[str, Any], reason: str, trace: str) -> None:
-        where = f"expert host {told['host']}"
-        self._directory.failed.remote(told["generation"], f"{where}: {reason}", trace)
+    def _report(self, spec: GenerationSpec, host: int, reason: str, trace: str) -> None:
+        self._directory.failed.remote(spec.number, f"expert host {host}: {reason}", trace)

@@ -1,4 +1,4 @@
-"""Expert hosts for a command: reserved before the workers, started, and written into the record. Driver side."""
+"""Starts the expert hosts of a run on the driver: reserves their places before the workers', and records them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from raytrain.plan.rules.hosts import kinds_of_hosts
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
-SAY_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 TYPE_SHARE = 0.001
-"""Of a node's accelerator type resource, as Ray itself takes it."""
+"""Amount of a node's accelerator-type resource to reserve; Ray itself uses the same."""
 
 
 def connect(
     plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
 ) -> Connection | None:
-    """Start whoever owns the experts, before the workers take the machines; None where every worker holds them all.
+    """Start the owners of the experts, before the workers take the machines; None where every worker holds all experts.
 
     Args:
-        local: the cluster is this machine alone, and everything stays on loopback.
+        local: the cluster is this machine alone, and all connections stay on loopback.
         host_wait_s: `retry.host_wait_s`.
-        say: told what is missing while the cluster has no room.
+        say: called with a line about missing resources while the cluster has no room.
     """
     hosts = _value(plan.hosts)
     if hosts in ("none", 0):
@@ -41,7 +41,7 @@ def connect(
 def _start(
     plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
 ) -> Connection:
-    """Reserve the hosts' places, and have the directory start them; they come up while the workers do."""
+    """Reserve the hosts' places, and have the directory start them while the workers start."""
     import ray
     import ray.exceptions
 
@@ -63,10 +63,10 @@ def _start(
 
     def record() -> None:
         try:
-            found = ray.get(directory.standing.remote())
-        except ray.exceptions.RayError:  # the workers, who wait for the hosts, end with the reason
+            ready = ray.get(directory.ready_hosts.remote())
+        except ray.exceptions.RayError:  # the workers wait for the hosts, and end with the reason
             return
-        run.append_event(event("expert_hosts", hosts=found, seconds=time.perf_counter() - began, threads=threads))
+        run.append_event(event("expert_hosts", hosts=ready, seconds=time.perf_counter() - began, threads=threads))
 
     threading.Thread(target=record, daemon=True, name="expert-hosts").start()
     return HostConnection(directory=directory, run_path=run.path)
@@ -78,10 +78,10 @@ def _value(choice: Any) -> Any:
 
 
 def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, say: Callable[[str], Any]) -> Any:
-    """A placement group of one bundle for each host, over as many nodes as there are.
+    """Reserve a placement group of one bundle for each host, spread over the nodes.
 
     Args:
-        kinds: accelerator type of each host; None takes any.
+        kinds: accelerator type of each host; None for any.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -91,17 +91,17 @@ def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, say: Calla
     want: Counter[str] = Counter()
     for bundle in bundles:
         want.update(bundle)
-    while not group.wait(SAY_EVERY_S):
+    while not group.wait(REPORT_EVERY_S):
         free = ray.available_resources()
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in want.items() if amount >= 1)
-        kinds_said = f" of type {', '.join(sorted({kind for kind in kinds if kind}))}" if any(kinds) else ""
+        of_type = f" of type {', '.join(sorted({kind for kind in kinds if kind}))}" if any(kinds) else ""
         have = ", ".join(f"{free.get(name, 0):g} {name}" for name, amount in want.items() if amount >= 1)
-        say(f"waiting for {amounts}{kinds_said} for {len(kinds)} expert hosts; {have} are free")
+        say(f"waiting for {amounts}{of_type} for {len(kinds)} expert hosts; {have} are free")
     return group
 
 
 def _bundle(kind: str | None, *, gpu: bool, threads: int) -> dict[str, float]:
-    """What one host reserves; a node has one unit of the resource that names its accelerator type."""
+    """Resources of one host; a node has one unit of the resource that names its accelerator type."""
     if not gpu:
         return {"CPU": threads}
     return {"GPU": 1} if kind is None else {"GPU": 1, f"accelerator_type:{kind}": TYPE_SHARE}

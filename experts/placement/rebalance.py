@@ -202,5 +202,3 @@ def _with_home(at: Placement, target: Placement, layer: int, expert: int) -> Pla
     copies[expert], shares[expert] = new.copies[expert], new.shares[expert]
     changed = LayerPlacement(tuple(copies), tuple(shares))
     return replace(at, layers=(*at.layers[:layer], changed, *at.layers[layer + 1 :]))
-
-

@@ -95,7 +95,7 @@ class JointGroup:
     ) -> list[Any]:
         """An uneven all-to-all as one message for each pair of members that exchange any row.
 
-        gloo's own all-to-all also sends empty messages, and passes through a queue: a small exchange with two hosts took
+        gloo's own all-to-all also sends empty messages and passes through a queue: a small exchange with two hosts took
         0.5 ms instead of 0.1 ms, one of 8 MB twice as long.
         """
         incoming = received.split(receive_counts)

@@ -63,7 +63,7 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     fewer = fit(job("fewer", retry={"host_wait_s": 0}))
     assert (place.folder / "host killed").exists() and fewer.result["status"] == "done"
     (rewind,) = [row for row in fewer.events("decision") if row["what"] == "rewind"]
-    assert "1 of 2 hosts hold all experts; equal within rounding only" in rewind["reason"]
+    assert "1 of 2 hosts hold all experts; results are equal within rounding only" in rewind["reason"]
     assert rewind["seconds"] > 0 and rewind["value"] % 5 == 0
     for (step, loss), (other, expected) in zip(fewer.losses(), unbroken.losses(), strict=True):
         assert step == other and loss == pytest.approx(expected, rel=1e-5), step
@@ -72,6 +72,6 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     (place.folder / "host killed").unlink()
     none_left = fit(job("none-left", hosts=1, retry={"host_wait_s": 0}))
     assert none_left.result["status"] == "failed"
-    assert "1 of 1 expert hosts do not stand" in none_left.result["reason"]
+    assert "1 of 1 expert hosts are not ready" in none_left.result["reason"]
     assert "retry.host_wait_s" in none_left.result["reason"]
     assert len(none_left.events("attempt")) == 1, "it is final: nothing was tried again"

@@ -28,7 +28,7 @@ import experts.hosts.host
 from experts.exchange.host import HostServer
 from experts.exchange.membership import Membership
 from experts.exchange.worker import ExpertClient
-from experts.hosts.generation import connect, join_as_worker, open_store
+from experts.hosts.generation import GenerationSpec, connect, join_as_worker, open_store
 from experts.hosts.host import ExpertHost
 from experts.placement.starting import PlacementRules, first_placement
 from experts.placement.values import Placement
@@ -99,7 +99,7 @@ class Lead:
         self.waiting: set[str] = set()
         self.generation, self.over = 0, True
         self.cause = 0.0
-        self.deaths: list[dict[str, Any]] = []
+        self.deaths: list[Death] = []
         self.told = Told({}, [], [], [])
 
     def run(self) -> Told:
@@ -147,15 +147,13 @@ class Lead:
             return
         self.waiting, self.over = set(), False
         self.generation += 1
-        told = {
-            "generation": self.generation, "workers": self.story.workers, "hosts": self.story.hosts,
-            "address": self.address, "interface": "lo", "device": "cpu",
-            "placement": first_placement([4] * MOE["layers"], hosts=self.story.hosts).to_json(),
-            "deaths": list(self.deaths),
-        }  # fmt: skip
+        placement = first_placement([4] * MOE["layers"], hosts=self.story.hosts)
+        spec = GenerationSpec(
+            self.generation, self.story.workers, self.story.hosts, self.address, "lo", "cpu", placement,
+            deaths=list(self.deaths),
+        )  # fmt: skip
         for member, end in self.ends.items():
-            number = int(member.split()[1])
-            tell(end, ("join", {**told, "host": number} if member.startswith("host") else told))
+            tell(end, ("join", spec, int(member.split()[1])) if member.startswith("host") else ("join", spec))
 
     def _died(self, name: str) -> None:
         self.processes[name].join()
@@ -163,7 +161,7 @@ class Lead:
             pytest.fail(f"{name} ended with exit code {self.processes[name].exitcode}")
         del self.ends[name]
         who, pid = f"expert {name}", self.processes[name].pid
-        self.deaths.append({"who": who, "node": "here", "pid": pid, "time": time.time(), "why": "SIGKILL"})
+        self.deaths.append(Death(who, "here", pid, time=time.time(), why="SIGKILL"))
         self._end(f"{name} died")
         self._start(name)
 
@@ -324,16 +322,16 @@ class Asks:
 
     def join(self, _shapes: list[LayerShape], _rules: PlacementRules) -> tuple[Any, Membership]:
         self.pipe.send(("join",))
-        _, told = self.pipe.recv()
-        self.generation = told["generation"]
+        _, spec = self.pipe.recv()
+        self.generation = spec.number
         store = connect(self.address, who="a watch", limit=LIMIT_S)
         key = f"over/{self.generation}"
-        group, own, lost = join_as_worker(told, rank=self.rank, wait=lambda: store.get(key).decode())
+        group, own, lost = join_as_worker(spec, rank=self.rank, wait=lambda: store.get(key).decode())
         return group, Membership(
             generation=self.generation, rank=self.rank, workers=self.story.workers,
-            placement=Placement.from_json(told["placement"]), run_path=self.story.run_path, workers_group=own,
-            lost=lost, deaths=[Death(**row) for row in told["deaths"]],
-            acknowledge_deaths=lambda: self.pipe.send(("heard", len(told["deaths"]))),
+            placement=spec.placement, run_path=self.story.run_path, workers_group=own,
+            lost=lost, deaths=spec.deaths,
+            acknowledge_deaths=lambda: self.pipe.send(("heard", len(spec.deaths))),
             rebalancer=Moves(self.story) if self.rank == 0 and self.story.moves else None,
         )  # fmt: skip
 

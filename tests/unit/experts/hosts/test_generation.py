@@ -1,4 +1,4 @@
-"""Members that do not meet: bounded, and named."""
+"""Members that cannot connect: the wait is bounded, and the error names them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from experts.hosts import generation
-from experts.hosts.generation import GenerationWatch, connect, open_group
+from experts.hosts.generation import GenerationSpec, GenerationWatch, connect, open_group
+from experts.placement.starting import first_placement
 from raytrain.errors import RunError, StateLost
 
 
@@ -21,10 +22,8 @@ def address() -> Any:
     del store
 
 
-def told(address: tuple[str, int]) -> dict[str, Any]:
-    return {
-        "generation": 1, "workers": 2, "hosts": 2, "address": address, "interface": "lo", "device": "cpu",
-    }  # fmt: skip
+def spec(address: tuple[str, int]) -> GenerationSpec:
+    return GenerationSpec(1, 2, 2, address, "lo", "cpu", first_placement([4], hosts=2))
 
 
 def test_a_store_that_nobody_serves_is_named_with_its_address_and_the_key() -> None:
@@ -36,16 +35,16 @@ def test_a_store_that_nobody_serves_is_named_with_its_address_and_the_key() -> N
 
 def test_whoever_does_not_come_is_named(address: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "RENDEZVOUS_S", 0.3)
-    with pytest.raises(RunError, match=r"worker 1, expert host 0, expert host 1 did not come.*cluster\.interface"):
-        open_group(told(address), rank=0)
+    with pytest.raises(RunError, match=r"worker 1, expert host 0, expert host 1 did not join.*cluster\.interface"):
+        open_group(spec(address), rank=0)
 
 
 def test_who_waits_for_the_others_hears_of_the_end(address: Any) -> None:
     over = threading.Event()
-    lost = GenerationWatch(lambda: "expert host 1 died" if over.wait(30) else "")
+    watch = GenerationWatch(lambda: "expert host 1 died" if over.wait(30) else "")
     threading.Timer(0.2, over.set).start()
     with pytest.raises(StateLost, match="expert host 1 died"):
-        open_group(told(address), rank=0, lost=lost.reason)
+        open_group(spec(address), rank=0, lost=watch.reason)
 
 
 def test_a_group_that_comes_after_the_end_is_ended_at_once() -> None:
@@ -55,8 +54,8 @@ def test_a_group_that_comes_after_the_end_is_ended_at_once() -> None:
         def abort(self, reason: str) -> None:
             ended.append(reason)
 
-    lost = GenerationWatch(lambda: "over")
-    while lost.reason() is None:
+    watch = GenerationWatch(lambda: "over")
+    while watch.reason() is None:
         pass
-    lost.ends(Group())
+    watch.abort_at_end(Group())
     assert ended == ["over"]

@@ -11,7 +11,7 @@ from experts.placement.starting import first_placement
 from experts.placement.values import LayerPlacement, Placement
 from experts.routing.routes import LayerRoutes
 from experts.shapes import LayerShape
-from experts.transport.protocol import MAGIC, HEADER_SIZE, Header, HeaderMismatch, Op, read_headers
+from experts.transport.protocol import HEADER_SIZE, MAGIC, Header, HeaderMismatch, Op, read_headers
 
 
 def drawn(seed: int, *, experts: int, hosts: int) -> Placement:
