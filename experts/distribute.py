@@ -67,8 +67,8 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     trainable.optimizers = remote.optimizers
     trainable.agree = client.agree
     trainable.remote = remote
-    if isinstance(trainable.window, LoadLog):
-        trainable.window = LoadLog(trainable.window.loads, client)
+    if isinstance(trainable.interval_log, LoadLog):
+        trainable.interval_log = LoadLog(trainable.interval_log.loads, client)
     return trainable
 
 
@@ -113,7 +113,11 @@ class RemoteExpertState:
     ) -> None:
         self.client, self.layers, self.trainable, self._rebalancer = client, layers, trainable, rebalancer
         self.module = trainable.module
-        self.note, self.workers_group, self.turns = client.member.note, client.member.workers_group, client.turns
+        self.note, self.workers_group, self.interleaver = (
+            client.member.note,
+            client.member.workers_group,
+            client.interleaver,
+        )
         self.deaths = list(client.member.deaths)
         self._deaths_reported = not self.deaths
         self._width = client.shapes[0].width

@@ -68,7 +68,7 @@ class ExpertCall:
 
     def finish(self) -> Tensor:
         """Wait for the rows that come back, in the order in which they were sent."""
-        self.client.turns.give()
+        self.client.interleaver.yield_turn()
         rows = self._returning.wait()
         self._end()
         return rows
@@ -93,7 +93,7 @@ class ExpertCall:
 
     def _arrived(self) -> Tensor:
         """Wait for the rows sent to this worker; the other micro-batch in flight runs meanwhile."""
-        self.client.turns.give()
+        self.client.interleaver.yield_turn()
         return self._arriving.wait()
 
     def _record_traffic(self, rows: Tensor, *, counted: bool) -> None:

@@ -23,7 +23,7 @@ from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from experts.transport.protocol import HEADER_SIZE, Header, Op, Transport
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.oom import Shortage, attempt
+from raytrain.train.memory.oom import Shortage, run_or_shortage
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class HostServer:
         def allocate() -> Tensor:
             return torch.empty((sum(receive), header.width), dtype=header.payload_dtype, device=self.device)
 
-        rows = attempt(allocate, device=self.device, who=f"expert host {self.host}")
+        rows = run_or_shortage(allocate, device=self.device, who=f"expert host {self.host}")
         if isinstance(rows, Shortage):  # the step is dropped: releasing what backward needs makes room
             self.shard.ran_out(rows)
             rows = allocate()

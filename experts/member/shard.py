@@ -17,7 +17,7 @@ from experts.placement.values import Placement
 from experts.routing.routes import LayerRoutes
 from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
-from raytrain.train.memory.oom import Shortage, attempt
+from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.optim.build import build_optimizers, takes_skip_on_device
 
 
@@ -111,7 +111,7 @@ class ExpertShard:
     def _unless_dropped(self, rows: Tensor, work: Callable[[], Tensor]) -> Tensor:
         """Return the result of `work`; from the first shortage of any member on, the rows unchanged."""
         if not self.dropping:
-            result = attempt(work, device=self.device, who=f"expert host {self.host}")
+            result = run_or_shortage(work, device=self.device, who=f"expert host {self.host}")
             if not isinstance(result, Shortage):
                 return result
             self.ran_out(result)

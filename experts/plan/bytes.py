@@ -11,17 +11,17 @@ from experts.placement.starting import MEMORY_SHARE, PlacementRules, costs_of_si
 from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
 from experts.shapes import LayerShape, row_work
 from raytrain.config.sections import OptimConfig
-from raytrain.plan.choice import ExpertFacts, Held
+from raytrain.plan.facts import ExpertFacts, HeldExperts
 from raytrain.plan.rules.hosts import number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
 
 
-def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[Held]]:
+def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[HeldExperts]]:
     """Return a function: number of equal holders -> what each of them starts with."""
     rules = PlacementRules.of(experts)
     costs = costs_of_sizes(facts.parameters)
 
-    def over(holders: int) -> list[Held]:
+    def over(holders: int) -> list[HeldExperts]:
         placement = place_first(rules, costs, equal_hosts(holders))
         homes, replicas, number = [0] * holders, [0] * holders, [0] * holders
         for layer, sizes in zip(placement.layers, facts.parameters, strict=True):
@@ -31,7 +31,7 @@ def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], li
                     number[host] += 1
                 for host in hosts[1:]:
                     replicas[host] += size
-        return [Held(*row) for row in zip(number, homes, replicas, strict=True)]
+        return [HeldExperts(*row) for row in zip(number, homes, replicas, strict=True)]
 
     return over
 

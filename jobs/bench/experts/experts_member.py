@@ -116,7 +116,7 @@ class BenchWorker:
         self.first = [dict(layer.experts.named_parameters()) for layer in layers]
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
-        trainable.window = LoadLog(LoadTracker([layer.router for layer in layers]))
+        trainable.interval_log = LoadLog(LoadTracker([layer.router for layer in layers]))
         distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
         self.client = _pool(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
