@@ -1,32 +1,31 @@
-"""Weights that a new run starts from: whether they fit the model, and how they get into it."""
+"""Weights that a new run starts from: check that they fit the model, and load them into it."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 
 from torch import Tensor, nn
 
-from raytrain.checkpoint.reader import part_tensors
 from raytrain.errors import InputError
 from raytrain.models.weights.headers import StoredWeights, find_weights
+from raytrain.models.weights.stored import StoredTensors
 
 KEY = "model.init_from"
 NAMED_AT_MOST = 5
 
 Translate = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Tensors by the names of their file -> by the names that a module has for them."""
+"""Renames tensors from the names in their file to the names in a module."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class StartingWeights:
-    """Weights for one model; `fill` puts them in, once.
+    """Weights for one model; `fill` loads them once.
 
     Args:
-        stored: where they lie.
+        stored: where they are.
     """
 
     def __init__(self, stored: StoredWeights) -> None:
@@ -35,11 +34,11 @@ class StartingWeights:
 
     @classmethod
     def at(cls, path: str) -> StartingWeights:
-        """Those at `path`. Raises InputError."""
+        """The weights at `path`. Raises InputError."""
         return cls(find_weights(path, key=KEY))
 
     def check(self, module: nn.Module, translate: Translate | None = None) -> None:
-        """That names and shapes are the module's, which may be one on the meta device.
+        """Check that names and shapes are those of the module, which may be on the meta device.
 
         Raises:
             InputError: with the counts and the first five of what does not fit.
@@ -52,7 +51,7 @@ class StartingWeights:
             raise misfit(found, self.stored.origin)
 
     def fill(self, module: nn.Module, translate: Translate | None = None) -> None:
-        """The weights into the module, cast to its dtypes; nothing where that was done before.
+        """Load the weights into the module, cast to its dtypes; later calls do nothing.
 
         Raises:
             InputError: as `check`.
@@ -65,26 +64,22 @@ class StartingWeights:
         found = misfits(module, _shapes_of(state))
         if found:
             raise misfit(found, self.stored.origin)
-        names = _partners(module).items()
-        given = {name: next(one for one in partners if one in state) for name, partners in names}
-        module.load_state_dict({name: state[one] for name, one in given.items()})
+        stored_name = {name: next(one for one in names if one in state) for name, names in _tied_names(module).items()}
+        module.load_state_dict({name: state[stored] for name, stored in stored_name.items()})
         self.filled = True
 
     def read(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU, by the names of their files."""
-        stored = self.stored
-        with tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-            files = [stored.store.local_copy(file, scratch) for file in stored.files]
-            return part_tensors(files, tied=dict(stored.aliases), split=list(stored.split), place=None)
+        """All tensors, on the CPU, by the names in their files."""
+        return StoredTensors(self.stored).read_all()
 
 
 def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:
-    """What keeps weights of these names and shapes from being the module's: kind -> each in words.
+    """Why weights of these names and shapes do not fit the module: kind ("missing", ...) -> a text for each tensor.
 
-    A tied weight may stand in the file under any one of its names.
+    The file may hold a tied weight under any of its names.
     """
     own = module.state_dict()
-    missing = [name for name, partners in _partners(module).items() if not any(one in given for one in partners)]
+    missing = [name for name, names in _tied_names(module).items() if not any(one in given for one in names)]
     unexpected = [name for name in given if name not in own]
     misshapen = [
         f"{name} {list(given[name])} for {list(own[name].shape)}"
@@ -95,26 +90,26 @@ def misfits(module: nn.Module, given: Shapes) -> dict[str, list[str]]:
     return {kind: names for kind, names in kinds.items() if names}
 
 
-def _partners(module: nn.Module) -> dict[str, list[str]]:
-    """Each name of the module's state with all names of the same tensor, itself first."""
+def _tied_names(module: nn.Module) -> dict[str, list[str]]:
+    """Each name in the module's state -> all names of the same tensor, itself first."""
     own = {name: id(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
-    named: dict[int, list[str]] = {}
+    by_tensor: dict[int, list[str]] = {}
     for name, tensor in own.items():
-        named.setdefault(tensor, []).append(name)
-    return {name: [name, *(other for other in named[tensor] if other != name)] for name, tensor in own.items()}
+        by_tensor.setdefault(tensor, []).append(name)
+    return {name: [name, *(other for other in by_tensor[tensor] if other != name)] for name, tensor in own.items()}
 
 
 def misfit(found: Mapping[str, list[str]], origin: str, *, key: str = KEY, remedy: str = "") -> InputError:
-    """The one message for weights that do not fit: counts, and the first five of each kind."""
-    told = []
+    """The error for weights that do not fit: counts, and the first five tensors of each kind."""
+    kinds = []
     for kind, names in found.items():
         more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-        told.append(f"{len(names)} {kind} ({', '.join(names[:NAMED_AT_MOST])}{more})")
+        kinds.append(f"{len(names)} {kind} ({', '.join(names[:NAMED_AT_MOST])}{more})")
     return InputError(
         key,
-        seen=f"{origin}: {'; '.join(told)}",
+        seen=f"{origin}: {'; '.join(kinds)}",
         expected="the names and shapes of this model",
-        remedy=remedy or "they are of another model, or its sizes differ",
+        remedy=remedy or "the weights belong to another model or to other sizes",
     )
 
 
@@ -127,7 +122,10 @@ _OFFERED: ContextVar[StartingWeights | None] = ContextVar("starting_weights", de
 
 @contextlib.contextmanager
 def offered(weights: StartingWeights | None) -> Iterator[None]:
-    """While a builder runs: whoever takes parts out of the model it has built calls `fill_offered` before."""
+    """While a builder runs, offer it these weights: one that takes parts out of its model calls `fill_offered` first.
+
+    (A builder that moves experts to their hosts must load them before they leave the module.)
+    """
     token = _OFFERED.set(weights)
     try:
         yield
@@ -136,7 +134,7 @@ def offered(weights: StartingWeights | None) -> Iterator[None]:
 
 
 def fill_offered(module: nn.Module) -> None:
-    """The weights that this run starts from into the whole module; nothing where there are none."""
+    """Load the weights that this run starts from into the complete module; does nothing where there are none."""
     weights = _OFFERED.get()
     if weights is not None:
         weights.fill(module)

@@ -1,76 +1,91 @@
-"""The safetensors files of a whole model as one mapping that reads a tensor when it is asked for."""
+"""The tensors of stored weights: read one at a time or all together, and exported for plain PyTorch."""
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from raytrain.checkpoint.reader import part_tensors
 from raytrain.checkpoint.safetensors import write_tensors
+from raytrain.checkpoint.sharded import read_split
 from raytrain.checkpoint.snapshot import split_tied
 from raytrain.errors import InputError
+from raytrain.models.weights.headers import StoredWeights, find_weights
 from raytrain.runs.storage import open_store
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Name -> tensor on the CPU of a folder that transformers' `save_pretrained` wrote, or of one file.
+    """Name -> tensor on the CPU, read from its file on access. Tied weights have all their names.
 
     Args:
-        path: a folder with *.safetensors in it, or such a file.
+        stored: what `find_weights` returned, or a path for it.
+
     Raises:
-        InputError: no such files, one that cannot be read, or a tensor that two files hold.
+        InputError: as `find_weights`; on access, a file that cannot be read.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        if not files:
-            raise InputError(str(path), seen="no *.safetensors there", expected="a folder with some, or such a file")
-        self._files: dict[str, Any] = {}
-        for file in files:
-            try:
-                opened: Any = safe_open(file, framework="pt")
-                names = list(opened.keys())
-            except (SafetensorError, OSError) as error:
-                raise InputError(str(file), seen=str(error), expected="a safetensors file") from error
-            for name in names:
-                if name in self._files:
-                    raise InputError(name, seen=f"it twice, also in {file.name}", expected="each tensor in one file")
-                self._files[name] = opened
-        self._check_index(path / "model.safetensors.index.json")
-
-    def _check_index(self, index: Path) -> None:
-        """A folder's index says which tensors there are, so that a lost file is noticed."""
-        if not index.is_file():
-            return
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            if name not in self._files:
-                raise InputError(name, seen=f"no such tensor in {index.parent}", expected=f"it in {file}")
+    def __init__(self, stored: StoredWeights | str | os.PathLike[str]) -> None:
+        if not isinstance(stored, StoredWeights):
+            stored = find_weights(os.fspath(stored), key=os.fspath(stored))
+        self.stored = stored
+        self._opened: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        name = self.stored.aliases.get(name, name)
+        if name in self.stored.split:
+            return read_split(list(self._paths.values()), [name], None)[name]
+        return self._open(self.stored.file_of[name]).get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.stored.shapes)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.stored.shapes)
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Every tensor, copied out of the files; names of one tied weight share a tensor."""
+        paths = list(self._paths.values())
+        return part_tensors(paths, tied=dict(self.stored.aliases), split=list(self.stored.split), place=None)
+
+    @cached_property
+    def _paths(self) -> dict[str, str]:
+        store, scratch = self.stored.store, ""
+        if not store.is_local:
+            scratch = tempfile.mkdtemp(prefix="raytrain-")
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+        return {file: store.local_copy(file, scratch) for file in self.stored.files}
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            path = self._paths[file]
+            try:
+                self._opened[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(path, seen=str(error), expected="a safetensors file") from error
+        return self._opened[file]
 
 
 def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes weights for plain PyTorch: `safetensors.torch.load_model(model, path)` takes them.
+    """Write weights for plain PyTorch, as `safetensors.torch.load_model(model, path)` reads them.
 
-    Tied weights are written once; on a local path the file appears whole. Errors: RunError, CheckpointError.
+    Tied weights are written once. On a local path the file appears complete or not at all.
 
     Args:
         module_state: a module's state_dict, on any device.
         path: local path or URI of the file.
-        metadata: text beside the tensors.
+        metadata: text that is stored with the tensors.
+
+    Raises:
+        RunError: the file cannot be written.
+        CheckpointError: a dtype that safetensors does not have.
     """
     folder, _slash, name = path.rpartition("/")
     store = open_store(folder or ".")

@@ -100,15 +100,17 @@ def test_a_stored_model_is_read_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert len(StoredTensors(tmp_path)) == len(state)
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no such tensor in .*, expected it in b\.safetensors"):
+    with pytest.raises(InputError, match=r"no b\.safetensors in .*, expected every file that .*index\.json names"):
         StoredTensors(tmp_path)
     save_file(parts["a.safetensors"], tmp_path / "b.safetensors")
-    with pytest.raises(InputError, match=r"weight: seen it twice, also in b\.safetensors"):
+    with pytest.raises(
+        InputError, match=r"weight in a\.safetensors and in b\.safetensors of .*, expected each tensor in one"
+    ):
         StoredTensors(tmp_path)
     (tmp_path / "b.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(InputError, match=r"b\.safetensors: .*expected a safetensors file"):
         StoredTensors(tmp_path)
-    with pytest.raises(InputError, match=r"no \*\.safetensors there"):
+    with pytest.raises(InputError, match=r"nothing at .*nowhere"):
         StoredTensors(tmp_path / "nowhere")
 
 

@@ -52,7 +52,7 @@ def test_several_files_with_an_index_are_one_set_of_weights(tmp_path: Path) -> N
 
 def test_a_run_gives_its_exported_weights_else_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     run = RunFolder.create(str(tmp_path), "run")
-    with pytest.raises(InputError, match="without exported weights or a whole checkpoint"):
+    with pytest.raises(InputError, match="without exported weights or a complete checkpoint"):
         (Path(run.path) / "checkpoints").mkdir()
         find_weights(run.path, key=KEY)
     writer = CheckpointWriter(run, keep=3, world_size=1, asynchronous=False)

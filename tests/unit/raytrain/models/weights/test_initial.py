@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_one_message_with_counts_and_the_first_five(tmp_pat
         f"model.init_from: seen {path}: 3 missing (0.bias, 1.weight, 1.bias); "
         "7 unexpected (layer0.weight, layer1.weight, layer2.weight, layer3.weight, layer4.weight and 2 more); "
         "1 misshapen (0.weight [3, 3] for [2, 2]), expected the names and shapes of this model; "
-        "they are of another model, or its sizes differ"
+        "the weights belong to another model or to other sizes"
     )
 
 
@@ -112,7 +112,7 @@ def test_a_builder_that_takes_parts_away_has_them_filled_before(
         taken.append(module[1].weight.detach().clone())
         return module[:1]
 
-    monkeypatch.setattr("raytrain.train.job.resolve", lambda *_, **__: build)
+    monkeypatch.setattr("raytrain.train.build.resolve", lambda *_, **__: build)
     model = ModelConfig(builder="my:build", init_from=path)
     left = build_trainable(model, sections={}, facts={}).module
     assert torch.equal(taken[0], whole[1].weight) and torch.equal(left.state_dict()["0.weight"], whole[0].weight)
