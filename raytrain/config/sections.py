@@ -80,7 +80,7 @@ def _same_object(left: Any, right: Any) -> bool:
 
 
 class ModelConfig(OpenSection):
-    """What is trained: a builder ``module:function`` with its keys, or an ``nn.Module`` from Python."""
+    """The model: a builder ``module:function`` with its keys, or an ``nn.Module`` from Python."""
 
     objects: ClassVar[tuple[str, ...]] = ("module",)
     builder: Builder | None = Field(default=None, description="module:function that returns the model")
@@ -88,26 +88,26 @@ class ModelConfig(OpenSection):
         default=None, repr=False, description="an nn.Module, from Python only"
     )
     init_from: Text | None = Field(
-        default=None, description="weights to start from: a run folder, one of transformers, a safetensors file"
+        default=None, description="weights to start from: a run folder, a transformers folder or a safetensors file"
     )
 
 
 class DataConfig(OpenSection):
-    """What it is trained on: a source with its keys, or datasets from Python."""
+    """The data: a source with its keys, or datasets from Python."""
 
     objects: ClassVar[tuple[str, ...]] = ("train", "eval")
-    source: Source | None = Field(default=None, description="a built-in source, or module:function of your own")
+    source: Source | None = Field(default=None, description="a built-in source, or your own module:function")
     storage: Literal["auto", "resident", "pinned", "stream"] = Field(
-        default="auto", description="whole split on the device, or batches sent to it"
+        default="auto", description="resident: the full split on the device; pinned, stream: batches sent to it"
     )
     loader_workers: NonNegativeInt | Auto = Field(
-        default="auto", description="processes that read a streamed dataset; 0: the training process"
+        default="auto", description="processes that read a streamed dataset; 0: the training process itself"
     )
-    prefetch: Count = Field(default=2, description="batches that each of them has ahead")
+    prefetch: Count = Field(default=2, description="batches that each loader process reads ahead")
     tokens_per_batch: Count | None = Field(
-        default=None, description="tokens of a micro-batch at most, padding included; null: by rows"
+        default=None, description="most tokens of a micro-batch, padding included; null: count rows instead"
     )
-    eval_fraction: Share = Field(default=0.1, description="part of the data kept for evaluation")
+    eval_fraction: Share = Field(default=0.1, description="fraction of the data kept for evaluation")
     train: Annotated[Any, AfterValidator(_python_object)] = Field(
         default=None, repr=False, description="a dataset, from Python only"
     )
@@ -117,115 +117,135 @@ class DataConfig(OpenSection):
 
 
 class OptimConfig(Section):
-    """How weights are updated."""
+    """The optimizer and its schedule."""
 
     name: Literal["adamw", "sgd", "muon"] = Field(
-        default="adamw", description="the optimizer; muon: on the matrices of blocks, with AdamW on the rest"
+        default="adamw", description="the optimizer; muon: for the matrices of blocks, with AdamW for the rest"
     )
     lr: Positive = Field(default=1e-3, description="peak learning rate")
-    weight_decay: NonNegative = Field(default=0.1, description="decay of matrices; vectors have none")
+    weight_decay: NonNegative = Field(default=0.1, description="weight decay of matrices; vectors have none")
     betas: Betas = Field(default=(0.9, 0.99), description="AdamW's two decay rates")
     momentum: Share = Field(default=0.9, description="momentum of SGD and Muon")
-    eps: Positive = Field(default=1e-8, description="AdamW's denominator floor")
-    fused: bool | Auto = Field(default="auto", description="one pass over memory; auto: where torch has it")
-    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="after the warm-up")
-    warmup_steps: NonNegativeInt | Auto = Field(default="auto", description="auto: the smaller of 100 steps and 5 %")
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="the last learning rate, as a part of lr"
+    eps: Positive = Field(default=1e-8, description="AdamW's epsilon in the denominator")
+    fused: bool | Auto = Field(default="auto", description="fused optimizer kernels; auto: where torch has them")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="the learning rate after the warm-up"
     )
-    max_grad_norm: NonNegative | None = Field(default=1.0, description="clip by global norm; 0 or null: off")
-    scale_lr: Literal["none", "linear", "sqrt"] = Field(default="none", description="lr with the global batch size")
+    warmup_steps: NonNegativeInt | Auto = Field(
+        default="auto", description="warm-up steps; auto: 100 or 5 % of the run, the smaller"
+    )
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="the last learning rate, as a fraction of lr"
+    )
+    max_grad_norm: NonNegative | None = Field(default=1.0, description="clip gradients by global norm; 0 or null: off")
+    scale_lr: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="how lr scales with the global batch size"
+    )
 
 
 class PrecisionConfig(Section):
-    """In which number format the forward and backward passes run."""
+    """The number format of the forward and backward passes."""
 
     dtype: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = Field(
-        default="auto", description="auto: by capability and a measured comparison"
+        default="auto", description="the number format; auto: by device capability and a measured comparison"
     )
-    fallback: bool = Field(default=True, description="go on in a wider format where this one fails")
+    fallback: bool = Field(default=True, description="continue in a wider format if this one fails")
     fp32_layers: list[Text] | Auto = Field(
-        default=[], description="modules that stay in fp32 under bf16 or fp16; auto: those that must, measured"
+        default=[], description="modules that stay in fp32 under bf16 or fp16; auto: those that need it, measured"
     )
 
 
 class LoopConfig(Section):
-    """How long, in which batches, and how often something is said."""
+    """The training loop: length, batches, evaluation, logging and compilation."""
 
-    max_steps: Count | None = Field(default=None, description="optimizer steps; with epochs, whichever ends first")
-    epochs: Count | None = Field(default=None, description="passes over the data; neither given: one")
+    max_steps: Count | None = Field(
+        default=None, description="optimizer steps; with epochs, whichever is reached first"
+    )
+    epochs: Count | None = Field(default=None, description="passes over the data; 1 if max_steps is not given either")
     global_batch_size: Count | Auto = Field(default=32, description="samples per optimizer step, over all workers")
     micro_batch_size: Count | Auto = Field(default="auto", description="samples per forward pass of one worker")
-    eval_every: Count | Auto = Field(default="auto", description="steps between evaluations; always at the end")
-    eval_batches: Count | None = Field(default=None, description="global batches that an evaluation scores; null: all")
+    eval_every: Count | Auto = Field(
+        default="auto", description="steps between evaluations; there is always one at the end"
+    )
+    eval_batches: Count | None = Field(default=None, description="global batches of one evaluation; null: all")
     eval_clear_every: Count | None = Field(
-        default=None, description="batches of an evaluation after which cached memory is given back; null: never"
+        default=None, description="evaluation batches after which cached memory is released; null: never"
     )
     grow_after: Count | None = Field(
-        default=100, description="clean steps until a micro-batch halved for memory is tried larger; null: never"
+        default=100, description="steps without out-of-memory until a halved micro-batch is tried larger; null: never"
     )
     log_every: NonNegativeInt = Field(default=10, description="steps between train rows; 0: only the last step")
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
         default="off", description="torch.compile mode"
     )
     compile_parts: Literal["auto", "all", "blocks"] | list[Text] = Field(
-        default="auto", description="what is compiled: names of modules, or ends of names; auto: blocks, else all"
+        default="auto",
+        description="what is compiled: names of modules, or ends of names; auto: blocks if there are any, else all",
     )
     activation_checkpointing: bool | Count = Field(
         default=False, description="recompute activations to save memory: true for each block, N for every Nth"
     )
     cudnn_benchmark: bool | Auto = Field(
-        default="auto", description="search for the fastest kernel of each shape; auto: on a GPU, while shapes are few"
+        default="auto",
+        description="cuDNN searches for the fastest kernel of each shape; auto: on a GPU, while shapes are few",
     )
     mask_cache_mb: NonNegative = Field(default=8.0, description="MiB of attention masks kept; 0: none")
-    reference: bool = Field(default=False, description="the plain path: every key that makes it faster is switched off")
-    deterministic: bool = Field(default=False, description="deterministic kernels, also on a GPU")
-    patience: Count | None = Field(default=None, description="evaluations without improvement before an early stop")
-    min_delta: NonNegative = Field(default=0.0, description="the least fall in eval loss that counts")
+    reference: bool = Field(default=False, description="the reference path: every optimization is switched off")
+    deterministic: bool = Field(default=False, description="use deterministic kernels, on a GPU too")
+    patience: Count | None = Field(default=None, description="evaluations without improvement until an early stop")
+    min_delta: NonNegative = Field(
+        default=0.0, description="the smallest decrease of the eval loss that counts as an improvement"
+    )
 
 
 class SaveConfig(Section):
-    """Where a run is written and how often its state is saved."""
+    """Where a run is written, and how often its state is saved."""
 
-    every: Count | Auto = Field(default="auto", description="steps between checkpoints; auto: 3 % of the time")
-    keep: Count | Literal["all"] = Field(default=3, description="newest checkpoints kept, besides the best")
-    dir: Text = Field(default="runs", description="folder or URI that run folders are made in")
-    asynchronous: bool = Field(default=True, description="write in the background while training goes on")
+    every: Count | Auto = Field(
+        default="auto", description="steps between checkpoints; auto: saving takes 3 % of the time"
+    )
+    keep: Count | Literal["all"] = Field(default=3, description="number of latest checkpoints kept, besides the best")
+    dir: Text = Field(default="runs", description="folder or URI in which run folders are created")
+    asynchronous: bool = Field(default=True, description="write in the background while training continues")
 
 
 class ScaleConfig(Section):
-    """On how many workers, of what kind, and how the model is spread over them."""
+    """The workers: how many, on which devices, and how the model is distributed over them."""
 
     workers: Count | Auto | WorkerRange = Field(default="auto", description="a number, or [min, max] for elastic")
-    mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = Field(default="auto", description="kind of machine")
+    mode: Literal["auto", "cpu", "single_gpu", "multi_gpu"] = Field(default="auto", description="kind of devices")
     strategy: Literal["auto", "data_parallel", "fsdp", "expert_parallel"] = Field(
-        default="auto", description="how the model is spread over the workers"
+        default="auto", description="how the model is distributed over the workers"
     )
     accelerator: Text | None = Field(default=None, description="cpu, cuda, cuda:0, or a type such as H100")
     threads: Count | Auto = Field(default="auto", description="CPU threads of each worker")
-    shares: Literal["auto", "equal"] = Field(default="equal", description="micro-batches per worker")
-    overlap: bool | Auto = Field(default="auto", description="sum gradients while the last backward still runs")
+    shares: Literal["auto", "equal"] = Field(
+        default="equal", description="micro-batches per worker; auto: by measured speed"
+    )
+    overlap: bool | Auto = Field(default="auto", description="reduce gradients while the last backward still runs")
 
 
 class RetryConfig(Section):
     """When a run gives up, and how long it waits."""
 
-    restarts_without_progress: NonNegativeInt = Field(default=3, description="restarts without a new step, then stop")
-    nonfinite_steps: Count = Field(default=3, description="non-finite steps in a row, then roll back")
-    rollbacks: NonNegativeInt = Field(default=3, description="roll-backs, then stop")
-    stop_grace_s: NonNegative = Field(default=60.0, description="seconds to save in after a stop signal")
+    restarts_without_progress: NonNegativeInt = Field(
+        default=3, description="restarts without a new step until the run fails"
+    )
+    nonfinite_steps: Count = Field(default=3, description="non-finite steps in a row until a roll-back")
+    rollbacks: NonNegativeInt = Field(default=3, description="roll-backs until the run fails")
+    stop_grace_s: NonNegative = Field(default=60.0, description="seconds to save a checkpoint after a stop signal")
     host_wait_s: NonNegative = Field(default=30.0, description="seconds to wait for a new expert host")
 
 
 class TuneFound(Section):
-    """What a search measured; `train` confirms it at its start."""
+    """The result of a search; `train` confirms it at its start."""
 
-    signature: Text = Field(description="hash of all that the figures depend on")
-    facts: dict[str, Any] = Field(default={}, description="what the hash is of, for people")
+    signature: Text = Field(description="hash of everything that the figures depend on")
+    facts: dict[str, Any] = Field(default={}, description="the hashed values, readable")
     precision: Text = Field(description="the precision that was chosen")
     micro_batch_size: Count = Field(description="samples per forward pass of one worker")
     step_s: Positive = Field(description="seconds of one optimizer step of one worker")
-    peak_bytes: Count | None = Field(default=None, description="the most one worker had; null: not measured")
+    peak_bytes: Count | None = Field(default=None, description="the highest peak of a worker; null: not measured")
     device: Text = Field(default="cpu", description="name of the device")
     also: list[Text] = Field(default=[], description="hashes of the other kinds of devices that were searched")
 
@@ -236,20 +256,20 @@ class TuneConfig(Section):
     objective: Literal["throughput", "goodput"] = Field(default="throughput", description="what is maximised")
     space: dict[str, Any] | None = Field(default=None, description="key -> values to try; null: batch and precision")
     metric: Literal["eval_loss", "samples_per_s"] = Field(
-        default="eval_loss", description="what decides between trials of tune.space: the least, or the most"
+        default="eval_loss", description="what ranks trials of tune.space: lowest eval_loss or highest samples_per_s"
     )
     scheduler: Literal["none", "asha", "median"] = Field(
-        default="none", description="ends trials of tune.space early whose evaluations are behind"
+        default="none", description="stops trials of tune.space early if their evaluations fall behind"
     )
-    max_trials: Count | None = Field(default=None, description="at most so many trials")
+    max_trials: Count | None = Field(default=None, description="most trials of a search")
     fresh: bool = Field(default=False, description="ignore results of earlier searches")
-    found: TuneFound | None = Field(default=None, description="what a search had found, written by it into best.yaml")
+    found: TuneFound | None = Field(default=None, description="the result of a search, which writes it into best.yaml")
 
 
 class InferConfig(Section):
     """Batch inference over a finished run's weights."""
 
-    input: Text | None = Field(default=None, description="what to read")
+    input: Text | None = Field(default=None, description="the input")
     output: Text | None = Field(default=None, description="where to write; null: predictions/ of the run")
     batch_size: Count | Auto = Field(default="auto", description="samples per forward pass")
-    max_samples: Count | None = Field(default=None, description="stop after so many samples")
+    max_samples: Count | None = Field(default=None, description="stop after this many samples")

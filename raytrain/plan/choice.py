@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Resolved:
-    """A decision that nothing downstream takes again.
+    """A final decision.
 
-    `value` is what JSON can hold (a number, a string, a boolean or None); `reason` is one short sentence.
+    `value` is plain JSON (a number, a string, a boolean or None); `reason` is one short sentence.
     """
 
     value: Any
@@ -32,9 +32,9 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A decision only a measurement, or the opened data or model, can take; the workers take it once.
+    """A decision that needs a measurement, or the opened data or model; the workers make it once, at the start.
 
-    `how` says what decides, `bounds` are the candidates or the limits of the answer, `reason` says more.
+    `how` says what decides, `bounds` are the candidates or the limits of the answer, `reason` adds detail.
     """
 
     how: str

@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExpertFacts:
-    """The parts of a model that may live outside the workers.
+    """The experts of a model, which may be placed outside the workers.
 
     Attributes:
-        parameters: of each expert of each layer.
-        gate_bytes: of the routers of all layers, which every worker holds; linear in the experts.
-        rows_per_sample: that one sample sends through the experts of one layer.
-        row_bytes: what travels of a row, one way, in fp32.
-        kept_bytes_per_row: what the holder of an expert keeps of a row for backward, in fp32.
+        parameters: number of parameters of each expert of each layer.
+        gate_bytes: size of the routers of all layers, which every worker holds; linear in the number of experts.
+        rows_per_sample: rows that one sample sends through the experts of one layer.
+        row_bytes: bytes transferred for one row, one way, in fp32.
+        kept_bytes_per_row: bytes that the process with the expert keeps of a row for backward, in fp32.
     """
 
     parameters: tuple[tuple[int, ...], ...]
@@ -32,13 +32,13 @@ class ExpertFacts:
 
     @property
     def flops_per_sample(self) -> float:
-        """Forward and backward of one sample through its experts, where all are visited alike."""
+        """Forward and backward of one sample through its experts, assuming an even load."""
         return sum(6.0 * self.rows_per_sample * sum(layer) / len(layer) for layer in self.parameters)
 
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """What one holder of experts begins with: how many of them, and their parameters at home and as replicas."""
+    """The experts that one process holds at the start: their number, and the parameters of homes and of replicas."""
 
     number: int
     homes: int
@@ -49,9 +49,8 @@ class HeldExperts:
 class ModelFacts:
     """What is known of a model without building it on a device.
 
-    Bytes count the master weights as they are kept (fp32: 4 a parameter); `activation_bytes_per_sample` and
-    `flops_per_sample` (forward and backward of one row) are None where nobody knows. `blocks` are the parameters of
-    each repeated block, None likewise.
+    Bytes count the master weights (fp32: 4 bytes per parameter). `activation_bytes_per_sample`, `flops_per_sample`
+    (forward and backward of one row) and `blocks` (parameters of each repeated block) are None where unknown.
     """
 
     parameters: int
@@ -78,10 +77,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of a source without reading it whole: rows, bytes, and tokens a row where it has them.
+    """What is known of a source without reading all of it: rows, bytes, and tokens per row where it has tokens.
 
-    `kind` says how its rows come: "memory" (the host has them all), "items" (a map-style dataset is asked for each) or
-    "groups" (read from files, row group by row group).
+    `kind` says how its rows are read: "memory" (all are in host memory), "items" (one by one from a map-style dataset)
+    or "groups" (from files, one row group at a time).
     """
 
     train_rows: int

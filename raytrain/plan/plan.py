@@ -68,14 +68,13 @@ from raytrain.plan.text import reason_of, value_text
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do; written to the run folder as plan.json and handed to the workers.
+    """What a run will do; written to the run folder as plan.json and passed to the workers.
 
-    Every choice is a `Resolved` or a `Deferred`; `inflight` is None where no experts live elsewhere, `overlap` where
-    nothing can overlap, `compile` and `cudnn_benchmark` where nobody asked, `shares` where they are asked to be equal,
-    `fp32_layers` where none is asked for, `resident_rows` where not a part of the rows is kept on the device.
-    `warnings` lists each fall-back and each doubtful setting;
-    `config` is the whole configuration with its defaults, `sources` says where each dotted key of it came
-    from (default, recipe, file, python or command line).
+    Every choice is a `Resolved` or a `Deferred`, or None where it does not apply: `inflight` without remote experts,
+    `overlap` where nothing can overlap, `compile` and `cudnn_benchmark` where they are off, `shares` where equal shares
+    are configured, `fp32_layers` where none is configured, `resident_rows` unless only a part of the rows is kept on
+    the device. `warnings` lists each fall-back and each doubtful setting; `config` is the full configuration with its
+    defaults, `sources` says where each dotted key of it came from (default, recipe, file, python or command line).
     """
 
     mode: Choice
@@ -134,7 +133,7 @@ class Plan:
         return default if choice is None else choice.value_or(default)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of each decision, as text for a table; None is what does not apply."""
+        """(name, value, reason) of each decision, as text for a table; decisions that do not apply are left out."""
         known = ((n, c) for n, c in self.choices().items() if c.value_or(True) is not None)
         return [(name, value_text(name, choice), reason_of(choice)) for name, choice in known]
 
@@ -171,11 +170,11 @@ def make_plan(
     inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
     share_out: ShareOut | None = None, compile_missing: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Decides everything that can be decided before a start. Pure: the same arguments give the same plan.
+    """Decides everything that can be decided before the start. Pure: the same arguments give the same plan.
 
-    `experts_hosts` is None for a dense model; facts are None where only a start can tell; `share_out` says how experts
-    are shared out, `compile_missing` why torch.compile cannot be had. Raises InputError for what these machines or this
-    data cannot give, naming the key.
+    `experts_hosts` is None for a dense model; facts are None where they are known only after the start; `share_out`
+    distributes experts over processes; `compile_missing` says why torch.compile is not available. Raises InputError,
+    naming the key, for what these machines or this data cannot provide.
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
@@ -233,7 +232,7 @@ def _machine_choices(
     scale: ScaleConfig, precision: PrecisionConfig, machines: DevicePool, left: DevicePool, inventory: Inventory,
     workers: Resolved, hosts: Resolved, warnings: list[str],
 ) -> dict[str, Choice]:  # fmt: skip
-    """What depends on the machines and the number of workers alone; `left` are those without what hosts take."""
+    """Choices that depend only on the machines and the number of workers; `left` excludes the GPUs of expert hosts."""
     if scale.shares == "equal":
         warn_of_mixed_gpus(left, warnings)
     refuse_unmeasured(scale, precision)
@@ -260,8 +259,8 @@ def _data_choices(
     estimate: Callable[..., dict[str, Choice]], spread_out: tuple[Mapping[str, int], Mapping[str, int]],
     warnings: list[str], *, on_gpu: bool,
 ) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
-    """(storage, resident_rows where a part is kept, and loader_workers; the estimates with what is kept). `estimate` is
-    of a worker with so many bytes of data, `spread_out` says how many workers and cores each node has."""
+    """(storage, loader_workers, and resident_rows where a part of the rows is kept; the estimates including that data).
+    `estimate` takes the bytes of resident data; `spread_out` is (workers, cores) of each node."""
     taken = estimate(resident=0)["memory"]
     whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
     known = taken.value_or(None)
@@ -275,6 +274,6 @@ def _data_choices(
 
 
 def _rows_kept(batches: dict[str, Resolved], inflight: Choice | None) -> int:
-    """Rows whose activations a worker keeps at a time: those of each micro-batch in flight."""
+    """Rows whose activations a worker keeps at the same time: those of each micro-batch in flight."""
     most = 1 if inflight is None or inflight.value_or(2) == 1 else 2
     return batches["micro_batch_size"].value * min(most, batches["accumulation"].value)

@@ -1,6 +1,6 @@
 """`Shares`: how the rows of a global batch are divided among workers of unequal speed. Pure, without torch.
 
-Rows are assigned in whole micro-batches; a worker whose device has room for several of them computes several in one
+Rows are assigned in full micro-batches; a worker whose device has memory for several of them computes several in one
 pass. The assignment follows from the measured seconds and the number of rows alone.
 """
 
@@ -16,17 +16,17 @@ from typing import Any
 from raytrain.plan.choice import Choice, Resolved
 
 SPLITS = 8
-"""Micro-batches that `loop.micro_batch_size: auto` makes of an equal share, so that shares can differ by an eighth."""
+"""Micro-batches per equal share with `loop.micro_batch_size: auto`, so that shares can differ by an eighth."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How fast every worker is; one entry for each rank.
+    """The measured speed of every worker, one entry per rank.
 
     Attributes:
-        micro_batch: `loop.micro_batch_size` as it was when this was measured: rows are dealt in so many at a time.
-            Where it shrinks later, `rows` shrink alike.
-        rows: of one pass of each worker, at most.
+        micro_batch: `loop.micro_batch_size` at the time of the measurement: rows are assigned in units of it. If it
+            shrinks later, `rows` shrink in proportion.
+        rows: the most rows of one pass of each worker.
         pass_s: seconds of one such pass; only their ratios matter.
     """
 
@@ -40,17 +40,17 @@ class Shares:
 
     @property
     def row_s(self) -> tuple[float, ...]:
-        """Seconds of a row of each worker."""
+        """Seconds per row of each worker."""
         return tuple(seconds / rows for seconds, rows in zip(self.pass_s, self.rows, strict=True))
 
     def spans(self, total: int, *, micro_batch: int) -> list[range]:
-        """Rows of each rank in a window of so many; they follow each other. The last micro-batch may be shorter."""
+        """The consecutive rows of each rank in a global batch of `total` rows. The last micro-batch may be shorter."""
         taken = apportion(-(-total // micro_batch), self.row_s)
         ends = [min(total, micro_batch * units) for units in accumulate(taken)]
         return [range(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def passes(self, total: int, *, rank: int, micro_batch: int) -> list[range]:
-        """This rank's rows in a window of so many, pass by pass: as few as can be, of whole micro-batches, alike."""
+        """The rows of each pass of this rank: as few passes as possible, of full micro-batches, of equal size."""
         mine = self.spans(total, micro_batch=micro_batch)[rank]
         size = max(1, self.rows[rank] * micro_batch // self.micro_batch)
         number = -(-len(mine) // size)
@@ -105,7 +105,7 @@ def gain_over_equal(shares: Shares, *, total: int, plain_s: Sequence[float]) -> 
 
 
 def shares_in_force(choice: Choice | None) -> Shares | None:
-    """What a plan says; None while nothing is measured, and where it came out equal."""
+    """The measured shares of a plan; None before the measurement, and if shares are equal."""
     if not isinstance(choice, Resolved) or choice.value == "equal":
         return None
     return Shares.from_json(choice.value)

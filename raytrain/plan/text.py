@@ -10,7 +10,7 @@ IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
 
 
 def value_text(name: str, choice: Choice) -> str:
-    """A value as text for a table, or what it may become."""
+    """A value as text for a table, or the candidates of a deferred one."""
     if isinstance(choice, Resolved):
         value = choice.value
         if isinstance(value, list):
@@ -33,7 +33,7 @@ def value_text(name: str, choice: Choice) -> str:
 
 
 def reason_of(choice: Choice) -> str:
-    """Why, and for what is left open what will decide."""
+    """The reason of a choice; for a deferred one also what will decide it."""
     if isinstance(choice, Resolved):
         return choice.reason
     return f"{choice.how}; {choice.reason}" if choice.reason else choice.how
@@ -49,5 +49,5 @@ def size_text(count: float) -> str:
 
 
 def host_kinds_text(asked: Mapping[str, int]) -> str:
-    """Hosts by accelerator type in words."""
+    """Hosts by accelerator type as text, such as `2 H100, 1 A100`."""
     return ", ".join(f"{number} {kind}" for kind, number in asked.items())

@@ -1,6 +1,6 @@
-"""Plan rules about work: batches, the length of a run, its rhythm.
+"""Plan rules about batches, the length of a run, and how often it evaluates and saves.
 
-Pure: sections and facts in, choices out. What the facts do not tell yet is `Deferred`.
+Pure: sections and facts in, choices out. Choices that need facts not known yet are `Deferred`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ REFERENCE_BATCH = 32
 """`optim.scale_lr` scales `optim.lr` by global batch / 32: 32 is the default global batch."""
 
 EVAL_SHARE = 0.1
-"""Evaluations within an epoch may take about this part of a run."""
+"""Evaluations within an epoch may take about this fraction of a run."""
 
 EVAL_COST = 1 / 3
-"""A forward pass against a forward and backward pass."""
+"""Cost of a forward pass relative to a forward and backward pass."""
 
 AFTER_DATA = "read from the data at start"
 
@@ -34,7 +34,7 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
     if loop.global_batch_size == "auto":
         raise InputError(
             "loop.global_batch_size", seen="auto", expected="a number",
-            remedy="the search for the best batch size comes with `raytrain tune`",
+            remedy="`raytrain tune` searches for the best batch size",
         )  # fmt: skip
     if data_facts is not None:
         if data_facts.train_rows < 1:
@@ -55,14 +55,14 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
     Micro-batches of one global batch go to the workers in order, as evenly as whole ones can.
 
     Args:
-        splits: micro-batches that `auto` makes of a worker's equal share.
+        splits: micro-batches into which `auto` cuts a worker's equal share.
     """
     total = loop.global_batch_size
     assert isinstance(total, int)  # choose_global_batch has refused "auto"
     if loop.micro_batch_size == "auto":
         micro = math.ceil(total / (workers * splits))
         reason = f"global batch {total} / {workers} workers" if workers > 1 else "the global batch"
-        reason += f" / {splits}, so that scale.shares can differ by less than a whole share" if splits > 1 else ""
+        reason += f" / {splits}, so that scale.shares can differ by less than a full share" if splits > 1 else ""
         chosen = Resolved(micro, reason)
     elif loop.micro_batch_size > total:
         raise InputError(
@@ -82,7 +82,7 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
     formula = f"micro {micro} x accumulation {accumulation} x {workers} workers"
     slots = micro * accumulation * workers
     if slots != total:
-        formula += f" = {slots}, of which {total} are filled: they do not divide evenly"
+        formula += f" = {slots}, of which {total} are filled: the rows do not divide evenly"
     return {
         "micro_batch_size": chosen,
         "accumulation": Resolved(accumulation, f"{pieces} micro-batches / {workers} workers, rounded up"),
@@ -91,20 +91,22 @@ def choose_batches(loop: LoopConfig, *, workers: int, warnings: list[str], split
 
 
 def defer_micro_batch(loop: LoopConfig, batches: Mapping[str, Resolved], *, doubt: str | None) -> Mapping[str, Choice]:
-    """`batches` with a micro-batch that the workers measure, where it is `auto`, in doubt and could be smaller; else
-    themselves."""
+    """`batches` with the micro-batch deferred to a measurement by the workers if it is `auto`, in doubt and could be
+    smaller; otherwise `batches` unchanged."""
     micro, accumulation = batches["micro_batch_size"], batches["accumulation"]
     if loop.micro_batch_size != "auto" or doubt is None or micro.value == 1:
         return batches
     return {
         **batches,
-        "micro_batch_size": Deferred("the largest that fits, by real steps at start", (1, micro.value), doubt),
+        "micro_batch_size": Deferred(
+            "the largest that fits, measured with real steps at start", (1, micro.value), doubt
+        ),
         "accumulation": Deferred("with the micro-batch", (accumulation.value, accumulation.value * micro.value)),
     }
 
 
 def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts | None) -> dict[str, Choice]:
-    """steps_per_epoch and max_steps (of the whole run), the last partial batch of an epoch included."""
+    """steps_per_epoch and max_steps (of the full run); the last partial batch of an epoch counts."""
     if data_facts is None:
         per_epoch: Choice = Deferred(AFTER_DATA)
         if loop.max_steps and not loop.epochs:
@@ -118,19 +120,19 @@ def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts 
     epochs = loop.epochs or (None if loop.max_steps else 1)
     if epochs is None:
         return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
-    told = f"{epochs} epochs of {steps} steps" if epochs > 1 else f"1 epoch of {steps} steps"
+    length = f"{epochs} epochs of {steps} steps" if epochs > 1 else f"1 epoch of {steps} steps"
     if loop.max_steps and loop.max_steps < epochs * steps:
         return {
             "steps_per_epoch": per_epoch,
-            "max_steps": Resolved(loop.max_steps, f"loop.max_steps ends before {told}"),
+            "max_steps": Resolved(loop.max_steps, f"loop.max_steps ends before {length}"),
         }
     if not loop.epochs:
-        told = f"neither loop.epochs nor loop.max_steps is given: {told}"
-    return {"steps_per_epoch": per_epoch, "max_steps": Resolved(epochs * steps, told)}
+        length = f"neither loop.epochs nor loop.max_steps is given: {length}"
+    return {"steps_per_epoch": per_epoch, "max_steps": Resolved(epochs * steps, length)}
 
 
 def choose_lr(optim: OptimConfig, *, global_batch: int) -> Resolved:
-    """The peak learning rate, scaled with the global batch where asked."""
+    """The peak learning rate, scaled with the global batch if `optim.scale_lr` says so."""
     ratio = global_batch / REFERENCE_BATCH
     if optim.scale_lr == "none":
         return Resolved(optim.lr, "optim.lr")
@@ -142,7 +144,7 @@ def choose_lr(optim: OptimConfig, *, global_batch: int) -> Resolved:
 
 
 def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) -> Choice:
-    """Steps over which the learning rate rises."""
+    """Number of steps over which the learning rate rises."""
     if optim.warmup_steps != "auto":
         if isinstance(max_steps, Resolved) and optim.warmup_steps >= max_steps.value:
             run = max_steps.value
@@ -154,14 +156,14 @@ def choose_warmup(optim: OptimConfig, max_steps: Choice, warnings: list[str]) ->
 
 
 def fused_part(optim: OptimConfig) -> str:
-    """What of `optim.name` torch has fused kernels for."""
-    return "the AdamW beside Muon" if optim.name == "muon" else optim.name
+    """The part of the optimizer that torch has fused kernels for."""
+    return "the AdamW part of Muon" if optim.name == "muon" else optim.name
 
 
 def choose_eval_every(
     loop: LoopConfig, *, max_steps: Choice, steps_per_epoch: Choice, data_facts: DataFacts | None
 ) -> Choice:
-    """Steps between evaluations; 0 where there is nothing to evaluate on. The end of a run always has one."""
+    """Steps between evaluations; 0 without evaluation rows. A run always evaluates at its end."""
     if data_facts is not None and data_facts.eval_rows == 0:
         return Resolved(0, "there are no evaluation rows")
     if loop.eval_every != "auto":
@@ -178,7 +180,7 @@ def choose_eval_every(
     times = max(1, min(10, affordable))
     every = min(run, max(50, math.ceil(run / times)))
     if every >= run:
-        return Resolved(run, "at the end of the run alone: it is short, or evaluation is long beside it")
+        return Resolved(run, "only at the end of the run: the run is short compared with an evaluation")
     return Resolved(every, f"{run // every} times, within {EVAL_SHARE:.0%} of a run of under two epochs")
 
 
@@ -188,4 +190,4 @@ def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
         return Resolved(save.every, "save.every")
     last = max_steps.value_or(None)
     how = "from the measured stall of the first checkpoint"
-    return Deferred(how, (1, last), "saving may take 3 % of the time")
+    return Deferred(how, (1, last), "saving may take up to 3 % of the time")

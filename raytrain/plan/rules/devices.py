@@ -1,7 +1,7 @@
-"""Plan rules about machines: which devices the workers get, and which number format those can do.
+"""Plan rules about devices: which ones the workers get, and which number formats those support.
 
-Pure: the `scale` and `precision` sections and an inventory in, choices out. A fall-back is never silent: its
-reason says it, and `warnings` lists it.
+Pure: the `scale` and `precision` sections and an inventory in, choices out. A fall-back is never silent: it is in the
+reason and in `warnings`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FP16_CAPABILITY = (7, 0)
 
 @dataclass(frozen=True)
 class DevicePool:
-    """The kind of machine chosen, and the accelerators left to the workers (empty on CPU)."""
+    """The kind of device chosen, and the accelerators that the workers can use by node (empty on CPU)."""
 
     mode: Resolved
     device: Resolved
@@ -37,16 +37,16 @@ class DevicePool:
         return self.device.value == "cuda"
 
     def without(self, taken: Mapping[str, Sequence[Device]]) -> DevicePool:
-        """What is left where others have `taken` these devices, by the name of their node."""
+        """The pool without the devices in `taken` ({host name: devices})."""
         left = ((node, tuple(one for one in own if one not in taken.get(node.host, ()))) for node, own in self.pool)
         return replace(self, pool=tuple((node, devices) for node, devices in left if devices))
 
 
 def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]) -> DevicePool:
-    """Mode, device and accelerators.
+    """Chooses mode, device and accelerators.
 
     Raises:
-        InputError: `scale.accelerator` names what is not there, or contradicts `scale.mode`.
+        InputError: `scale.accelerator` names a device that does not exist, or contradicts `scale.mode`.
     """
     text = (scale.accelerator or "auto").strip()
     pool = _pool(text, inventory)
@@ -60,12 +60,12 @@ def choose_devices(scale: ScaleConfig, inventory: Inventory, warnings: list[str]
         names = sorted({device.name for _, devices in pool for device in devices})
         device = Resolved("cuda", f"{count} usable: {', '.join(names)}")
         chosen = "cuda" if text == "auto" else text
-        accelerator = Resolved(chosen, "every GPU there is" if text == "auto" else "scale.accelerator")
+        accelerator = Resolved(chosen, "every GPU found" if text == "auto" else "scale.accelerator")
     return DevicePool(mode, device, accelerator, pool)
 
 
 def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
-    """Of workers on unlike GPUs."""
+    """Adds a warning if the workers get GPUs of several kinds."""
     names = sorted({gpu.name for gpu in machines.gpus})
     if len(names) > 1:
         warnings.append(
@@ -75,7 +75,7 @@ def warn_of_mixed_gpus(machines: DevicePool, warnings: list[str]) -> None:
 
 
 def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ...]], ...]:
-    """Nodes with the GPUs that `scale.accelerator` allows; only nodes with one."""
+    """The nodes that have GPUs allowed by `scale.accelerator`, with those GPUs."""
     if text == "cpu":
         return ()
     numbered = re.fullmatch(r"cuda:(\d+)", text)
@@ -106,13 +106,13 @@ def pick_devices(text: str, inventory: Inventory) -> list[Device]:
     """The GPUs that a device string (`scale.accelerator`) allows, node by node.
 
     Raises:
-        InputError: there is none of it.
+        InputError: there is none.
     """
     return [device for _, devices in _pool(text, inventory) for device in devices]
 
 
 def is_named(device: Device, text: str) -> bool:
-    """Whether `text` is the device's whole name or one word of it: H100 fits 'NVIDIA H100 80GB HBM3'."""
+    """Whether `text` is the device's full name or one word of it: H100 matches 'NVIDIA H100 80GB HBM3'."""
     wanted = text.casefold()
     words = re.split(r"[^0-9a-z]+", device.name.casefold())
     return wanted == device.name.casefold() or wanted in words
@@ -132,7 +132,7 @@ def _refuse_contradiction(scale: ScaleConfig, text: str) -> None:
 
 
 def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bool, warnings: list[str]) -> Resolved:
-    """cpu, single_gpu or multi_gpu; what was asked for and is not there becomes the nearest that is."""
+    """cpu, single_gpu or multi_gpu; falls back to the nearest mode that these machines support."""
     if scale.mode == "cpu":
         return Resolved("cpu", "scale.mode")
     if forced_cpu:
@@ -142,7 +142,7 @@ def _mode(scale: ScaleConfig, gpus: int, inventory: Inventory, *, forced_cpu: bo
         if gpus == 0:
             return Resolved("cpu", f"there is no GPU ({why})")
         if gpus == 1 or scale.workers == 1:
-            reason = "there is one GPU" if gpus == 1 else f"scale.workers is 1; {gpus} GPUs are there"
+            reason = "there is one GPU" if gpus == 1 else f"scale.workers is 1; {gpus} GPUs found"
             return Resolved("single_gpu", reason)
         return Resolved("multi_gpu", f"there are {gpus} GPUs")
     if scale.mode == "single_gpu":
@@ -162,7 +162,7 @@ def _fell_back(value: str, reason: str, warnings: list[str]) -> Resolved:
 
 
 def _why_no_gpu(inventory: Inventory) -> str:
-    """The inventory's own note on missing devices, else that there is none."""
+    """The inventory's note on missing devices, otherwise that there is no GPU."""
     notes = [note for note in inventory.notes if "GPU" in note or "CUDA" in note or "NVML" in note]
     return notes[-1] if notes else f"{inventory.source} has no GPU"
 
@@ -173,7 +173,7 @@ def choose_precision(
     """The number format of forward and backward.
 
     Raises:
-        InputError: the device cannot do the format asked for, and `precision.fallback` is false.
+        InputError: the device does not support the configured format, and `precision.fallback` is false.
     """
     known = [device.capability for device in machines.gpus if device.capability is not None]
     capability = min(known) if machines.on_gpu and len(known) == len(machines.gpus) else None
@@ -193,10 +193,10 @@ def choose_precision(
 
 
 def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: list[str]) -> Choice | None:
-    """Layers that stay in fp32; None where none is asked for.
+    """Layers that stay in fp32; None if none is configured.
 
     Args:
-        chosen: the format of the rest.
+        chosen: the format of the other layers.
     """
     if precision.fp32_layers == []:
         return None
@@ -207,16 +207,16 @@ def choose_fp32_layers(precision: PrecisionConfig, chosen: Choice, warnings: lis
         return Resolved([], f"everything computes in {may_be[0]}")
     if precision.fp32_layers == "auto":
         how = "measured at the start, one layer at a time in half precision"
-        return Deferred(how, (), "as few as bring the loss of the real model into the band of fp32's")
+        return Deferred(how, (), "the fewest that bring the loss of the real model within the tolerance of fp32's")
     return Resolved(list(precision.fp32_layers), "precision.fp32_layers")
 
 
 def _measured_precision(machines: DevicePool, inventory: Inventory, capability: tuple[int, int] | None) -> Choice:
-    """`auto`: what the hardware has an instruction for is compared with fp32 on the real model."""
-    how = "measured on the real model by the workers, and kept only if its numbers hold"
+    """`auto`: the half precision that the hardware supports is compared with fp32 on the real model."""
+    how = "measured on the real model by the workers, and kept only if its numbers stay within tolerance"
     if machines.on_gpu:
         if capability is None:
-            return Deferred(how, ("bf16", "fp32"), "the GPU's capability is not known before start")
+            return Deferred(how, ("bf16", "fp32"), "the GPU's capability is unknown before the start")
         shown = f"CUDA capability {capability[0]}.{capability[1]}"
         if capability >= BF16_CAPABILITY:
             return Deferred(how, ("bf16", "fp32"), f"{shown} has bf16")
@@ -230,7 +230,7 @@ def _measured_precision(machines: DevicePool, inventory: Inventory, capability: 
 
 
 def _unable(dtype: str, machines: DevicePool, capability: tuple[int, int] | None) -> tuple[str, str]:
-    """(why the devices cannot do `dtype`, the nearest they can), ("", dtype) where they can."""
+    """(why the devices do not support `dtype`, the nearest format they support), or ("", dtype) if they do."""
     if not machines.on_gpu:
         return ("tf32 is a format of GPUs", "fp32") if dtype == "tf32" else ("", dtype)
     if capability is None:

@@ -1,4 +1,4 @@
-"""Plan rules of `scale.strategy: fsdp`: what it decides otherwise, what it refuses, and a worker's bytes.
+"""Plan rules of `scale.strategy: fsdp`: what it decides differently, what it refuses, and the gathered bytes.
 
 Pure: sections, facts and decisions in, choices out.
 """
@@ -15,28 +15,28 @@ from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import ModelFacts
 
 KEY = "scale.strategy"
-UNMEASURED = "scale.strategy fsdp measures nothing: an out-of-memory cannot be undone among shards"
+UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recover from an out-of-memory in place"
 
 
 def hosts_under_fsdp(asked: Any) -> Resolved:
-    """Experts are sharded as the rest is.
+    """Where the experts are: sharded like the rest of the model.
 
     Args:
         asked: `experts.hosts`.
 
     Raises:
-        InputError: hosts.
+        InputError: expert hosts are configured.
     """
     if asked in (0, "auto"):
         return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
     raise InputError(
         "experts.hosts", seen=str(asked), expected="0 or auto with scale.strategy fsdp",
-        remedy="hosts of experts beside sharded workers are not built yet; scale.strategy expert_parallel has hosts",
+        remedy="expert hosts with sharded workers are not supported yet; scale.strategy expert_parallel has hosts",
     )  # fmt: skip
 
 
 def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
-    """Raises InputError for what only a measurement could decide, which `fsdp` does not make."""
+    """Raises InputError for a choice that needs a measurement, since `fsdp` measures nothing."""
     if scale.strategy == "fsdp" and precision.fp32_layers == "auto":
         raise InputError(
             "precision.fp32_layers", seen="auto with scale.strategy fsdp", expected="a list of layers, or null",
@@ -45,26 +45,26 @@ def refuse_unmeasured(scale: ScaleConfig, precision: PrecisionConfig) -> None:
 
 
 def precision_under_fsdp(scale: ScaleConfig, chosen: Choice, *, on_gpu: bool) -> Choice:
-    """Under `fsdp` what others would measure is decided by the device alone."""
+    """Under `fsdp`, the device alone decides a precision that other strategies measure."""
     if scale.strategy != "fsdp" or not isinstance(chosen, Deferred):
         return chosen
     if on_gpu and "bf16" in chosen.bounds and chosen.reason.startswith("CUDA"):
         return Resolved("bf16", f"{chosen.reason}; {UNMEASURED}")
-    return Resolved("fp32", f"{UNMEASURED}; precision.dtype {chosen.bounds[0]} asks for less")
+    return Resolved("fp32", f"{UNMEASURED}; set precision.dtype {chosen.bounds[0]} for half precision")
 
 
 def micro_batch_under_fsdp(loop: LoopConfig, batches: Mapping[str, Resolved]) -> Mapping[str, Choice]:
-    """`batches` as they are; an `auto` micro-batch says what becomes of it when memory runs out."""
+    """`batches`; the reason of an `auto` micro-batch says what happens when memory runs out."""
     micro = batches["micro_batch_size"]
     if loop.micro_batch_size != "auto" or micro.value == 1:
         return batches
-    told = f"{micro.reason}; an out-of-memory restarts from the newest checkpoint with half of it"
-    return {**batches, "micro_batch_size": replace(micro, reason=told)}
+    reason = f"{micro.reason}; an out-of-memory restarts from the latest checkpoint with half of it"
+    return {**batches, "micro_batch_size": replace(micro, reason=reason)}
 
 
 def gathered_bytes(facts: ModelFacts, *, dtype: str) -> int | None:
-    """Bytes of what is whole on each worker at its peak: one block and what is outside the blocks, weights and
-    gradients, and the block's gradient once more as it is summed. None where nobody knows the blocks."""
+    """Bytes that are unsharded on each worker at its peak: weights and gradients of one block and of everything outside
+    the blocks, and the block's gradient once more while it is reduced. None where the blocks are unknown."""
     if not facts.blocks:
         return None
     master = 8 if dtype == "fp64" else 4

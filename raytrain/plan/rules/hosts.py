@@ -1,6 +1,6 @@
-"""Plan rules about parts of a model that live outside the workers: how many hosts, and the strategy that follows.
+"""Plan rules about expert hosts: where experts are placed, and what follows for strategy, in-flight and overlap.
 
-Pure: the asked number, the `scale` section, the chosen machines and the inventory in, choices out.
+Pure: `experts.hosts`, the `scale` section, the chosen devices and the inventory in, choices out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
 from raytrain.plan.text import host_kinds_text
 
 CPU_HOSTS = 2
-"""On CPUs `auto` shows the whole machinery at work with the fewest processes that do."""
+"""On CPUs, `auto` uses the smallest number of processes that exercises remote experts fully."""
 
 
 def choose_hosts(
@@ -31,7 +31,7 @@ def choose_hosts(
         asked: `experts.hosts`, or None for a dense model.
 
     Raises:
-        InputError: a contradiction, or hosts that these machines cannot give, naming the keys.
+        InputError: a contradiction, or more hosts than these machines can run, naming the keys.
     """
     if asked is None:
         _refuse_strategy(scale, "a model without experts")
@@ -45,7 +45,7 @@ def choose_hosts(
             return Resolved(0, "scale.strategy data_parallel: every worker holds all experts")
         raise InputError(
             "experts.hosts", seen=str(asked), expected="0 or auto with scale.strategy data_parallel",
-            remedy="scale.strategy expert_parallel shares the experts out",
+            remedy="scale.strategy expert_parallel distributes the experts",
         )  # fmt: skip
     if asked == "auto":
         return _auto(machines, inventory)
@@ -63,20 +63,20 @@ def choose_hosts(
 def leave_gpus_to_hosts(
     workers: Resolved, asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory
 ) -> Resolved:
-    """`scale.workers: auto` on GPUs leaves one to each host that was asked for."""
+    """`scale.workers: auto` on GPUs leaves one GPU to each configured expert host."""
     if scale.workers != "auto" or scale.strategy in ("data_parallel", "fsdp"):
         return workers
     left = len(machines.without(gpus_of_hosts(asked, machines, inventory)).gpus)
     if not 0 < left < workers.value:
         return workers
-    return Resolved(left, f"one per GPU that is left; {number_of_hosts(asked)} go to the expert hosts")
+    return Resolved(left, f"one per remaining GPU; {number_of_hosts(asked)} go to the expert hosts")
 
 
 def gpus_of_hosts(asked: Any, machines: DevicePool, inventory: Inventory) -> dict[str, list[Device]]:
-    """{node: those of its GPUs that hosts take}: the nodes in turn, as Ray spreads them over as many as there are.
+    """{node: the GPUs that expert hosts take there}: one node after another, as Ray's SPREAD places them.
 
     Args:
-        asked: a value of `experts.hosts`. Hosts of a named type may be on GPUs that workers may not have.
+        asked: a value of `experts.hosts`. Hosts with a named type may use GPUs that workers may not.
     """
     taken: dict[str, list[Device]] = {}
     if not machines.on_gpu or not number_of_hosts(asked):
@@ -100,7 +100,7 @@ def gpus_of_hosts(asked: Any, machines: DevicePool, inventory: Inventory) -> dic
 def hosts_by_node(
     hosts: Resolved, counts: Mapping[str, int], machines: DevicePool, inventory: Inventory
 ) -> dict[str, int]:
-    """Processes of hosts on each node, in turn; on CPUs first where the workers, `counts`, have the fewest cores."""
+    """Number of expert hosts on each node; on CPUs in turn, the node with fewest cores per worker first."""
     if machines.on_gpu:
         return {node: len(gpus) for node, gpus in gpus_of_hosts(hosts.value, machines, inventory).items()}
     cores = cores_of(inventory)
@@ -110,29 +110,29 @@ def hosts_by_node(
 
 
 def choose_strategy(scale: ScaleConfig, hosts: Resolved, *, workers: int) -> Resolved:
-    """How the model is shared out over the workers."""
+    """How the model is distributed over the workers."""
     if scale.strategy == "fsdp":
-        alone = "scale.strategy: one worker holds all rows, so that nothing is saved"
+        alone = "scale.strategy: one worker holds all rows, so nothing is saved"
         return Resolved("fsdp", alone if workers == 1 else "scale.strategy: each worker holds its rows of every block")
     if scale.strategy != "auto":
         return Resolved(scale.strategy, "scale.strategy")
     if hosts.value in ("none", 0):
-        return Resolved("data_parallel", "every worker holds the whole model")
-    return Resolved("expert_parallel", "each expert lives in one place; every worker holds the rest")
+        return Resolved("data_parallel", "every worker holds the full model")
+    return Resolved("expert_parallel", "each expert is in one process; every worker holds the rest of the model")
 
 
 def separate_hosts(hosts: Choice) -> int:
-    """Processes beside the workers."""
+    """Number of expert hosts that are processes of their own."""
     return number_of_hosts(hosts.value_or(0))
 
 
 def number_of_hosts(asked: Any) -> int:
-    """Of a value of `experts.hosts`; 0 where they are no processes of their own."""
+    """The number of hosts in a value of `experts.hosts`; 0 where experts have no processes of their own."""
     return sum(asked.values()) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
 
 
 def kinds_of_hosts(asked: Any) -> list[str | None]:
-    """The accelerator type of each host, in the order of the mapping; None where it is all the same."""
+    """The accelerator type of each host, in the order of the mapping; None where any type will do."""
     if isinstance(asked, dict):
         return [kind for kind, number in asked.items() for _ in range(number)]
     return [None] * asked
@@ -141,53 +141,53 @@ def kinds_of_hosts(asked: Any) -> list[str | None]:
 def choose_inflight(
     asked: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
 ) -> Choice | None:
-    """Micro-batches that each worker has under way to experts elsewhere; None where there are none elsewhere.
+    """Micro-batches that each worker has in flight to remote experts; None without remote experts.
 
     Args:
         asked: `experts.inflight`.
-        batches: as `choose_batches` says.
+        batches: the result of `choose_batches`.
 
     Raises:
-        InputError: two, where blocks are computed again in backward, naming both keys.
+        InputError: two in flight together with activation checkpointing, naming both keys.
     """
     if hosts.value in ("none", 0):
         if asked == 2 and hosts.value == 0:
-            warnings.append("experts.inflight 2 changes nothing: every worker holds all experts, and nothing travels")
+            warnings.append("experts.inflight 2 changes nothing: every worker holds all experts, so no rows are sent")
         return None
     if asked == 2 and loop.activation_checkpointing:
         raise InputError(
             "experts.inflight", seen="2 with loop.activation_checkpointing true", expected="1 or auto with it",
-            remedy="a block that is computed again in backward would draw out of order;"
+            remedy="a block that is recomputed in backward would draw random numbers out of order;"
             " loop.activation_checkpointing false keeps the activations of two micro-batches",
         )  # fmt: skip
     if asked != "auto":
         if asked == 2 and batches["accumulation"].value == 1:
-            idle = "a step is one micro-batch, and there is no other to compute while its rows travel"
+            idle = "a step is one micro-batch, so there is no other to compute while its rows are sent"
             warnings.append(f"experts.inflight 2 changes nothing: {idle}; lower loop.micro_batch_size")
             return Resolved(asked, f"experts.inflight, which changes nothing: {idle}")
         kept = "; the activations of two micro-batches are kept" if asked == 2 else ""
         return Resolved(asked, f"experts.inflight{kept}")
     if batches["accumulation"].value == 1:
-        return Resolved(1, "one micro-batch a step: there is no other to compute while its rows travel")
+        return Resolved(1, "one micro-batch per step: there is no other to compute while its rows are sent")
     if loop.activation_checkpointing:
-        return Resolved(1, "loop.activation_checkpointing computes blocks again in backward")
+        return Resolved(1, "loop.activation_checkpointing recomputes blocks in backward")
     return Deferred("measured with 1 and 2 at the start", (1, 2), "2 keeps the activations of two micro-batches")
 
 
 def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Choice | None:
-    """Whether gradients are summed while the last backward of a step still runs; None where nothing can overlap.
+    """Whether gradients are reduced while the last backward of a step still runs; None where nothing can overlap.
 
     Raises:
-        InputError: asked for together with experts elsewhere, naming both keys.
+        InputError: `scale.overlap: true` together with remote experts, naming both keys.
     """
     remote = hosts.value not in ("none", 0)
     if scale.overlap is True and remote:
         raise InputError(
             "scale.overlap", seen=f"true with experts.hosts {hosts.value}", expected="auto or false with it",
-            remedy="a step whose experts live elsewhere sums its gradients after the vote; experts.hosts 0 keeps them"
-            " in every worker",
+            remedy="with remote experts, gradients are reduced after the vote on the step; experts.hosts 0 keeps the"
+            " experts in every worker",
         )  # fmt: skip
-    why = "there is one worker" if workers == 1 else "fsdp sums each block inside each backward"
+    why = "there is one worker" if workers == 1 else "fsdp reduces each block inside each backward"
     if workers == 1 or scale.strategy == "fsdp":
         if scale.overlap is True:
             warnings.append(f"scale.overlap true changes nothing: {why}")
@@ -203,10 +203,12 @@ def _auto(machines: DevicePool, inventory: Inventory) -> Resolved:
     if not machines.on_gpu:
         if inventory.cpus < CPU_HOSTS:
             return Resolved(0, "one core: every worker holds all experts")
-        return Resolved(CPU_HOSTS, "on CPUs two processes own the experts")
+        return Resolved(CPU_HOSTS, "on CPUs two processes hold the experts")
     if len(machines.gpus) == 1:
-        return Resolved(0, "one GPU holds the whole model")
-    return Resolved("colocated", f"{len(machines.gpus)} GPUs: each holds its share of the experts beside the rest")
+        return Resolved(0, "one GPU holds the full model")
+    return Resolved(
+        "colocated", f"{len(machines.gpus)} GPUs: each holds its share of the experts and a copy of the rest"
+    )
 
 
 def _check_cores(asked: int, inventory: Inventory) -> None:
@@ -226,18 +228,18 @@ def _check_kinds(asked: dict[str, int], machines: DevicePool, inventory: Invento
         mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
         have = sum(is_named(device, kind) for node in mine for device in node.devices)
         if have < number:
-            expected = f"at most {have}" if have else "an accelerator type that is there"
+            expected = f"at most {have}" if have else "an accelerator type of these machines"
             raise InputError("experts.hosts", seen=f"{number} {kind}", expected=expected, remedy=there)
         mixed = [node.host for node in mine if len({device.name for device in node.devices}) > 1]
         if mixed:
             raise InputError(
                 "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
-                expected="a number", remedy="Ray knows one accelerator type of a machine",
+                expected="a number", remedy="Ray knows only one accelerator type per machine",
             )  # fmt: skip
 
 
 def _check_left(asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int) -> None:
-    """Whether the GPUs that hosts leave are enough for the workers."""
+    """Raises InputError if the expert hosts leave too few GPUs for the workers."""
     there = len(machines.gpus)
     least = 1 if scale.workers == "auto" else workers
     if isinstance(asked, dict):
@@ -253,9 +255,9 @@ def _check_left(asked: Any, scale: ScaleConfig, machines: DevicePool, inventory:
     gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
     title = host_kinds_text(asked) if isinstance(asked, dict) else str(asked)
     raise InputError(
-        "experts.hosts", seen=title if scale.workers == "auto" else f"{title} beside {workers} workers",
+        "experts.hosts", seen=title if scale.workers == "auto" else f"{title} with {workers} workers",
         expected=f"{expected}: {gpus}, each host takes one, and {takers}",
-        remedy=f"lower {keys}, or take experts.hosts colocated, which needs no GPU beside the workers'"
+        remedy=f"lower {keys}, or set experts.hosts colocated, which needs no GPU of its own"
         f" ({inventory.describe()})",
     )  # fmt: skip
 
@@ -264,6 +266,6 @@ def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
     if scale.strategy == "expert_parallel":
         raise InputError(
             "scale.strategy", seen=f"expert_parallel with {what}", expected="data_parallel or auto",
-            remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts, and a builder of your own"
-            " where experts.num_experts tells how many",
+            remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts, and so has your own builder"
+            " if experts.num_experts gives their number",
         )  # fmt: skip

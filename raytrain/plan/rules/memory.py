@@ -1,4 +1,4 @@
-"""Plan rules about memory: what a worker and a host of experts take, by formula.
+"""Plan rules about memory: estimates for workers and expert hosts, and what is refused, measured or advised.
 
 Pure: facts, sections and decisions in, choices out.
 """
@@ -19,42 +19,42 @@ from raytrain.plan.text import size_text
 AFTER_MODEL = "known after start (or plan --build)"
 
 PROCESS_BYTES = 464 << 20
-"""Resident set of a worker that has a model of 2,000 weights and no row yet: Python, torch with its compiler, Ray with
-its own threads, Ray Train and ours. Measured with torch 2.13.0+cpu and Ray 2.60.0 on Linux, as VmRSS of rank 0 once its
-session was built; 481 MiB were its peak over three steps. The imports and an optimizer alone are 430 MiB, in a trial of
-`tune` 435."""
+"""Resident set of a worker with a model of 2,000 weights, before the first row: Python, torch with its compiler, Ray
+with its threads, Ray Train and raytrain. Measured with torch 2.13.0+cpu and Ray 2.60.0 on Linux, as VmRSS of rank 0
+after its session was built; the peak over three steps was 481 MiB. The imports and an optimizer alone are 430 MiB, in a
+trial of `tune` 435."""
 
 HOST_PROCESS_BYTES = 330 << 20
-"""The same of a host of experts, which does without Ray Train."""
+"""The same for an expert host, which does not load Ray Train."""
 
 SHOWN_HOSTS = 4
-"""More hosts than this are told by the fullest and the emptiest."""
+"""With more hosts than this, only the fullest and the emptiest are shown."""
 
 LEAST_PROCESS_BYTES = PROCESS_BYTES * 9 // 10
-"""What no worker is taken to do without: another build of torch for CPUs may need somewhat less."""
+"""The least that a worker process needs: other CPU builds of torch may need somewhat less than was measured."""
 
 TINY_PARAMETERS = 1_000_000
-"""On a CPU a model of fewer parameters whose activations nobody knows is not measured before it is trained."""
+"""On a CPU, a model with fewer parameters and unknown activations is not measured before training."""
 
 DOUBTFUL = 0.5
-"""On a CPU an estimate above this part of what a worker may take is measured before it is relied on."""
+"""On a CPU, an estimate above this fraction of a worker's memory is measured before training relies on it."""
 
 RECOMPUTED_ABOVE = 0.7
-"""An estimate above this part of what a worker may take is a reason to compute blocks again in backward."""
+"""An estimate above this fraction of a worker's memory is a reason to recompute blocks in backward."""
 
 WORTH_RECOMPUTING = 0.1
-"""Of the estimate: smaller activations than this are not worth it."""
+"""Activations below this fraction of the estimate are not worth recomputing."""
 
 ShareOut = Callable[[int], Sequence[HeldExperts]]
-"""Number of equal holders -> what each of them begins with."""
+"""Number of equal processes -> the experts that each of them holds at the start."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What parameters take where they are trained.
+    """Bytes that parameters take in the process that trains them.
 
-    Weights, gradients and the optimizer's moments are kept in the master format (4 bytes, fp64: 8); a half precision
-    adds a cast copy of the weights.
+    Weights, gradients and optimizer moments are in the master format (4 bytes, fp64: 8); half precision adds a cast
+    copy of the weights.
     """
 
     weights: int
@@ -64,7 +64,7 @@ class StateBytes:
 
     @property
     def kept(self) -> int:
-        """Without the cast copy, which lives for a step."""
+        """Without the cast copy, which exists only during a step."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -77,14 +77,15 @@ def trained_bytes(parameters: int, optim: OptimConfig, *, dtype: str, trainable:
 
 
 def held_bytes(held: HeldExperts, optim: OptimConfig, *, dtype: str) -> StateBytes:
-    """Bytes on one holder: a replica has weights and gradients, and no optimizer."""
+    """Bytes of the experts of one process: a replica has weights and gradients but no optimizer state."""
     homes, replicas = (trained_bytes(size, optim, dtype=dtype) for size in (held.homes, held.replicas))
     weights, gradients = homes.weights + replicas.weights, homes.gradients + replicas.gradients
     return StateBytes(weights, gradients, homes.optimizer, homes.cast + replicas.cast)
 
 
 def moments(optim: OptimConfig) -> int:
-    """Numbers the optimizer keeps for each parameter; Muon's, whose AdamW keeps one more for what is in no block."""
+    """Values that the optimizer keeps per parameter. Muon keeps one; its AdamW for parameters outside the blocks keeps
+    one more, which is not counted."""
     if optim.name == "sgd":
         return int(optim.momentum > 0)
     return 2 if optim.name == "adamw" else 1
@@ -94,14 +95,15 @@ def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
     workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False,
 ) -> dict[str, Choice]:  # fmt: skip
-    """parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and checkpoint_bytes.
+    """The choices parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and
+    checkpoint_bytes.
 
     Args:
         resident: bytes of data kept on the device.
-        on_gpu: a device holds no process.
-        hosts: where experts are, as `choose_hosts` says.
-        share_out: None where nobody knows the experts' sizes.
-        sharded: each worker holds its rows of everything.
+        on_gpu: the memory is a GPU's, which does not hold the process itself.
+        hosts: where the experts are, from `choose_hosts`.
+        share_out: None where the sizes of the experts are unknown.
+        sharded: each worker holds its rows of every tensor (`scale.strategy: fsdp`).
     """
     place = hosts.value
     if model_facts is None:
@@ -143,10 +145,10 @@ def estimate_bytes(
 
 
 def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int) -> dict[str, int]:
-    """Bytes of one of so many workers, each with its rows of everything."""
+    """Bytes of one of `workers` workers, each with its rows of every tensor."""
     kept = {"weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer}
     shares = {f"{name} / {workers}": -(-size // workers) for name, size in kept.items()}
-    return {**shares, "a block together": gathered_bytes(facts, dtype=dtype) or 0}
+    return {**shares, "a gathered block": gathered_bytes(facts, dtype=dtype) or 0}
 
 
 def _unknown(place: Any) -> dict[str, Choice]:
@@ -165,24 +167,24 @@ def _separate(place: Any) -> int:
 
 
 def named(taken: StateBytes, dtype: str) -> dict[str, int]:
-    """The parts of it by the names that a plan shows."""
+    """The parts by the names that a plan shows."""
     kept = {"weights": taken.weights, "gradients": taken.gradients, "optimizer": taken.optimizer}
     return {**kept, f"{dtype} copy": taken.cast}
 
 
 def parts_text(parts: dict[str, int]) -> str:
-    """Those parts as one line."""
+    """The parts that are not zero, as one line."""
     return " + ".join(f"{name} {size_text(value)}" for name, value in parts.items() if value)
 
 
 def _experts(
     facts: ExpertFacts | None, place: Any, held: Sequence[HeldExperts], optim: OptimConfig, *, dtype: str
 ) -> Choice:
-    """Where the experts are at the start, with the bytes of each holder and of one expert."""
+    """Where the experts are at the start, with the bytes of each process and of one expert."""
     if place == "none":
         return Resolved(None, "the model has no experts")
     if facts is None:
-        return Deferred("known after start: only the run reads the sizes of a model's own experts")
+        return Deferred("known after start: only the run reads the expert sizes of a user's model")
     sizes = sorted({one for layer in facts.parameters for one in layer})
     number = sum(map(len, facts.parameters))
     one = trained_bytes(sizes[-1], optim, dtype=dtype)
@@ -208,13 +210,13 @@ def least_parts(
     model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool, remote: bool = False,
     shards: int = 1,
 ) -> dict[str, int]:  # fmt: skip
-    """What a worker takes for certain to train one row, by name. Of a row half the estimated activations, which are
-    those of fp32 (a GPT measured 1.00 times the estimate in fp32, 0.64 times in bf16).
+    """The bytes that a worker certainly needs to train one row, by name. Only half of the estimated activations of a
+    row count, since the estimate is for fp32 (a GPT measured 1.00 times the estimate in fp32, 0.64 times in bf16).
 
     Args:
-        recomputed: blocks keep nothing (`loop.activation_checkpointing`).
-        elsewhere: the experts are, with what they keep of a row.
-        shards: into which the workers divide the model's state.
+        recomputed: blocks keep no activations (`loop.activation_checkpointing`).
+        remote: the experts, and what they keep of a row, are in other processes.
+        shards: number of workers that the model's state is divided over.
     """
     parts = {} if on_gpu else {"the process": LEAST_PROCESS_BYTES}
     if model_facts is None:
@@ -233,16 +235,16 @@ def check_limit(
     limit: int | None, model_facts: ModelFacts | None, optim: OptimConfig, *, on_gpu: bool, recomputed: bool,
     hosts: Resolved | None = None, shards: int = 1, one_row: Choice | None = None, key: str = "cluster.memory_limit",
 ) -> None:  # fmt: skip
-    """Whether what a worker may take is more than it takes for certain.
+    """Refuses a memory limit below what a worker certainly needs.
 
     Args:
         hosts: where the experts are; None: in the workers.
         shards: see `least_parts`.
-        one_row: what is estimated for a worker with one row; less may do, but hardly.
-        key: which says how much.
+        one_row: the estimate for a worker with one row, for the message.
+        key: the key that sets the limit.
 
     Raises:
-        InputError: it is not.
+        InputError: `limit` is too small.
     """
     away = hosts is not None and hosts.value not in ("none", 0)
     parts = least_parts(model_facts, optim, on_gpu=on_gpu, recomputed=recomputed, remote=away, shards=shards)
@@ -253,50 +255,50 @@ def check_limit(
             likely = f"; {size_text(estimated)} are estimated for one row"
         raise InputError(
             key, seen=f"{size_text(limit)} for each process",
-            expected=f"more than {size_text(least)}, which no worker does without: {parts_text(parts)}{likely}",
-            remedy="null leaves it to cluster.memory_fraction" if key == "cluster.memory_limit" else "",
+            expected=f"more than {size_text(least)}, the least that a worker needs: {parts_text(parts)}{likely}",
+            remedy="null uses cluster.memory_fraction instead" if key == "cluster.memory_limit" else "",
         )  # fmt: skip
 
 
 def warn_over_budget(allowed: int | None, estimate: Choice, one_row: Choice, *, measured: bool) -> list[str]:
-    """A warning where an estimate is above what a worker may take, which is no certainty.
+    """A warning if the estimate is above what a worker may use. It is not an error, since it is only an estimate.
 
     Args:
         estimate, one_row: bytes of a worker as planned, and with one row at a time.
-        measured: memory decides at start how many rows there are.
+        measured: the micro-batch is measured at the start.
     """
     planned, smallest = estimate.value_or(0), one_row.value_or(0)
     if allowed is None or planned <= allowed:
         return []
     if smallest > allowed:
         needed = f"{size_text(smallest)} are estimated for a worker with one row at a time"
-        return [f"{needed}, but it may take {size_text(allowed)}: it will hardly fit, which only the start can tell"]
+        return [f"{needed}, but it may use {size_text(allowed)}: it will probably not fit; only the start can tell"]
     remedy = "what fits is measured at start" if measured else "lower loop.micro_batch_size"
-    return [f"{size_text(planned)} are estimated for each worker, but it may take {size_text(allowed)}: {remedy}"]
+    return [f"{size_text(planned)} are estimated for each worker, but it may use {size_text(allowed)}: {remedy}"]
 
 
 def reason_to_measure(
     model_facts: ModelFacts | None, memory: Choice, allowed: int | None, *, on_gpu: bool
 ) -> str | None:
-    """Why the micro-batch that `auto` stands for should be measured before it is used; None where it need not be."""
+    """Why an `auto` micro-batch should be measured before it is used; None if it need not be."""
     if on_gpu:
-        return "a GPU's free memory is known to its allocator alone"
+        return "only a GPU's allocator knows its free memory"
     if model_facts is None or model_facts.activation_bytes_per_sample is None:
         tiny = model_facts is not None and model_facts.parameters < TINY_PARAMETERS
-        return None if tiny else "what a row of this model keeps is not known"
+        return None if tiny else "the activations of this model are unknown"
     estimated = memory.value_or(0)
     if allowed is not None and estimated > DOUBTFUL * allowed:
-        return f"{size_text(estimated)} are estimated, a worker may take {size_text(allowed)}"
+        return f"{size_text(estimated)} are estimated, a worker may use {size_text(allowed)}"
     return None
 
 
 def advise_activation_checkpointing(
     model_facts: ModelFacts | None, memory: Choice, allowed: int | None, loop: LoopConfig, *, rows: int
 ) -> list[str]:
-    """The advice to set `loop.activation_checkpointing` where a worker will be nearly full, and mostly of activations.
+    """Advice to set `loop.activation_checkpointing` if activations fill much of a worker's memory.
 
     Args:
-        rows: whose activations a worker keeps at a time.
+        rows: number of rows whose activations a worker keeps at the same time.
     """
     if loop.activation_checkpointing or model_facts is None or not model_facts.blocks:
         return []
@@ -307,7 +309,7 @@ def advise_activation_checkpointing(
     if estimated <= RECOMPUTED_ABOVE * allowed or kept < WORTH_RECOMPUTING * estimated:
         return []
     return [
-        f"{size_text(estimated)} are estimated of the {size_text(allowed)} that a worker may take,"
+        f"{size_text(estimated)} are estimated of the {size_text(allowed)} that a worker may use,"
         f" {size_text(kept)} of it activations: loop.activation_checkpointing true keeps only the input of each of the"
-        f" {len(model_facts.blocks)} blocks, for about a third more computing"
+        f" {len(model_facts.blocks)} blocks and costs about a third more computation"
     ]

@@ -1,6 +1,6 @@
-"""Plan rules about unequal workers: whether their shares of a batch are measured, and what is to be expected of them.
+"""Plan rules about unequal workers: whether their shares of a batch are measured, and the expected result.
 
-Pure: the `scale` section, the chosen machines, the inventory and decisions in, choices out.
+Pure: the `scale` section, the chosen devices, the inventory and decisions in, choices out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from raytrain.plan.rules.workers import spread
 from raytrain.plan.shares import SPLITS, Shares, gain_over_equal
 
 MEASURED = "measured at the start, on all workers at the same time"
-EVENLY = "shares follow the measurement, and stay equal where unequal ones would save less than 5 %"
+EVENLY = "shares follow the measurement, and stay equal if unequal ones would save less than 5 %"
 
 
 def splits(scale: ScaleConfig, *, workers: int, hosts: Resolved) -> int:
-    """Micro-batches that `loop.micro_batch_size: auto` makes of a worker's equal share."""
+    """Number of micro-batches into which `loop.micro_batch_size: auto` cuts a worker's equal share."""
     if scale.strategy == "fsdp":
         return 1
     return SPLITS if scale.shares == "auto" and workers > 1 and hosts.value in ("none", 0) else 1
@@ -32,43 +32,43 @@ def choose_shares(
     scale: ScaleConfig, loop: LoopConfig, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
     hosts: Resolved, facts: ModelFacts | None, fraction: float,
 ) -> Choice | None:  # fmt: skip
-    """Micro-batches of each worker; None where `scale.shares` is equal.
+    """Micro-batches of each worker; None if `scale.shares` is equal.
 
     Args:
         choices: workers, precision, micro_batch_size, accumulation, effective_batch and memory are read.
-        fraction: of a device's memory that may be taken.
+        fraction: fraction of a device's memory that may be used.
     """
     if scale.shares == "equal":
         return None
     if scale.strategy == "fsdp":
-        return Resolved("equal", "scale.strategy fsdp: the workers meet in every block of every pass")
+        return Resolved("equal", "scale.strategy fsdp: every block of every pass is a collective of all workers")
     workers = _value(choices, "workers")
     if workers == 1:
         return Resolved("equal", "there is one worker")
     if hosts.value not in ("none", 0):
         return Resolved(
-            "equal", "with experts outside the workers each pass waits for all of them: more passes on one worker would"
-            " make the others wait; experts.hosts 0 keeps experts in every worker",
+            "equal", "with experts outside the workers each pass waits for all workers: more passes on one worker would"
+            " make the others wait; experts.hosts 0 keeps the experts in every worker",
         )  # fmt: skip
     if loop.micro_batch_size != "auto" and _value(choices, "accumulation") == 1:
-        return Resolved("equal", "each worker has one micro-batch at most: lower loop.micro_batch_size")
+        return Resolved("equal", "each worker has at most one micro-batch: lower loop.micro_batch_size")
     gpus = worker_gpus(workers, machines, inventory)
     kinds = sorted({gpu.name for gpu in gpus})
     if len(kinds) < 2:
-        same = f"all {workers} on {kinds[0]}" if kinds else "what the nodes' CPUs do is not known before"
+        same = f"all {workers} on {kinds[0]}" if kinds else "the speed of the nodes' CPUs is unknown before the start"
         return Deferred(MEASURED, (), f"{EVENLY}; {same}")
     precision = choices["precision"]
     dtype = str(precision.candidates[0])
     peaks = {kind: peak_flops(kind, dtype) for kind in kinds}
     unknown = [kind for kind, peak in peaks.items() if peak is None]
     if unknown:
-        return Deferred(MEASURED, (), f"{EVENLY}; no rate is stated for {', '.join(unknown)}")
+        return Deferred(MEASURED, (), f"{EVENLY}; the peak rate is unknown for {', '.join(unknown)}")
     rates = {kind: GPU_SHARE * (peak or 0.0) for kind, peak in peaks.items()}
     return _expected(gpus, rates, choices, loop, facts=facts, fraction=fraction, dtype=dtype)
 
 
 def worker_gpus(workers: int, machines: DevicePool, inventory: Inventory) -> list[Device]:
-    """The GPUs that so many workers get, in the order of their ranks."""
+    """The GPUs that `workers` workers get, in rank order."""
     counts = spread(workers, machines, inventory)
     there = {host: [gpu for node, found in machines.pool if node.host == host for gpu in found] for host in counts}
     return [gpu for host, number in counts.items() for gpu in there[host][:number]]
@@ -78,7 +78,7 @@ def _expected(
     gpus: list[Device], rates: Mapping[str, float], choices: Mapping[str, Choice], loop: LoopConfig, *,
     facts: ModelFacts | None, fraction: float, dtype: str,
 ) -> Deferred:  # fmt: skip
-    """What stated rates and sizes lead one to expect, by kind of device."""
+    """The shares expected from data-sheet rates and memory sizes, by kind of device."""
     micro, total = _value(choices, "micro_batch_size"), _value(choices, "effective_batch")
     equal_share = -(-total // len(gpus))
     sizes = {}
@@ -98,14 +98,14 @@ def _expected(
         told.append(f"{many} {kind}: {number} rows each, up to {sizes[kind]} a pass")
     reached = ", ".join(f"{kind} {rate / 1e12:.0f}" for kind, rate in sorted(rates.items(), key=lambda pair: -pair[1]))
     reason = (
-        f"expected {gain:.2f} times as fast as equal shares, at {GPU_SHARE:.0%} of stated peaks in {dtype}"
+        f"expected {gain:.2f} times as fast as equal shares, at {GPU_SHARE:.0%} of data-sheet peaks in {dtype}"
         f" (TFLOP/s: {reached}); {_sized(facts, loop)}"
     )
     return Deferred(MEASURED, (", ".join(told),), reason)
 
 
 def _largest(micro: int, most: int, facts: ModelFacts | None, memory: Choice, room: float) -> int:
-    """`micro` doubled as often as its activations fit; as it is where their size is not known."""
+    """`micro` doubled as long as its activations fit; unchanged if their size is unknown."""
     each = None if facts is None else facts.activation_bytes_per_sample
     if not each or not isinstance(memory, Resolved):
         return micro
@@ -117,10 +117,10 @@ def _largest(micro: int, most: int, facts: ModelFacts | None, memory: Choice, ro
 
 def _sized(facts: ModelFacts | None, loop: LoopConfig) -> str:
     if loop.micro_batch_size != "auto":
-        return "rows of a pass are loop.micro_batch_size"
+        return "the rows of a pass are loop.micro_batch_size"
     if facts is None or not facts.activation_bytes_per_sample:
-        return "rows of a pass by kind: measured in its memory"
-    return "rows of a pass by kind: what its memory has room for"
+        return "the rows of a pass are measured for each kind of device"
+    return "the rows of a pass are what each kind of device has memory for"
 
 
 def _value(choices: Mapping[str, Choice], name: str) -> Any:

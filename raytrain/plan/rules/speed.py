@@ -1,4 +1,4 @@
-"""Plan rules about what makes a step faster: compilation, cuDNN's search, fused optimizers. Pure."""
+"""Plan rules about compilation, cuDNN's benchmark and fused optimizers. Pure."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def choose_speed(
 
 
 def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, warnings: list[str]) -> Resolved | None:
-    """The mode of torch.compile; "off" with a warning where these machines cannot; None where it is not asked for.
+    """The mode of torch.compile; "off" with a warning if these machines cannot compile; None if it is not configured.
 
     Args:
-        missing: why the driver's machine cannot compile; None where it can, or where others are planned for.
+        missing: why the driver's machine cannot compile; None if it can, or if the plan is for other machines.
 
     Raises:
-        InputError: together with what it cannot be had with.
+        InputError: the mode contradicts another key.
     """
     if loop.compile == "off":
         return None
     if loop.compile == "max-autotune" and loop.deterministic:
         raise InputError(
             "loop.compile", seen="max-autotune with loop.deterministic true", expected="default or reduce-overhead",
-            remedy="max-autotune takes the kernels that were fastest when it looked, which is not the same each time",
+            remedy="max-autotune picks the fastest kernels by timing them, so the choice can differ between starts",
         )  # fmt: skip
     if loop.compile_parts == "all":
         sharded = strategy.value_or(None) == "fsdp"
@@ -52,34 +52,34 @@ def choose_compile(loop: LoopConfig, strategy: Choice, *, missing: str | None, w
         return Resolved("off", missing)
     if loop.compile == "max-autotune":
         warnings.append(
-            "loop.compile max-autotune chooses kernels by their time: a resumed run equals the unbroken one within"
-            " rounding only"
+            "loop.compile max-autotune picks kernels by timing them: a resumed run equals an uninterrupted one only"
+            " within rounding"
         )
     parts = loop.compile_parts if isinstance(loop.compile_parts, str) else ", ".join(loop.compile_parts)
-    which = "blocks where the model repeats some, else all of it" if parts == "auto" else parts
+    which = "the blocks if the model repeats some, otherwise the full model" if parts == "auto" else parts
     return Resolved(loop.compile, f"loop.compile; parts: {which}")
 
 
 def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved | None:
-    """Whether cuDNN looks for the fastest kernel of each shape; None on a CPU that was not asked to."""
+    """Whether cuDNN searches for the fastest kernel of each shape; None on a CPU where the key is `auto`."""
     if loop.cudnn_benchmark == "auto":
         if not machines.on_gpu:
             return None
         if loop.deterministic:
-            return Resolved(False, "loop.deterministic wants the same kernels each time")
-        return Resolved(True, "until batches of too many shapes have come")
+            return Resolved(False, "loop.deterministic needs the same kernels each time")
+        return Resolved(True, "until there are batches of too many shapes")
     if loop.cudnn_benchmark and loop.deterministic:
         raise InputError(
             "loop.cudnn_benchmark", seen="true with loop.deterministic true", expected="auto or false with it",
-            remedy="its search picks kernels by their time",
+            remedy="the search picks kernels by timing them",
         )  # fmt: skip
     return Resolved(loop.cudnn_benchmark, "loop.cudnn_benchmark")
 
 
 def choose_optimizer_impl(optim: OptimConfig, machines: DevicePool, strategy: Choice) -> Resolved:
-    """How the optimizer goes over its tensors: "fused" or "plain"."""
+    """The implementation of the optimizer: "fused" or "plain"."""
     if optim.fused is False:
-        return Resolved("plain", "optim.fused false: each step costs a device read")
+        return Resolved("plain", "optim.fused false: each step reads a value from the device")
     if optim.name == "sgd" and strategy.value_or(None) == "fsdp":
         return Resolved("plain", "torch has no fused SGD for the shards of scale.strategy fsdp")
-    return Resolved("fused", f"torch has it for {fused_part(optim)} on {machines.device.value}")
+    return Resolved("fused", f"torch has fused kernels for {fused_part(optim)} on {machines.device.value}")

@@ -1,8 +1,8 @@
-"""Plan rule about time: an estimate of one step under each way to share the model out.
+"""Plan rule about time: an estimate of one step under each strategy.
 
-Pure: facts, machines and decisions in, a choice out. The estimate ranks strategies; it is no promise. It counts
-matrix products, optimizer traffic, reductions and exchanges at rates that are stated here with their source, takes
-experts as evenly loaded, and hides nothing behind anything.
+Pure: facts, devices and decisions in, a choice out. The estimate ranks strategies; it does not predict the time. It
+counts matrix products, optimizer traffic, reductions and exchanges at the rates below (each with its source), and
+assumes evenly loaded experts and no overlap.
 """
 
 from __future__ import annotations
@@ -17,37 +17,41 @@ from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.memory import AFTER_MODEL, SHOWN_HOSTS
 
 CPU_FLOPS = {"fp64": 40e9, "fp32": 85e9}
-"""Of one core: a product of 2048 x 512 x 2048 by torch 2.13 on one thread of an AMD EPYC with AVX-512, busy machine."""
+"""One core: a matrix product of 2048 x 512 x 2048, torch 2.13, one thread of an AMD EPYC with AVX-512, busy machine."""
 
 CPU_HALF_FLOPS = 350e9
-"""The same in bf16 with its instructions; without them as fp32."""
+"""The same in bf16 with bf16 instructions; without them the fp32 rate applies."""
 
 GPU_FLOPS = {
     "B200": (1100e12, 2250e12), "H200": (494e12, 989e12), "H100": (494e12, 989e12), "A100": (156e12, 312e12),
     "L40S": (183e12, 362e12), "A40": (75e12, 150e12), "A10": (62e12, 125e12), "L4": (60e12, 121e12),
     "V100": (15.7e12, 125e12), "T4": (8.1e12, 65e12), "4090": (82e12, 165e12), "3090": (36e12, 71e12),
 }  # fmt: skip
-"""Name -> dense peak in (tf32, or fp32 where there is none; half precision), as NVIDIA's data sheets state it."""
+"""Name -> dense peak in (tf32, or fp32 where there is no tf32; half precision), from NVIDIA's data sheets."""
 
 GPU_SHARE = 0.4
-"""Of its peak that training reaches on a GPU, a usual utilisation of the model's FLOPs."""
+"""Fraction of its peak that training reaches on a GPU: a usual model FLOPs utilisation."""
 
-LEFT_OUT = "without elementwise work and the start of each operation, in which small models spend most of a step"
-"""What makes a step longer than the estimate, most on CPUs: the default recipe took 215 ms on two cores of such a CPU
-with two hosts, where 65 ms are told."""
+LEFT_OUT = "without elementwise work and the launch of each operation, where small models spend most of a step"
+"""What makes a step longer than the estimate, mostly on CPUs: the default recipe took 215 ms on two cores of such a CPU
+with two hosts; the estimate was 65 ms."""
 
 UPDATE_BYTES = 28
-"""Of memory traffic per parameter of AdamW in fp32: weight, gradient and two moments read, three of them written."""
+"""Memory traffic per parameter of AdamW in fp32: weight, gradient and two moments read, three of them written."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one process can do.
+    """The rates of one process.
 
     Attributes:
-        unit_flops: products a second of a core, or of a GPU.
-        threads: units of one process. units: of all machines, shared by those that compute at the same time.
-        memory: bytes a second of its optimizer. latency_s, wire: of a message to a peer, and its bytes a second.
+        unit_flops: FLOPs per second of a core, or of a GPU.
+        threads: units (cores or GPUs) of one process.
+        units: units of all machines, shared by the processes that compute at the same time.
+        memory: bytes per second of the optimizer.
+        latency_s: seconds of a message to a peer.
+        wire: bytes per second to a peer.
+        source: where the rates come from.
     """
 
     unit_flops: float
@@ -59,13 +63,13 @@ class DeviceRates:
     source: str
 
     def flops(self, processes: int) -> float:
-        """Of all of `processes` that compute at the same time."""
+        """FLOPs per second of `processes` processes that compute at the same time."""
         return self.unit_flops * min(processes * self.threads, self.units)
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: FLOPs and parameters by where they are, rows through experts, exchanges."""
+    """The work of one optimizer step: FLOPs and parameters of trunk and experts, bytes and number of exchanges."""
 
     trunk_flops: float
     expert_flops: float
@@ -79,10 +83,10 @@ def predict_step(
     facts: ModelFacts | None, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
     hosts: Resolved,
 ) -> Choice:  # fmt: skip
-    """Seconds of a step as planned, and in the reason those of the other strategies.
+    """Seconds of a step as planned; the reason has those of the other strategies.
 
     Args:
-        choices: strategy, precision, workers, effective_batch, accumulation and shares (where there is such) are read.
+        choices: strategy, precision, workers, effective_batch, accumulation and, if present, shares are read.
     """
     unknown = facts is not None and facts.experts is None and hosts.value not in ("none", 0)
     if facts is None or facts.flops_per_sample is None or unknown:
@@ -92,7 +96,7 @@ def predict_step(
     dtype = str(precision.candidates[0])
     unequal = isinstance(choices.get("shares"), Deferred)
     if machines.on_gpu and _gpu_flops(machines, dtype, unequal=unequal) is None:
-        return Deferred("measured in the run", (), f"no rate is stated for {_slowest_name(machines)}")
+        return Deferred("measured in the run", (), f"the peak rate is unknown for {_slowest_name(machines)}")
     work = _work(facts, rows=rows, accumulation=accumulation, half=dtype in ("bf16", "fp16"))
     found: dict[str, float] = {}
     for name, number in _strategies(hosts, machines, workers=workers, has_experts=facts.experts is not None).items():
@@ -101,12 +105,12 @@ def predict_step(
     planned = found[_title(hosts)]
     if isinstance(way := choices.get("strategy"), Resolved) and way.value == "fsdp":
         rates = _rates(machines, inventory, dtype, processes=workers, unequal=unequal)
-        meetings = accumulation * (1 + len(facts.blocks or (0,)))
-        planned = found["fsdp"] = _sharded_seconds(work, rates, workers=workers, passes=accumulation, meetings=meetings)
+        calls = accumulation * (1 + len(facts.blocks or (0,)))
+        planned = found["fsdp"] = _sharded_seconds(work, rates, workers=workers, passes=accumulation, collectives=calls)
     each = ", ".join(f"{name} {_text(spent)}" for name, spent in found.items())
     source = _rates(machines, inventory, dtype, processes=workers, unequal=unequal).source
-    told = f"an estimate, not measured: {each}; {source}; {LEFT_OUT}"
-    return Resolved(f"about {_text(planned)} at assumed rates", told)
+    reason = f"an estimate, not measured: {each}; {source}; {LEFT_OUT}"
+    return Resolved(f"about {_text(planned)} at assumed rates", reason)
 
 
 def _known(choice: Choice) -> int:
@@ -115,7 +119,7 @@ def _known(choice: Choice) -> int:
 
 
 def _strategies(hosts: Resolved, machines: DevicePool, *, workers: int, has_experts: bool) -> dict[str, int]:
-    """Strategy -> processes beside the workers; those that the machines can give, the planned one among them."""
+    """Strategy -> processes besides the workers: the strategies that the machines can run, with the planned one."""
     found = {"data_parallel": 0}
     if not has_experts:
         return found
@@ -155,7 +159,8 @@ def _work(facts: ModelFacts, *, rows: int, accumulation: int, half: bool) -> Ste
 
 
 def _seconds(work: StepWork, rates: DeviceRates, *, workers: int, hosts: int, shared: bool) -> float:
-    """`hosts` are separate holders, 0 for the workers themselves; `shared`: each expert lives in one place."""
+    """Seconds of a step; `hosts` is the number of expert hosts (0: the workers hold the experts), `shared` says that
+    each expert is in one process only."""
     holders = hosts or workers
     reduced = work.trunk_parameters + (0 if shared else work.expert_parameters)
     update = UPDATE_BYTES / rates.memory
@@ -165,19 +170,20 @@ def _seconds(work: StepWork, rates: DeviceRates, *, workers: int, hosts: int, sh
     if not shared:
         return spent + work.expert_flops / rates.flops(workers) + reduced * update
     spent += work.expert_flops / rates.flops(holders)
-    away = 1.0 if hosts else (holders - 1) / holders  # a worker's own experts are no message away
+    away = 1.0 if hosts else (holders - 1) / holders  # a worker's own experts need no message
     spent += work.exchanges * rates.latency_s + away * work.exchanged_bytes / (min(workers, holders) * rates.wire)
     own, theirs = work.trunk_parameters * update, work.expert_parameters / holders * update
     return spent + (max(own, theirs) if hosts else own + theirs) + rates.latency_s
 
 
-def _sharded_seconds(work: StepWork, rates: DeviceRates, *, workers: int, passes: int, meetings: int) -> float:
-    """Weights come together twice a pass, and their gradients go apart once; `meetings` of each kind."""
+def _sharded_seconds(work: StepWork, rates: DeviceRates, *, workers: int, passes: int, collectives: int) -> float:
+    """Seconds of a step under FSDP: weights are gathered twice per pass and gradients reduce-scattered once, each in
+    `collectives` calls."""
     parameters = work.trunk_parameters + work.expert_parameters
     spent = (work.trunk_flops + work.expert_flops) / rates.flops(workers)
     if workers > 1:
         moved = passes * (workers - 1) / workers * 4 * parameters
-        spent += 3 * (moved / rates.wire + meetings * rates.latency_s)
+        spent += 3 * (moved / rates.wire + collectives * rates.latency_s)
     return spent + parameters / workers * UPDATE_BYTES / rates.memory
 
 
@@ -186,21 +192,22 @@ def _rates(machines: DevicePool, inventory: Inventory, dtype: str, *, processes:
     if machines.on_gpu:
         flops = _gpu_flops(machines, dtype, unequal=unequal) or 0.0
         name = _each_name(machines) if unequal else _slowest_name(machines)
-        wire, told = (50e9, "50 GB/s between GPUs of a node") if nodes == 1 else (3e9, "3 GB/s between nodes")
-        said = f"{name} at {GPU_SHARE:.0%} of its stated peak, {told}, assumed"
-        return DeviceRates(flops, 1, len(machines.gpus), 1e12, 5e-5, wire, said)
+        wire, link = (50e9, "50 GB/s between GPUs of a node") if nodes == 1 else (3e9, "3 GB/s between nodes")
+        source = f"{name} at {GPU_SHARE:.0%} of its data-sheet peak, {link}, assumed"
+        return DeviceRates(flops, 1, len(machines.gpus), 1e12, 5e-5, wire, source)
     threads = max(1, inventory.cpus // processes)
     flags = [flag for flag, has in inventory.cpu_flags.items() if has]
     one = CPU_HALF_FLOPS if dtype == "bf16" and flags else CPU_FLOPS.get(dtype, CPU_FLOPS["fp32"])
-    wire, told = (0.7e9, "0.7 GB/s and 0.3 ms on loopback") if nodes == 1 else (0.1e9, "0.1 GB/s between nodes")
+    wire, link = (0.7e9, "0.7 GB/s and 0.3 ms on loopback") if nodes == 1 else (0.1e9, "0.1 GB/s between nodes")
     memory = 10e9 if processes > 1 else 20e9
-    said = f"{one / 1e9:.0f} GFLOP/s a core in {dtype} ({', '.join(flags) or 'no bf16 instructions'}), {told}, assumed"
-    return DeviceRates(one, threads, max(1, inventory.cpus), memory, 3e-4, wire, f"{said}: measured on another machine")
+    core = f"{one / 1e9:.0f} GFLOP/s per core in {dtype} ({', '.join(flags) or 'no bf16 instructions'})"
+    source = f"{core}, {link}, assumed: measured on another machine"
+    return DeviceRates(one, threads, max(1, inventory.cpus), memory, 3e-4, wire, source)
 
 
 def _gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | None:
-    """Of the slowest GPU, at the share of its peak that training reaches, or of the mean one where shares are unequal;
-    None where one is not in the table."""
+    """FLOPs per second that training reaches on the slowest GPU, or the mean of all GPUs if shares are unequal; None if
+    a GPU is not in the table."""
     peaks = [peak_flops(gpu.name, dtype) for gpu in machines.gpus]
     found = [GPU_SHARE * peak for peak in peaks if peak is not None]
     if not found or len(found) < len(peaks):
@@ -209,7 +216,7 @@ def _gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | No
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """A GPU's stated peak, None for one that is not in the table."""
+    """A GPU's data-sheet peak; None if it is not in the table."""
     peaks = next((peaks for known, peaks in GPU_FLOPS.items() if known in _words(name)), None)
     return None if peaks is None else peaks[dtype in ("bf16", "fp16")]
 

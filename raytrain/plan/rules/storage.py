@@ -1,6 +1,6 @@
-"""Plan rules about data: where its rows are kept, by bytes, and how many processes read them.
+"""Plan rules about data: where its rows are kept, and how many processes read them.
 
-Pure: sections and facts in, choices out. What the facts do not tell yet is `Deferred`.
+Pure: sections and facts in, choices out. Choices that need facts not known yet are `Deferred`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from raytrain.plan.text import size_text
 AFTER_DATA = "read from the data at start"
 
 OVERHEAD = 1.1
-"""Rows on a device take so much more than their bytes: alignment, and the batch that is gathered."""
+"""Factor by which rows on a device take more than their bytes: alignment, and the gathered batch."""
 
 SPARE = 0.9
-"""Part of what a device has left that rows may take: the estimate of the rest is one."""
+"""Fraction of a device's remaining memory that rows may take, since the rest is only estimated."""
 
 LEAST_PART = 0.05
-"""A smaller part of the rows is not worth keeping."""
+"""A smaller fraction of the rows is not worth keeping on the device."""
 
 MOST_LOADERS = 4
-"""More processes for each worker than this are asked for by name."""
+"""The most loader processes per worker that `auto` chooses."""
 
 
 @dataclass(frozen=True)
 class DataRoom:
-    """What a worker may take, and what it takes without its data.
+    """The memory of a worker that is left for data.
 
     Attributes:
-        allowed: bytes of its device, or of its node's memory; None where unknown.
-        taken: weights, gradients, optimizer state and activations, as planned; None where the model is not known.
-        whole: whether `taken` has the activations in it.
-        on_gpu: whether it is a device's memory.
+        allowed: bytes that a worker may use of its device, or of its node's memory; None where unknown.
+        taken: planned bytes of weights, gradients, optimizer state and activations; None where the model is unknown.
+        whole: whether `taken` includes the activations.
+        on_gpu: whether it is a GPU's memory.
     """
 
     allowed: int | None
@@ -47,38 +47,38 @@ class DataRoom:
 
     @property
     def certain(self) -> int | None:
-        """Bytes that data can have at most."""
+        """The most bytes that data can take."""
         return None if self.allowed is None else self.allowed - (self.taken or 0)
 
     @property
     def left(self) -> int:
-        """Bytes that `auto` gives to data: half of what is left where nobody knows what the rest takes."""
+        """Bytes that `auto` gives to data; half of the remaining memory where the activations are unknown."""
         return max(0, int((self.certain or 0) * (SPARE if self.whole else 0.5)))
 
     def text(self) -> str:
-        """How `left` comes about."""
+        """`left` and how it is computed."""
         if self.taken is None:
-            return f"{size_text(self.left)}, half of what a worker may take: the model is not known yet"
-        told = f"{size_text(self.left)}, {'nine tenths' if self.whole else 'half'} of what"
-        return f"{told} {size_text(self.allowed or 0)} leave beside the {size_text(self.taken)} of the rest"
+            return f"{size_text(self.left)}, half of what a worker may use: the model is not known yet"
+        part = f"{size_text(self.left)}, {'nine tenths' if self.whole else 'half'} of what remains"
+        return f"{part} of {size_text(self.allowed or 0)} after {size_text(self.taken)} for the model"
 
 
 def choose_storage(
     data: DataConfig, *, facts: DataFacts | None, room: DataRoom, loaders: Choice, warnings: list[str]
 ) -> dict[str, Choice]:
-    """`storage`: resident (the whole split on the device), partial (its first `resident_rows`), pinned (batches copied
-    ahead, through pinned memory) or stream (each batch moved as it is asked for).
+    """`storage`: resident (the full split on the device), partial (its first `resident_rows`), pinned (batches copied
+    ahead of time through pinned memory) or stream (each batch moved on demand).
 
     Args:
-        loaders: processes that would read what is streamed.
+        loaders: processes that would read streamed rows.
     Raises:
-        InputError: `resident` was asked for, and the rows cannot fit.
+        InputError: `resident` is configured, and the rows cannot fit.
     """
     asked = data.storage
     if asked == "pinned" and not room.on_gpu:
         chosen = _by_bytes(facts, room, loaders=loaders)
-        why = "data.storage pinned is for copies to a GPU, and there is none"
-        value = chosen["storage"].value_or("what auto finds")
+        why = "data.storage pinned needs a GPU, and there is none"
+        value = chosen["storage"].value_or("the result of auto")
         warnings.append(f"{why}: {value} instead")
         return {**chosen, "storage": _because(chosen["storage"], why)}
     if asked == "resident" and facts is not None:
@@ -121,10 +121,10 @@ def _check_fits(facts: DataFacts, room: DataRoom) -> None:
     need, most = int(facts.total_bytes * OVERHEAD), room.certain
     if most is None or need <= most:
         return
-    beside = "" if room.taken is None else f" beside {size_text(room.taken)} of weights, optimizer and activations"
+    beside = "" if room.taken is None else f", {size_text(room.taken)} of it for weights, optimizer and activations"
     raise InputError(
         "data.storage", seen=f"resident for {size_text(need)} of data",
-        expected=f"at most {size_text(max(0, most))}: a worker may take {size_text(room.allowed or 0)}{beside}",
+        expected=f"at most {size_text(max(0, most))}: a worker may use {size_text(room.allowed or 0)}{beside}",
         remedy="auto keeps what fits and streams the rest; stream keeps nothing",
     )  # fmt: skip
 
@@ -143,9 +143,9 @@ def choose_loaders(
     data: DataConfig, *, facts: DataFacts | None, counts: Mapping[str, int], cores: Mapping[str, int],
     warnings: list[str],
 ) -> Choice:  # fmt: skip
-    """Processes of each worker that read a dataset whose items come one by one.
+    """Processes of each worker that read a dataset item by item.
 
-    `auto` leaves one core of each node to training, so that it is none on one core and one on two.
+    `auto` leaves one core of each node to training: no process on one core, one on two cores.
 
     Args:
         counts: workers of each node.
@@ -160,7 +160,7 @@ def choose_loaders(
         why = "rows are in memory" if facts.kind == "memory" else "row groups are read by a thread"
         why = "every item is read once, before the first step" if facts.kind == "items" else why
         if asked != "auto":
-            warnings.append(f"data.loader_workers {asked}: none is needed, {why}")
+            warnings.append(f"data.loader_workers {asked} is not needed: {why}")
         return Resolved(0, why)
     if asked != "auto":
         host = min(counts, key=lambda name: cores[name] - asked * counts[name])

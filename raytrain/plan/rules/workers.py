@@ -15,20 +15,20 @@ from raytrain.plan.choice import Resolved
 from raytrain.plan.rules.devices import DevicePool
 
 GPU_THREADS = 8
-"""More threads than this feed one GPU no faster; the rest of the cores is left to the data."""
+"""More threads than this do not feed one GPU faster; the other cores are left to data loading."""
 
 CPU_OVERLOAD = 4
-"""More workers than this per core is taken for a typing mistake."""
+"""More workers than this per core are refused as a typing mistake."""
 
 
 def count_workers(
     scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int, warnings: list[str]
 ) -> Resolved:
-    """How many training processes.
+    """The number of training processes.
 
     Raises:
-        InputError: more workers than GPUs, than cores could ever serve, than rows of a global batch, or other
-            than the mode allows.
+        InputError: more workers than GPUs, than `CPU_OVERLOAD` per core or than rows of a global batch, or a number
+            that contradicts the mode.
     """
     asked = scale.workers if isinstance(scale.workers, int) else None
     mode = machines.mode.value
@@ -58,7 +58,7 @@ def count_workers(
 def _check_asked(
     asked: int, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
 ) -> None:
-    """Whether `scale.workers` can be had here; raises `InputError` naming what there is."""
+    """Raises `InputError`, naming the machines found, if they cannot run `scale.workers` workers."""
     there = f"there are: {inventory.describe()}"
     gpus = len(machines.gpus)
     if asked > 1 and scale.mode == "single_gpu":
@@ -78,7 +78,7 @@ def _check_asked(
 
 
 def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str, int]:
-    """{host: workers}: GPUs are filled node by node, the fullest node first; CPU nodes take turns."""
+    """{host: workers}: GPUs node by node, the node with the most GPUs first; CPU nodes in turn."""
     counts: dict[str, int] = {}
     if machines.on_gpu:
         left = workers
@@ -96,8 +96,8 @@ def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str
 
 
 def allowed_bytes(cluster: ClusterConfig, machines: DevicePool, inventory: Inventory, *, workers: int) -> int | None:
-    """Bytes for one process: a fraction of the smallest device's free ones, or of its share of the tightest CPU node's,
-    and never more than `cluster.memory_limit`; None where nobody knows."""
+    """Bytes that one process may use: `cluster.memory_fraction` of the free bytes of the smallest device (on a CPU: of
+    its share of the tightest node), at most `cluster.memory_limit`; None where unknown."""
     if machines.on_gpu:
         room = float(min(gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in machines.gpus))
     else:
@@ -112,12 +112,12 @@ def allowed_bytes(cluster: ClusterConfig, machines: DevicePool, inventory: Inven
 
 
 def choose_placement(counts: dict[str, int], machines: DevicePool) -> Resolved:
-    """Ray's placement strategy and where the workers then are."""
+    """Ray's placement strategy, and the workers on each node as its reason."""
     return Resolved("PACK" if machines.on_gpu or len(counts) == 1 else "SPREAD", where_text(counts))
 
 
 def where_text(counts: Mapping[str, int]) -> str:
-    """How many processes on which nodes."""
+    """The number of processes on each node, as text."""
     return ", ".join(f"{count} on {host}" for host, count in counts.items())
 
 
@@ -125,11 +125,11 @@ def choose_threads(
     scale: ScaleConfig, counts: dict[str, int], machines: DevicePool, inventory: Inventory, warnings: list[str],
     *, beside: Mapping[str, int] | None = None,
 ) -> Resolved:  # fmt: skip
-    """CPU threads of each process, one number for all: equal thread counts give bit-equal sums.
+    """CPU threads of each process, the same for all: equal thread counts give bit-identical sums.
 
     Args:
         counts: workers of each node.
-        beside: further processes of each node, such as the hosts of experts.
+        beside: other processes of each node, such as expert hosts.
     """
     cores = cores_of(inventory)
     others = beside or {}

@@ -452,11 +452,11 @@ def test_storage_by_bytes_of_device_and_data() -> None:
     assert value(plan(ONE_GPU, data_facts=facts(55 * GIB)), "storage") == "resident"
     made = plan(small, data_facts=facts(8 * GIB))
     taken = value(plan(small, data={"storage": "stream"}), "memory")
-    room = f"{size_text(0.9 * (9 * GIB - taken))}, nine tenths of what 9 GiB leave beside the {size_text(taken)}"
+    room = f"{size_text(0.9 * (9 * GIB - taken))}, nine tenths of what remains of 9 GiB after {size_text(taken)}"
     assert f"8.8 GiB of data against {room}" in reason(made, "storage")
     unknown = plan(small, data_facts=facts(5 * GIB), model_facts=None)
     assert value(unknown, "storage") == "stream"
-    assert "4.5 GiB, half of what a worker may take: the model is not known yet" in reason(unknown, "storage")
+    assert "4.5 GiB, half of what a worker may use: the model is not known yet" in reason(unknown, "storage")
     large = replace(MODEL, parameters=15 * GIB // 4, trainable_bytes=15 * GIB)  # 60 GiB of the 72 with its state
     assert value(plan(ONE_GPU, data_facts=facts(11 * GIB), model_facts=large), "storage") == "partial"
 
@@ -488,7 +488,7 @@ def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
 def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
     made = plan(data={"storage": "pinned"})
     assert value(made, "storage") == "resident"
-    assert "data.storage pinned is for copies to a GPU, and there is none" in reason(made, "storage")
+    assert "data.storage pinned needs a GPU, and there is none" in reason(made, "storage")
     assert any("pinned" in warning and "resident instead" in warning for warning in made.warnings)
     assert value(plan(ONE_GPU, data={"storage": "pinned"}), "storage") == "pinned"
 
@@ -540,7 +540,9 @@ def test_frozen_weights_have_no_gradient_and_no_moments() -> None:
 def test_more_than_the_memory_is_a_warning() -> None:
     large = ModelFacts(GIB, 4 * GIB, 0, None, "a test")
     hopeless = plan(machines(node(memory=10 * GIB)), model_facts=large)
-    assert any("with one row at a time, but it may take 9 GiB: it will hardly fit" in one for one in hopeless.warnings)
+    assert any(
+        "with one row at a time, but it may use 9 GiB: it will probably not fit" in one for one in hopeless.warnings
+    )
     large = ModelFacts(1000, 4000, 2 * GIB, None, "a test")
     made = plan(machines(node(memory=10 * GIB)), model_facts=large, loop={"micro_batch_size": 8})
     assert any("lower loop.micro_batch_size" in warning for warning in made.warnings)
@@ -555,9 +557,9 @@ def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
     """The process, 16 MB of weights, gradients and moments, and half of the row's 1 MiB: 417 + 15.3 + 0.5 MiB."""
     needed = LEAST_PROCESS_BYTES + 16_000_000 + (1 << 19)
     told = (
-        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB, which no worker does without"
-        r": the process 418 MiB \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512 KiB;"
-        r" 480 MiB are estimated for one row; null leaves"
+        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB, the least that a worker "
+        r"needs: the process 418 MiB \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512"
+        r" KiB; 480 MiB are estimated for one row; null uses"
     )
     with pytest.raises(InputError, match=told):
         plan(model_facts=KNOWN, cluster={"memory_limit": 300 << 20})
@@ -601,9 +603,9 @@ def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_h
     """32 rows of 1 MiB, 16 MB of state, the process: about 511 MiB."""
     made = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20})
     assert made.micro_batch_size == Deferred(
-        "the largest that fits, by real steps at start", (1, 32), made.micro_batch_size.reason
+        "the largest that fits, measured with real steps at start", (1, 32), made.micro_batch_size.reason
     )
-    assert "a worker may take 900 MiB" in made.micro_batch_size.reason
+    assert "a worker may use 900 MiB" in made.micro_batch_size.reason
     assert made.accumulation == Deferred("with the micro-batch", (1, 32))
     assert value(made, "effective_batch") == 32
     enough = plan(model_facts=KNOWN, cluster={"memory_limit": 1200 << 20})
@@ -679,7 +681,7 @@ def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() ->
     told = reason(made, "step_time")
     assert value(made, "step_time").endswith(" at assumed rates") and "an estimate, not measured" in told
     assert "without elementwise work" in told
-    assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s a core in fp32" in told
+    assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s per core in fp32" in told
     on_gpu = mixture("colocated", FOUR_GPUS)
     assert "colocated" in reason(on_gpu, "step_time") and "A100" in reason(on_gpu, "step_time")
     unheard = machines(node(gpus=[gpu(0, "Imaginary 1")]))
@@ -742,7 +744,7 @@ def test_experts_live_on_two_hosts_on_cpus_and_are_shared_out_over_gpus() -> Non
 
 
 def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:
-    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 beside 4 workers") as caught:
+    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with 4 workers") as caught:
         plan(FOUR_GPUS, experts_hosts=2, scale={"workers": 4})
     assert "scale.workers" in str(caught.value) and "colocated" in str(caught.value)
     with pytest.raises(InputError, match=r"scale\.strategy"):
@@ -770,10 +772,10 @@ def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
 @pytest.mark.parametrize(
     ("inventory", "asked", "scale", "says"),
     [
-        (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type that is there", "T4")),
+        (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type of these machines", "T4")),
         (TWO_KINDS, {"T4": 9}, {}, ("seen 9 T4", "at most 8")),
         (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("12 GPUs, each host takes one, and a worker needs one",)),
-        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 beside 7 workers", "the workers take 7", "scale.workers")),
+        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 with 7 workers", "the workers take 7", "scale.workers")),
         (machines(node(gpus=[gpu(0, "A100"), gpu(1, "T4")])), {"T4": 1}, {}, ("GPUs of several kinds", "a number")),
         (CPU, {"A100": 2}, {}, ("seen 2 A100", "on CPUs")),
     ],
@@ -836,8 +838,8 @@ def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> Non
     ("asked", "scale", "says"),
     [
         (100, {}, "seen 100, expected at most 7: there are 8 GPUs, each host takes one, and a worker needs one"),
-        (8, {"workers": 4}, "seen 8 beside 4 workers, expected at most 4: there are 8 GPUs, each host"),
-        (1, {"workers": 8}, "seen 1 beside 8 workers, expected 0 or colocated: there are 8 GPUs, each host"),
+        (8, {"workers": 4}, "seen 8 with 4 workers, expected at most 4: there are 8 GPUs, each host"),
+        (1, {"workers": 8}, "seen 1 with 8 workers, expected 0 or colocated: there are 8 GPUs, each host"),
         ({"A100": 10**9}, {}, "seen 1000000000 A100, expected at most 4"),
     ],
 )
@@ -894,8 +896,8 @@ def test_auto_measures_micro_batches_in_flight_or_says_why_not() -> None:
         choice = measured.choices()["inflight"]
         assert isinstance(choice, Deferred) and choice.bounds == (1, 2)
     for made, why in (
-        (plan(FOUR_GPUS, experts_hosts="colocated"), "one micro-batch a step"),
-        (plan(FOUR_GPUS, experts_hosts="colocated", loop={**SPLIT, **RECOMPUTED}), "again in backward"),
+        (plan(FOUR_GPUS, experts_hosts="colocated"), "one micro-batch per step"),
+        (plan(FOUR_GPUS, experts_hosts="colocated", loop={**SPLIT, **RECOMPUTED}), "recomputes blocks in backward"),
     ):
         assert value(made, "inflight") == 1 and why in reason(made, "inflight")
 

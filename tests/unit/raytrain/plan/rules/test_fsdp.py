@@ -74,7 +74,7 @@ def test_each_worker_holds_its_share_and_one_block_together() -> None:
         made = plan(scale={"workers": workers})
         memory = resolved(made, "memory")
         kept = sum(-(-size * parameters // workers) for size in (4, 4, 8))
-        assert f"weights / {workers}" in memory.reason and "a block together" in memory.reason
+        assert f"weights / {workers}" in memory.reason and "a gathered block" in memory.reason
         others = plan(scale={"workers": workers, "strategy": "data_parallel"}, precision={"dtype": "fp32"})
         assert resolved(others, "memory").value - memory.value == 16 * parameters - kept - 12 * block - 8 * outside
     assert "nothing is saved" in resolved(plan(scale={"workers": 1}), "strategy").reason

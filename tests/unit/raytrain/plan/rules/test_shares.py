@@ -88,8 +88,8 @@ def test_four_nodes_of_eight_mixed_gpus_show_what_each_kind_is_to_do() -> None:
     )
     row = next(text for name, *text in made.rows() if name == "shares")
     assert row[0] == told and row[1].startswith("measured at the start, on all workers at the same time")
-    assert "expected 2.56 times as fast as equal shares, at 40% of stated peaks in fp16" in row[1]
-    assert "TFLOP/s: A100 125, V100 50, T4 26" in row[1] and "what its memory has room for" in row[1]
+    assert "expected 2.56 times as fast as equal shares, at 40% of data-sheet peaks in fp16" in row[1]
+    assert "TFLOP/s: A100 125, V100 50, T4 26" in row[1] and "what each kind of device has memory for" in row[1]
     assert not any("kinds" in warning for warning in made.warnings)
     given = {"global_batch_size": 1024, "micro_batch_size": 8}
     named = shares(plan(MIXED, scale=AUTO, loop=given, precision={"dtype": "fp16"}, model_facts=LARGE))
@@ -130,7 +130,7 @@ def test_with_experts_outside_the_workers_shares_stay_equal(hosts: Any) -> None:
 
 def test_a_kind_without_a_rate_is_measured_all_the_same() -> None:
     odd = machines(host("a", A100, ("Own Brand", (8, 0)), each=1))
-    assert "no rate is stated for Own Brand" in shares(plan(odd, scale=AUTO)).reason
+    assert "the peak rate is unknown for Own Brand" in shares(plan(odd, scale=AUTO)).reason
 
 
 def test_layers_in_fp32_are_named_measured_or_change_nothing() -> None:
