@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from jobs.tuning.space.keys import told
-from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport, gate_refusal
@@ -154,7 +154,7 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
         return [*cells, "", "", f"{found.value} loader processes: {found.reason}"]
     if row.get("contest") is not None:
         peak = (row.get("measurement") or {}).get("peak_bytes")
-        return [*cells, "", bytes_text(peak), contest_text(Contest.from_json(row["contest"]), space)]
+        return [*cells, "", bytes_text(peak), contest_text(HeadToHead.from_json(row["contest"]), space)]
     if row.get("measurement") is None:
         return [*cells, "", "", row.get("reason", "")]
     one = Measurement.from_json(row["measurement"])
@@ -165,7 +165,7 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
     return [*cells, speed, bytes_text(one.peak_bytes), ": ".join(part for part in (words, one.reason) if part)]
 
 
-def contest_text(contest: Contest, space: BatchSpace) -> str:
+def contest_text(contest: HeadToHead, space: BatchSpace) -> str:
     """The first contender against each of the others."""
     if not contest.valid:
         return next(f"{one.outcome}: {one.reason}" for one in contest.measurements if one.outcome != "ok")

@@ -12,12 +12,12 @@ from test_probe_is_neutral import moe, noisy
 from torch import Tensor, nn
 
 from raytrain.autotune.probe.numeric_gate import run_gate
-from raytrain.autotune.probe.run_proposal import carry_out
-from raytrain.autotune.search.batch import BatchDecision, BatchSpace, decide, next_proposals
-from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.probe.run_proposal import run_proposal
+from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport
-from raytrain.autotune.search.space import MOST_STEPS, sizes_dividing
+from raytrain.autotune.search.space import MOST_STEPS, BatchSpace, sizes_dividing
 from raytrain.train import device
 from raytrain.train.session import Session
 
@@ -26,9 +26,9 @@ def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[M
     """As a plain loop does it."""
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
-    contests: list[Contest] = []
+    contests: list[HeadToHead] = []
     while proposals := next_proposals(space, measurements, (), gates, contests):
-        taken = carry_out(session, proposals[0], reference="fp32", budget=space.budget_bytes)
+        taken = run_proposal(session, proposals[0], reference="fp32", budget=space.budget_bytes)
         measurements += [taken.measurement] if taken.measurement else []
         gates += [taken.gate] if taken.gate else []
         contests += [taken.contest] if taken.contest else []

@@ -12,7 +12,7 @@ import torch
 import unequal
 from gang import run_gang
 
-from raytrain.autotune.probe.worker_speed import measure_paces
+from raytrain.autotune.probe.worker_speed import measure_worker_speeds
 from raytrain.autotune.startup.shares import sizes_to_try
 from raytrain.plan.shares import Shares
 
@@ -79,7 +79,7 @@ def test_a_pass_that_has_no_room_is_left_out_and_leaves_no_trace() -> None:
     session = unequal.session_of(precision="fp32", steps=4, shares=None, dropout=0.1)
     before = unequal.everything(session)
     order = session.loader.batches.split.order(0, 0)
-    (pace,) = measure_paces(
+    (pace,) = measure_worker_speeds(
         session.step,
         lambda size: session.loader.one(order[:size]),
         sizes=[2, 4, 8],

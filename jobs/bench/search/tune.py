@@ -26,11 +26,11 @@ from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alt
 from jobs.bench.harness.options import TuneOptions
 from jobs.bench.harness.sessions import SessionArm
 from jobs.bench.search.tune_arms import PRECISIONS, Bench, Found, gpt_job
-from raytrain.autotune.search.knee import NEAR
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.measurement import Measurement as Measured
 from raytrain.autotune.search.precision import WORTHWHILE_GAIN
 from raytrain.autotune.search.space import MOST_SIZES, MOST_STEPS, BatchSpace, sizes_free
+from raytrain.autotune.search.throughput import NEAR
 from raytrain.errors import InputError
 
 MIB = 2**20

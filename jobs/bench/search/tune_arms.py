@@ -12,12 +12,11 @@ import torch
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.options import TuneOptions
 from jobs.bench.harness.sessions import session_of
-from raytrain.autotune.probe.run_proposal import carry_out
-from raytrain.autotune.probe.state_guard import restored_steps, untouched
+from raytrain.autotune.probe.run_proposal import run_proposal
+from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.probe.step import StepProbe
-from raytrain.autotune.search.batch import decide, next_proposals
-from raytrain.autotune.search.decision import BatchDecision
-from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import PASSES, BatchSpace, Proposal
@@ -58,7 +57,7 @@ class Found:
     decision: BatchDecision
     measurements: list[Measurement]
     gates: list[GateReport]
-    contests: list[Contest]
+    contests: list[HeadToHead]
     phases: dict[str, float]
     seconds: float
 
@@ -139,12 +138,12 @@ class Bench:
         space = self.space(precisions, budget=budget)
         measurements: list[Measurement] = []
         gates: list[GateReport] = []
-        contests: list[Contest] = []
+        contests: list[HeadToHead] = []
         phases: dict[str, float] = {}
         began = time.perf_counter()
         while proposals := next_proposals(space, measurements, (), gates, contests):
             wanted, at = proposals[0], time.perf_counter()
-            taken = carry_out(self.probe, wanted, reference=space.lead, budget=budget)
+            taken = run_proposal(self.probe, wanted, reference=space.lead, budget=budget)
             for part, found in ((taken.measurement, measurements), (taken.gate, gates), (taken.contest, contests)):
                 if part is not None:
                     found.append(part)  # pyright: ignore[reportArgumentType]
@@ -157,7 +156,7 @@ class Bench:
         """Seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32; the size that
         fails in the end is not counted."""
         session = self.session
-        with untouched(session.trainable, session.device), restored_steps(session.optimizers):
+        with preserve_model(session.trainable, session.device), preserve_optimizers(session.optimizers):
             began = time.perf_counter()
             for size in (size for size in self.sizes if size >= 2):
                 micro = session.loader.one(session.loader.batches.rows_from(session.state.cursor, size))

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.tuning.batch.known import Known
-from raytrain.autotune.search.batch import BatchSpace, next_proposals
-from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.batch_size import next_proposals
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.search.space import BatchSpace
 from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import to_line
@@ -82,7 +83,7 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
     if gate is not None and GateReport.from_json(gate).out_of_memory:
         return False
     steady = measured is None or Measurement.from_json(measured).is_steady
-    return steady and (contest is None or Contest.from_json(contest).valid)
+    return steady and (contest is None or HeadToHead.from_json(contest).valid)
 
 
 def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None, *, gate: str = "") -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raytrain.autotune.search.batch import next_proposals
-from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.batch_size import next_proposals
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.loaders import LoaderRates
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.noise_scale import NoiseScale
@@ -40,7 +40,7 @@ class Known:
         self.rows: list[dict[str, Any]] = []
         self.measurements: list[Measurement] = []
         self.gates: list[GateReport] = []
-        self.contests: list[Contest] = []
+        self.contests: list[HeadToHead] = []
         self.noise: NoiseScale | None = None
         self.loaders: LoaderRates | None = None
         self.signature: dict[str, Any] | None = None
@@ -59,7 +59,7 @@ class Known:
         if row.get("measurement") is not None:
             self.measurements.append(Measurement.from_json(row["measurement"]))
         if row.get("contest") is not None:
-            self.contests.append(Contest.from_json(row["contest"]))
+            self.contests.append(HeadToHead.from_json(row["contest"]))
         self.signature = row.get("signature") or self.signature
 
 

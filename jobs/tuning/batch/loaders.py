@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from cluster.devices.inventory import Inventory
 from jobs.job.spec import JobSpec
 from jobs.tuning.batch.known import Known, weighed
-from raytrain.autotune.search.batch import BatchSpace, decide
+from raytrain.autotune.search.batch_size import decide
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.search.space import BatchSpace
 from raytrain.errors import RunError
 from raytrain.plan.choice import Choice, Deferred
 from raytrain.plan.facts import DataFacts

@@ -15,8 +15,7 @@ from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.points import whole_mapping
 from jobs.tuning.space.results import close, draw, header_of, say_files
 from jobs.tuning.table import bytes_text, number_text, print_table
-from raytrain.autotune.search.batch import decide
-from raytrain.autotune.search.decision import BatchDecision
+from raytrain.autotune.search.batch_size import BatchDecision, decide
 from raytrain.autotune.search.device_kinds import KindsDecision, choose_for_all
 from raytrain.autotune.search.measurement import STEADY, Candidate
 from raytrain.autotune.search.memory_line import line_of

@@ -20,7 +20,7 @@ from ray import cloudpickle, tune
 from jobs.tuning.batch.trials import TrialRequest
 from raytrain.autotune.probe.gradient_noise import measure_norms
 from raytrain.autotune.probe.loaders import measure_loaders
-from raytrain.autotune.probe.run_proposal import carry_out
+from raytrain.autotune.probe.run_proposal import run_proposal
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.noise_scale import noise_scale
 from raytrain.autotune.startup.confirm import signature_of
@@ -90,7 +90,7 @@ def _measured(session: Session, wanted: TrialRequest, orders: BatchOrders) -> di
     if wanted.loaders is not None:
         found = measure_loaders(StepProbe(session), wanted.candidate, most=wanted.loaders, passes=wanted.passes)
         return {"loaders": found.to_json()}
-    taken = carry_out(
+    taken = run_proposal(
         StepProbe(session), wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind]
     )
     found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}

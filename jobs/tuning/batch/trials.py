@@ -13,9 +13,10 @@ from jobs.tuning.batch.known import IN_TURN, LOADERS, Known, What, weighed, what
 from jobs.tuning.batch.loaders import NONE, LoaderSearch
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
-from raytrain.autotune.search.batch import BatchSpace, Proposal, next_proposals
+from raytrain.autotune.search.batch_size import next_proposals
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.search.space import BatchSpace, Proposal
 from raytrain.runs.sweep import SweepFolder
 
 

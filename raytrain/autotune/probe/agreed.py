@@ -18,7 +18,7 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import RemoteState
 
 
-def tried(
+def run_agreed(
     work: Callable[[], object],
     *,
     workers: Workers,

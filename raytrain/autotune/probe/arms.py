@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain.autotune.probe.state_guard import untouched
+from raytrain.autotune.probe.state_guard import preserve_model
 from raytrain.train.device import rng_state, seconds_of, set_rng_state
 from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import Trainable
@@ -92,7 +92,7 @@ def timed_arms(
     seconds: list[list[float]] = [[] for _ in arms]
     values: list[Sequence[float]] = [() for _ in arms]
     errors: dict[int, str] = {}
-    with untouched(trainable, device):
+    with preserve_model(trainable, device):
         generators, begin = rng_state(device), time.perf_counter()
         for round_number in range(max_rounds + 1):
             for index, arm in enumerate(arms):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain.autotune.probe.state_guard import untouched
+from raytrain.autotune.probe.state_guard import preserve_model
 from raytrain.autotune.search.noise_scale import NormPair
 from raytrain.errors import RunError
 from raytrain.train.session import Session
@@ -41,7 +41,7 @@ def measure_norms(
         raise ValueError("the gradient noise scale needs at least two micro-batches")
     rows = micro_batch_size * micro_batches * world_size
     taken = session.loader.batches.rows_from(session.state.cursor, rows * draws)
-    with untouched(session.trainable, session.device):
+    with preserve_model(session.trainable, session.device):
         found = [_squares(session, part, micro_batches) for part in np.split(taken, draws)]
     smalls = torch.stack([small for small, _ in found]).tolist()
     bigs = torch.stack([big for _, big in found]).tolist()

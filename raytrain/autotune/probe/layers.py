@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from torch import Tensor
 
-from raytrain.autotune.probe.agreed import tried
-from raytrain.autotune.probe.state_guard import untouched
+from raytrain.autotune.probe.agreed import run_agreed
+from raytrain.autotune.probe.state_guard import preserve_model
 from raytrain.autotune.search.layers import LayerChange, choose_layers
 from raytrain.autotune.search.precision import outside_band
 from raytrain.errors import OutOfMemory, RunError
@@ -48,7 +48,7 @@ class LayerProbe:
             OutOfMemory: a worker has no room for a pass; all raise it together.
             RunError: a pass in fp32 cannot be taken at all.
         """
-        with untouched(self._step.trainable, self._step.device):
+        with preserve_model(self._step.trainable, self._step.device):
             try:
                 return self._held(names)
             except OutOfMemory as error:
@@ -67,7 +67,7 @@ class LayerProbe:
     def _tried(self, work: Callable[[], object]) -> str:
         """Why it cannot be done, "" where it was, by every worker; that memory ran out is raised."""
         step = self._step
-        outcome, reason = tried(
+        outcome, reason = run_agreed(
             work, workers=step.workers, device=step.device, remote=step.trainable.remote, meets=step.meets
         )
         if outcome == "out_of_memory":

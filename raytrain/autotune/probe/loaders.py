@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from raytrain.autotune.probe.state_guard import skipped_steps, untouched
+from raytrain.autotune.probe.state_guard import preserve_model, preserve_skipped
 from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.loaders import LoaderRate, LoaderRates, next_count
 from raytrain.autotune.search.measurement import Candidate
@@ -38,7 +38,11 @@ def measure_loaders(probe: StepProbe, candidate: Candidate, *, most: int, passes
 
 def _rate(probe: StepProbe, candidate: Candidate, count: int, passes: int) -> LoaderRate:
     session, step, trainable = probe.session, probe.step, probe.session.trainable
-    with probe.computing_as(candidate), untouched(trainable, session.device), skipped_steps(step.optimizers):
+    with (
+        probe.computing_as(candidate),
+        preserve_model(trainable, session.device),
+        preserve_skipped(step.optimizers),
+    ):
         loader = _loader(session, candidate.micro_batch_size, count)
         try:
             ahead = 0 if loader.pool is None else loader.pool.depth

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from raytrain.autotune.probe.state_guard import restored_steps, untouched
+from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.precision import GateReport
 from raytrain.errors import OutOfMemory, RunError, first_line
@@ -107,7 +107,7 @@ def _as_it_was(session: Session) -> Iterator[None]:
     parts = trainable.state_parts() if trainable.state_parts else {}
     kept = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     try:
-        with untouched(trainable, session.device), restored_steps(session.optimizers):
+        with preserve_model(trainable, session.device), preserve_optimizers(session.optimizers):
             yield
     finally:
         for name, part in parts.items():

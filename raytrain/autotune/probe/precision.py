@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from raytrain.autotune.probe.agreed import tried
+from raytrain.autotune.probe.agreed import run_agreed
 from raytrain.autotune.probe.arms import BUDGET_S, TimedArm, timed_arms
 from raytrain.autotune.search.precision import PrecisionTrial
 from raytrain.train.parallel.collectives import Workers
@@ -43,7 +43,7 @@ def compare_precisions(
         min_rounds=MIN_ROUNDS,
         max_rounds=MAX_ROUNDS,
         budget_s=budget_s,
-        attempt=lambda work: tried(work, workers=workers, device=device, remote=trainable.remote)[1],
+        attempt=lambda work: run_agreed(work, workers=workers, device=device, remote=trainable.remote)[1],
     )
     trials = []
     for name, time in zip(candidates, times, strict=True):

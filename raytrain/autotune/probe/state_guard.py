@@ -16,7 +16,7 @@ from raytrain.trainable import Trainable
 
 
 @contextlib.contextmanager
-def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False) -> Iterator[None]:
+def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = False) -> Iterator[None]:
     """Whatever runs inside leaves buffers, generators and gradients of the model as they were.
 
     Args:
@@ -44,7 +44,7 @@ def untouched(trainable: Trainable, device: torch.device, *, worst: bool = False
 
 
 @contextlib.contextmanager
-def skipped_steps(optimizers: list[Any]) -> Iterator[None]:
+def preserve_skipped(optimizers: list[Any]) -> Iterator[None]:
     """Steps that are skipped inside, by a flag on the device, leave the optimizers as they were.
 
     They allocate the optimizer's state, which is why they are taken; what was not there before is gone afterwards. An
@@ -53,12 +53,12 @@ def skipped_steps(optimizers: list[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             skips = takes_skip_on_device(optimizer)
-            stack.enter_context(_same_entries(optimizer) if skips else restored_steps([optimizer]))
+            stack.enter_context(_same_entries(optimizer) if skips else preserve_optimizers([optimizer]))
         yield
 
 
 @contextlib.contextmanager
-def restored_steps(optimizers: list[Any]) -> Iterator[None]:
+def preserve_optimizers(optimizers: list[Any]) -> Iterator[None]:
     """Real steps inside leave the optimizers and their weights as they were: both are copied to host memory."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     weights = [_on_host(parameter) for parameter in parameters]

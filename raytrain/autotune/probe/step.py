@@ -20,9 +20,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from raytrain.autotune.probe.agreed import tried
+from raytrain.autotune.probe.agreed import run_agreed
 from raytrain.autotune.probe.rows import RowChoice
-from raytrain.autotune.probe.state_guard import restored_steps, skipped_steps, untouched
+from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, alike
 from raytrain.plan.text import size_text
 from raytrain.train.device import device_name, seconds_of
@@ -42,7 +42,7 @@ HALVINGS = 24
 
 
 @dataclass
-class _Found:
+class _Readings:
     """What the phases of one measurement leave behind, on this worker."""
 
     pass_s: list[float] = field(default_factory=list)
@@ -91,16 +91,19 @@ class StepProbe:
         Raises:
             ValueError: a precision of another master dtype.
         """
-        found = _Found()
+        readings = _Readings()
         with self.computing_as(candidate):
             if with_memory:
-                with untouched(self.step.trainable, self.device, worst=True), skipped_steps(self.step.optimizers):
-                    self._read_memory(candidate.micro_batch_size, found, budget=budget)
-            if passes and found.outcome == "ok":
-                with untouched(self.step.trainable, self.device):
+                with (
+                    preserve_model(self.step.trainable, self.device, worst=True),
+                    preserve_skipped(self.step.optimizers),
+                ):
+                    self._read_memory(candidate.micro_batch_size, readings, budget=budget)
+            if passes and readings.outcome == "ok":
+                with preserve_model(self.step.trainable, self.device):
                     enough = passes if least is None else least
-                    self._time(candidate.micro_batch_size, found, passes=passes, enough=enough, budget=budget)
-        return self._agreed(candidate, found, budget=budget)
+                    self._time(candidate.micro_batch_size, readings, passes=passes, enough=enough, budget=budget)
+        return self._agreed(candidate, readings, budget=budget)
 
     def measure_in_turn(
         self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
@@ -108,21 +111,21 @@ class StepProbe:
         """Several, a pass and an update of each in every round, after one round that is dropped; where one fails, all
         end, and of those that had not begun there is nothing. Of the others what `measure` gives, pass i of all of them
         from round i. Collective; changes nothing."""
-        found: list[_Found] = []
+        readings: list[_Readings] = []
         scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
         rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
         own = self._optimizer_seconds()
-        with untouched(self.step.trainable, self.device), skipped_steps(self.step.optimizers):
+        with preserve_model(self.step.trainable, self.device), preserve_skipped(self.step.optimizers):
             for number in range((1 + rounds) * len(candidates)):
                 at = number % len(candidates)
                 turn = self._begin if number < len(candidates) else self._pass
-                found += [_Found()] if number < len(candidates) else []
+                readings += [_Readings()] if number < len(candidates) else []
                 with self.computing_as(candidates[at], scales[at]):
-                    if not turn(rows[at], found[at], budget):
+                    if not turn(rows[at], readings[at], budget):
                         break
-        for one in found:
+        for one in readings:
             one.update_s = [seconds + own for seconds in one.update_s]
-        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, found, strict=False))
+        return tuple(self._agreed(*pair, budget=budget) for pair in zip(candidates, readings, strict=False))
 
     @contextlib.contextmanager
     def computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
@@ -146,22 +149,22 @@ class StepProbe:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def _read_memory(self, micro: int, found: _Found, *, budget: int | None) -> None:
+    def _read_memory(self, micro: int, readings: _Readings, *, budget: int | None) -> None:
         with exact_memory(self.device):
             # once before the meter is made: what the model and its kernels take for good is no part of a row
             rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
             few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
-            if not self._try(partial(self._warm_up, few), found, budget):
+            if not self._try(partial(self._warm_up, few), readings, budget):
                 return
-            if not self._try_update(found, budget):
+            if not self._try_update(readings, budget):
                 return
             meter = PeakMeter(self.device)
-            found.floor = meter.floor
-            fits = self._first(rows, found, budget)
-            fits = fits and self._try_update(found, budget)
+            readings.floor = meter.floor
+            fits = self._first(rows, readings, budget)
+            fits = fits and self._try_update(readings, budget)
             if fits and self.eval_split is not None:
-                fits = self._try(partial(self._evaluate, micro), found, budget)
-            found.peak = meter.peak() if fits else None
+                fits = self._try(partial(self._evaluate, micro), readings, budget)
+            readings.peak = meter.peak() if fits else None
 
     def _warm_up(self, rows: np.ndarray) -> None:
         self._backward([rows])
@@ -184,26 +187,26 @@ class StepProbe:
 
     # -- time -------------------------------------------------------------------------------------
 
-    def _time(self, micro: int, found: _Found, *, passes: int, enough: int, budget: int | None) -> None:
+    def _time(self, micro: int, readings: _Readings, *, passes: int, enough: int, budget: int | None) -> None:
         rows = self._choice.rows(micro, passes=1, longest=False)
-        with skipped_steps(self.step.optimizers):
-            if not self._begin(rows, found, budget):
+        with preserve_skipped(self.step.optimizers):
+            if not self._begin(rows, readings, budget):
                 return
             for number in range(passes):
-                if number >= max(2, enough) and self._all_alike(found.pass_s):
+                if number >= max(2, enough) and self._all_alike(readings.pass_s):
                     break
-                if not self._pass(rows, found, budget):
+                if not self._pass(rows, readings, budget):
                     return
         own = self._optimizer_seconds()
-        found.update_s = [seconds + own for seconds in found.update_s]
+        readings.update_s = [seconds + own for seconds in readings.update_s]
 
-    def _begin(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
-        return self._first(rows, found, budget) and self._try_update(found, budget)
+    def _begin(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
+        return self._first(rows, readings, budget) and self._try_update(readings, budget)
 
-    def _pass(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+    def _pass(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
         """A pass and an update that are."""
-        passed = self._try(partial(self._timed_pass, rows, found.pass_s), found, budget)
-        return passed and self._try_update(found, budget, timed=True)
+        passed = self._try(partial(self._timed_pass, rows, readings.pass_s), readings, budget)
+        return passed and self._try_update(readings, budget, timed=True)
 
     def _all_alike(self, seconds: list[float]) -> bool:
         """Whether the last two passes took the same time on every worker."""
@@ -227,7 +230,7 @@ class StepProbe:
         if self._optimizer_s is None:
             one, no = torch.ones((), device=self.device), torch.zeros((), dtype=torch.bool, device=self.device)
             times: list[float] = []
-            with restored_steps(self.step.optimizers):
+            with preserve_optimizers(self.step.optimizers):
                 for _ in range(1 + OPTIMIZER_STEPS):
                     self._timed(partial(self.step.update, GlobalStep(norm=one, skip=no), step=1), times)
             self._optimizer_s = sorted(times[1:])[OPTIMIZER_STEPS // 2]
@@ -235,12 +238,12 @@ class StepProbe:
 
     # -- the parts of a step ----------------------------------------------------------------------
 
-    def _first(self, rows: list[np.ndarray], found: _Found, budget: int | None) -> bool:
+    def _first(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
         """Passes that also say what the loss is; under fp16 again, by all workers, until the loss scale is one that
         works for each of them. Whether they went well for everybody."""
         scale = self.step.scale
         for _ in range(HALVINGS if scale.enabled else 1):
-            if not self._try(partial(self._scored, rows, found), found, budget):
+            if not self._try(partial(self._scored, rows, readings), readings, budget):
                 return False
             works = not scale.enabled or math.isfinite(float(self.step.gradients.sum_of_squares()))
             if not self.workers.all_reduce_ints([int(not works)])[0]:
@@ -248,8 +251,8 @@ class StepProbe:
             scale.update(torch.ones((), dtype=torch.bool, device=self.device))
         return True
 
-    def _scored(self, rows: list[np.ndarray], found: _Found) -> None:
-        found.loss = self._backward(rows)
+    def _scored(self, rows: list[np.ndarray], readings: _Readings) -> None:
+        readings.loss = self._backward(rows)
 
     def _backward(self, rows: list[np.ndarray], read: list[MicroBatch] | None = None) -> float:
         """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
@@ -258,8 +261,8 @@ class StepProbe:
         loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
         return float(loss + aux)
 
-    def _update(self, found: _Found) -> None:
-        found.norm = (
+    def _update(self, readings: _Readings) -> None:
+        readings.norm = (
             float(self.update()) / self.workers.world_size
         )  # each worker's gradient is of a mean over its own rows
 
@@ -273,44 +276,47 @@ class StepProbe:
 
     # -- agreement --------------------------------------------------------------------------------
 
-    def _try(self, work: Callable[[], object], found: _Found, budget: int | None) -> bool:
-        """Whether it went well for everybody; else `found` says what went wrong."""
-        outcome, reason = tried(
+    def _try(self, work: Callable[[], object], readings: _Readings, budget: int | None) -> bool:
+        """Whether it went well for everybody; else `readings` says what went wrong."""
+        outcome, reason = run_agreed(
             work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
             meets=self.step.meets, budget=budget,
         )  # fmt: skip
         if outcome != "ok":
-            found.outcome, found.reason = outcome, reason
-            found.pass_s, found.update_s = [], []  # whoever came through has one more: nobody could put them together
+            readings.outcome, readings.reason = outcome, reason
+            readings.pass_s, readings.update_s = (
+                [],
+                [],
+            )  # whoever came through has one more: nobody could put them together
         return outcome == "ok"
 
-    def _try_update(self, found: _Found, budget: int | None, *, timed: bool = False) -> bool:
+    def _try_update(self, readings: _Readings, budget: int | None, *, timed: bool = False) -> bool:
         """Reduction, norm, clip and the optimizers' step. All workers have come through their passes, so that all join
         the reduction; what may fail on one of them comes behind it."""
         seconds: list[float] = []
         self._timed(partial(self.step.workers.all_reduce, self.step.gradients.buffers), seconds)
-        if not self._try(partial(self._timed, partial(self._update, found), seconds), found, budget):
+        if not self._try(partial(self._timed, partial(self._update, readings), seconds), readings, budget):
             return False
         if timed:
-            found.update_s.append(sum(seconds))
+            readings.update_s.append(sum(seconds))
         return True
 
-    def _agreed(self, candidate: Candidate, found: _Found, *, budget: int | None) -> Measurement:
+    def _agreed(self, candidate: Candidate, readings: _Readings, *, budget: int | None) -> Measurement:
         """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
-        sizes = [float(found.peak or 0), float(found.floor or 0), time.time(), found.loss]
-        rows = self.workers.all_gather_floats([*sizes, *found.pass_s, *found.update_s])
+        sizes = [float(readings.peak or 0), float(readings.floor or 0), time.time(), readings.loss]
+        rows = self.workers.all_gather_floats([*sizes, *readings.pass_s, *readings.update_s])
         slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]
         peak, floor = (max(int(row[at]) for row in rows) for at in (0, 1))
         loss = sum(row[3] for row in rows) / len(rows)
-        outcome, reason = found.outcome, found.reason
+        outcome, reason = readings.outcome, readings.reason
         if outcome == "ok" and budget is not None and peak > budget:
             outcome, reason = "out_of_memory", f"a peak of {size_text(peak)}, the budget is {size_text(budget)}"
-        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(found.norm)):
-            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {found.norm:.6g}"
-        count = len(found.pass_s)
+        if outcome == "ok" and not (math.isfinite(loss) and math.isfinite(readings.norm)):
+            outcome, reason = "nonfinite", f"loss {loss:.6g}, gradient norm {readings.norm:.6g}"
+        count = len(readings.pass_s)
         return Measurement(
             candidate, outcome, pass_s=tuple(slowest[:count]), update_s=tuple(slowest[count:]),
-            peak_bytes=None if found.peak is None else peak, floor_bytes=None if found.floor is None else floor,
-            loss=loss, grad_norm=found.norm, reason=reason, device=device_name(self.device),
+            peak_bytes=None if readings.peak is None else peak, floor_bytes=None if readings.floor is None else floor,
+            loss=loss, grad_norm=readings.norm, reason=reason, device=device_name(self.device),
             taken_at=max(row[2] for row in rows),
         )  # fmt: skip

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from raytrain.autotune.probe.state_guard import untouched
-from raytrain.autotune.search.shares import WorkerPace
+from raytrain.autotune.probe.state_guard import preserve_model
+from raytrain.autotune.search.shares import WorkerSpeed
 from raytrain.train.device import device_name
 from raytrain.train.memory.device import PeakMeter, exact_memory, is_out_of_memory
 from raytrain.train.memory.oom import let_go
@@ -23,7 +23,7 @@ TIMED_S = 1.0
 PASSES = 4
 
 
-def measure_paces(
+def measure_worker_speeds(
     step: TrainingStep,
     micro_batch: Callable[[int], MicroBatch],
     *,
@@ -31,7 +31,7 @@ def measure_paces(
     workers: Workers,
     device: torch.device,
     room: int | None = None,
-) -> list[WorkerPace]:
+) -> list[WorkerSpeed]:
     """Seconds of a forward and backward pass on every worker, in the order of the ranks; collective.
 
     Nobody waits for anybody between passes: a worker that shares its processor is measured as it will be in training,
@@ -44,7 +44,7 @@ def measure_paces(
         room: bytes that passes of the others may take on this worker's device, None = what it gives.
     """
     found: dict[int, float] = {}
-    with untouched(step.trainable, device):
+    with preserve_model(step.trainable, device):
         for size in sizes:
             fits = size == sizes[0] or _fits(step, micro_batch(size), device, room)
             seconds = _pass_s(step, micro_batch(size), workers, device, fits=fits)
@@ -55,7 +55,7 @@ def measure_paces(
         found.setdefault(size, float("inf"))
     rows = workers.all_gather_floats([found[size] for size in sizes])
     kinds = workers.all_gather_object(device_name(device))
-    return [WorkerPace(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
+    return [WorkerSpeed(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
 
 
 def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int | None) -> bool:

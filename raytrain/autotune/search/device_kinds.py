@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from raytrain.autotune.search.decision import BatchDecision
+from raytrain.autotune.search.batch_size import BatchDecision
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved

@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Contest:
+class HeadToHead:
     """Rounds in each of which every contender takes one pass and one update.
 
     Attributes:
@@ -30,7 +30,7 @@ class Contest:
         return [one.to_json() for one in self.measurements]
 
     @classmethod
-    def from_json(cls, rows: list[Mapping[str, Any]]) -> Contest:
+    def from_json(cls, rows: list[Mapping[str, Any]]) -> HeadToHead:
         """What `to_json` wrote."""
         return cls(tuple(Measurement.from_json(row) for row in rows))
 

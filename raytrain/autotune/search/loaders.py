@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain.autotune.search.knee import NEAR
 from raytrain.autotune.search.measurement import Candidate
+from raytrain.autotune.search.throughput import NEAR
 from raytrain.plan.choice import Resolved
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from raytrain.autotune.search.head_to_head import Contest
-from raytrain.autotune.search.knee import chosen_size
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import WORTHWHILE_GAIN, GateReport, gate_refusal
 from raytrain.autotune.search.space import BatchSpace
-from raytrain.autotune.search.speed_curve import SpeedCurve
+from raytrain.autotune.search.throughput import ThroughputCurve, chosen_size
 
 #: A precision whose bounds promise less than this part of what it has to reach is dropped.
 HOPELESS = 0.95
 
 
-class Standing:
+class Ranking:
     """The curves of all precisions, side by side.
 
     Attributes:
@@ -29,17 +28,17 @@ class Standing:
         space: BatchSpace,
         measurements: Iterable[Measurement],
         gates: Iterable[GateReport],
-        contests: Sequence[Contest],
+        contests: Sequence[HeadToHead],
     ) -> None:
         failed = [one for contest in contests for one in contest.measurements if one.outcome != "ok"]
         known = [*measurements, *failed]
         held = [contest for contest in contests if contest.valid]
         self.space, self.contest = space, held[-1] if held else None
-        self.curves = {name: SpeedCurve(space, name, known, held) for name in space.precisions}
+        self.curves = {name: ThroughputCurve(space, name, known, held) for name in space.precisions}
         self.lead = self.curves[space.lead]
         self.gates: Mapping[str, GateReport] = {gate.precision: gate for gate in gates}
 
-    def outdone(self, curve: SpeedCurve) -> bool:
+    def outdone(self, curve: ThroughputCurve) -> bool:
         """Whether a precision cannot win any more, whatever its unmeasured sizes give by their bounds: another one,
         that no gate has refused, is ahead. To be ahead of the reference takes a gain that is worth its rounding."""
         for rival in self.curves.values():
@@ -52,12 +51,12 @@ class Standing:
                 return True
         return False
 
-    def refused(self, curve: SpeedCurve) -> str:
+    def refused(self, curve: ThroughputCurve) -> str:
         """What the gate said against a precision, if it did."""
         gate = self.gates.get(curve.precision)
         return "" if gate is None else gate_refusal(gate)
 
-    def doubted(self, curve: SpeedCurve) -> bool:
+    def doubted(self, curve: ThroughputCurve) -> bool:
         """Whether a precision was not faster than the reference in every round in which both were timed in turn: what
         is faster by the median alone may be so by what else the machine did."""
         size = chosen_size(curve)
@@ -69,14 +68,14 @@ class Standing:
             min(self.contest.gains(own, one, rows=rows)) <= 1 for one in leads if one.precision == self.lead.precision
         )
 
-    def gain(self, curve: SpeedCurve) -> float:
+    def gain(self, curve: ThroughputCurve) -> float:
         """Throughput of a precision at its own best size against the reference's at its own; as the contest has it,
         where both took part."""
         size, lead = chosen_size(curve), chosen_size(self.lead)
         assert size is not None and lead is not None, "a gain is asked for where both were measured"
         return curve.score(size) / self.lead.score(lead)
 
-    def winners(self) -> list[SpeedCurve]:
+    def winners(self) -> list[ThroughputCurve]:
         """Precisions that beat the reference on time, the fastest first."""
         others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
         if chosen_size(self.lead) is None:
@@ -84,7 +83,7 @@ class Standing:
         faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.doubted(one)]
         return sorted(faster, key=self.gain, reverse=True)
 
-    def winner(self) -> SpeedCurve | None:
+    def winner(self) -> ThroughputCurve | None:
         """The first that also passes its gate, else the reference; None where nothing runs."""
         alone = chosen_size(self.lead) is None
         for curve in self.winners():
@@ -95,7 +94,7 @@ class Standing:
 
     # -- in words ---------------------------------------------------------------------------------
 
-    def sizes_in_turn(self, curve: SpeedCurve, size: int) -> list[str]:
+    def sizes_in_turn(self, curve: ThroughputCurve, size: int) -> list[str]:
         """How the chosen size did in turn with others of its precision."""
         own = Candidate(curve.precision, size)
         if self.contest is None or curve.entry(size) is None:
@@ -103,7 +102,7 @@ class Standing:
         others = [one.candidate for one in self.contest.measurements if one.candidate.precision == curve.precision]
         return [self.contest.told(own, other, rows=self.space.rows_per_step) for other in others if other != own]
 
-    def _against(self, curve: SpeedCurve, other: SpeedCurve) -> str:
+    def _against(self, curve: ThroughputCurve, other: ThroughputCurve) -> str:
         """`curve` against `other`, each at its own best size."""
         size, best = chosen_size(curve), chosen_size(other)
         assert size is not None and best is not None, "asked where both were measured"
@@ -113,7 +112,7 @@ class Standing:
         ratio = curve.score(size) / other.score(best)
         return f"measured {ratio:.2f} times as fast as {other.precision}"
 
-    def _why_not(self, curve: SpeedCurve) -> str:
+    def _why_not(self, curve: ThroughputCurve) -> str:
         """Why a precision other than the chosen one was not taken."""
         size = chosen_size(curve)
         if curve.nonfinite:
@@ -131,12 +130,12 @@ class Standing:
         few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self.outdone(curve) else ""
         return f"{told}{few}"
 
-    def refusals(self, chosen: SpeedCurve) -> dict[str, str]:
+    def refusals(self, chosen: ThroughputCurve) -> dict[str, str]:
         """Precision -> why it was not taken."""
         found = {name: self._why_not(one) for name, one in self.curves.items() if one is not chosen}
         return {name: why for name, why in found.items() if why}
 
-    def precision_reason(self, curve: SpeedCurve) -> str:
+    def precision_reason(self, curve: ThroughputCurve) -> str:
         """Why this one."""
         told = [f"{name} {why}" for name, why in self.refusals(curve).items()]
         if curve is self.lead:

@@ -19,7 +19,7 @@ SIZE_GAIN = 0.03
 
 
 @dataclass(frozen=True)
-class WorkerPace:
+class WorkerSpeed:
     """One worker's seconds for a pass of each size; infinite where it did not fit. `kind` names its device."""
 
     kind: str
@@ -31,7 +31,7 @@ class WorkerPace:
         return {"kind": self.kind, "pass_s": fitting}
 
 
-def choose_shares(paces: Sequence[WorkerPace], *, total: int, micro_batch: int) -> Resolved:
+def choose_shares(paces: Sequence[WorkerSpeed], *, total: int, micro_batch: int) -> Resolved:
     """The shares of a global batch of `total` rows for workers of these paces, in the order of the ranks.
 
     Each kind of device has one size of pass: `micro_batch`, or a larger one that all its workers had room for and that
@@ -51,7 +51,7 @@ def choose_shares(paces: Sequence[WorkerPace], *, total: int, micro_batch: int) 
     return Resolved(chosen.to_json(), f"{told}; {shown(chosen, total)}: {gain:.2f} times as fast as equal shares")
 
 
-def _best_size(paces: Sequence[WorkerPace], micro_batch: int) -> int:
+def _best_size(paces: Sequence[WorkerSpeed], micro_batch: int) -> int:
     """Of the sizes that all of them had room for the smallest within `SIZE_GAIN` of the most rows a second."""
     slowest = {size: max(pace.pass_s[size] for pace in paces) for size in paces[0].pass_s}
     rates = {size: size / seconds for size, seconds in slowest.items() if seconds < float("inf")}

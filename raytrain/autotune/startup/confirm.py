@@ -83,7 +83,7 @@ class FoundConfirmation(DeferredChoice):
         now = Signature(**session.workers.broadcast_object(own))
         micro = int(session.job.planned("micro_batch_size"))
         if (reason := _other(found, now, micro=micro, precision=session.precision or "")) is not None:
-            chosen, measured = self._micro_batch_again(micro)
+            chosen, measured = self._remeasure_micro_batch(micro)
             reason_now = f"{reason}; its micro-batch was measured anew: {chosen.reason}"
             record = {"value": chosen.value, "reason": reason_now, "confirmed": False, "micro_batch": measured}
         else:
@@ -106,12 +106,12 @@ class FoundConfirmation(DeferredChoice):
         record |= {"peak_bytes": measured.peak_bytes, "budget_bytes": budget, "was": found.model_dump()}
         if measured.outcome == "out_of_memory":
             spare_memory(session, peak=measured.peak_bytes, budget=budget)
-            chosen, again = self._micro_batch_again(micro, known=measured)
+            chosen, again = self._remeasure_micro_batch(micro, known=measured)
             reason = f"it does not fit the real group ({measured.reason}): {chosen.reason}"
             record |= {"value": chosen.value, "reason": reason, "confirmed": False, "micro_batch": again}
         return record
 
-    def _micro_batch_again(self, micro: int, *, known: Measurement | None = None) -> tuple[Resolved, Record]:
+    def _remeasure_micro_batch(self, micro: int, *, known: Measurement | None = None) -> tuple[Resolved, Record]:
         session = self.session
         sizes = micro_batch_sizes(int(session.job.planned("global_batch_size")), session.workers.world_size)
         within = sorted({size for size in sizes if size <= micro} | {micro})

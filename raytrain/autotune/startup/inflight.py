@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from raytrain.autotune.probe.agreed import tried
+from raytrain.autotune.probe.agreed import run_agreed
 from raytrain.autotune.probe.arms import TimedArm, timed_arms
-from raytrain.autotune.search.precision import choose_inflight
+from raytrain.autotune.search.arms import choose_inflight
 from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
 from raytrain.errors import StateLost, first_line
 from raytrain.plan.choice import Resolved
@@ -60,7 +60,7 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
         device=device,
         min_rounds=MIN_ROUNDS,
         max_rounds=MAX_ROUNDS,
-        attempt=lambda work: tried(
+        attempt=lambda work: run_agreed(
             work, workers=workers, device=device, remote=trainable.remote, meets=step.meets
         )[1],
         stop_on_failure=True,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from raytrain.autotune.probe.arms import TimedArm, timed_arms
-from raytrain.autotune.search.precision import choose_overlap
+from raytrain.autotune.search.arms import choose_overlap
 from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
 from raytrain.plan.choice import Resolved
 from raytrain.train.memory.oom import StepDropped

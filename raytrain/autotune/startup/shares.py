@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from raytrain.autotune.probe.worker_speed import measure_paces
-from raytrain.autotune.search.shares import WorkerPace, choose_shares
+from raytrain.autotune.probe.worker_speed import measure_worker_speeds
+from raytrain.autotune.search.shares import WorkerSpeed, choose_shares
 from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
 from raytrain.plan.choice import Resolved
 from raytrain.plan.rules.memory import moments
@@ -41,7 +41,7 @@ class SharesChoice(DeferredChoice):
         return record_of(chosen, {"of": settings, "paces": [pace.to_json() for pace in paces]})
 
 
-def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[WorkerPace]]:
+def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[WorkerSpeed]]:
     """Shares by measured speed, from the first rows of the epoch; changes nothing that it measures. Collective.
 
     Args:
@@ -49,7 +49,7 @@ def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[W
     """
     batches, loader = session.loader.batches, session.loader
     order = batches.split.order(batches.seed, session.state.cursor.epoch)
-    paces = measure_paces(
+    paces = measure_worker_speeds(
         session.step, lambda size: loader.one(order[:size]), sizes=sizes, workers=session.workers,
         device=session.device, room=_room(session) if len(sizes) > 1 else None,
     )  # fmt: skip

@@ -17,8 +17,9 @@ from jobs.tune import found_job, run_tune
 from jobs.tuning.batch.cache import Cache, still_true
 from jobs.tuning.batch.known import Known
 from jobs.tuning.best import best_mapping, best_text
-from raytrain.autotune.search.batch import BatchSpace, decide
+from raytrain.autotune.search.batch_size import decide
 from raytrain.autotune.search.measurement import Candidate, Measurement
+from raytrain.autotune.search.space import BatchSpace
 from raytrain.errors import InputError
 
 JOB: dict[str, Any] = {

@@ -11,7 +11,7 @@ from lab import MLP, class_rows, make_session
 from torch import Tensor, nn
 
 from raytrain.autotune.probe.precision import MAX_ROUNDS, MIN_ROUNDS, compare_precisions
-from raytrain.autotune.probe.state_guard import untouched
+from raytrain.autotune.probe.state_guard import preserve_model
 from raytrain.train.session import Session
 from raytrain.trainable import Trainable
 
@@ -90,7 +90,7 @@ def test_what_was_touched_is_put_back_even_after_an_error() -> None:
     torch.manual_seed(1)
     wanted = torch.rand(2)
     torch.manual_seed(1)
-    with pytest.raises(KeyError), untouched(Trainable.from_module(module), torch.device("cpu")):
+    with pytest.raises(KeyError), preserve_model(Trainable.from_module(module), torch.device("cpu")):
         module.train()
         module(torch.rand(4, 3))
         module.eval()
@@ -116,6 +116,6 @@ class Remembers(nn.Module):
 def test_a_buffer_that_gives_way_to_another_stands_in_its_place_again() -> None:
     module = Remembers()
     first = module.calls
-    with untouched(Trainable.from_module(module), torch.device("cpu")):
+    with preserve_model(Trainable.from_module(module), torch.device("cpu")):
         module(torch.ones(2))
     assert module.calls is first and float(first) == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain.autotune.search.decision import BatchDecision, TableRow
+from raytrain.autotune.search.batch_size import BatchDecision, TableRow
 from raytrain.autotune.search.device_kinds import choose_for_all
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.errors import RunError

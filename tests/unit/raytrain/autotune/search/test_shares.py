@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from raytrain.autotune.search.shares import WorkerPace, choose_shares, shown
+from raytrain.autotune.search.shares import WorkerSpeed, choose_shares, shown
 from raytrain.plan.shares import Shares
 
 INFINITE = float("inf")
 
 
-def paces(*seconds: float, micro: int = 4) -> list[WorkerPace]:
-    return [WorkerPace("cpu", {micro: value}) for value in seconds]
+def paces(*seconds: float, micro: int = 4) -> list[WorkerSpeed]:
+    return [WorkerSpeed("cpu", {micro: value}) for value in seconds]
 
 
 def test_workers_of_one_speed_keep_equal_shares() -> None:
@@ -31,11 +31,13 @@ def test_a_slow_worker_gets_fewer_and_the_reason_says_how_many() -> None:
 def test_each_kind_has_a_size_of_its_own_where_it_fits_and_pays() -> None:
     big = {4: 1.0, 8: 1.1, 16: 2.1, 32: INFINITE}
     small = {4: 2.0, 8: 4.0, 16: INFINITE, 32: INFINITE}
-    made = choose_shares([WorkerPace("A", big), WorkerPace("B", small), WorkerPace("A", big)], total=160, micro_batch=4)
+    made = choose_shares(
+        [WorkerSpeed("A", big), WorkerSpeed("B", small), WorkerSpeed("A", big)], total=160, micro_batch=4
+    )
     shares = Shares.from_json(made.value)
     assert shares.rows == (16, 4, 16), "8 rows are within 5 % but not within 3 % of the best rate"
-    full = WorkerPace("A", {**big, 16: INFINITE})
-    tight = choose_shares([WorkerPace("A", big), WorkerPace("B", small), full], total=160, micro_batch=4)
+    full = WorkerSpeed("A", {**big, 16: INFINITE})
+    tight = choose_shares([WorkerSpeed("A", big), WorkerSpeed("B", small), full], total=160, micro_batch=4)
     assert Shares.from_json(tight.value).rows == (8, 4, 8), "one of its kind had no room for 16"
 
 

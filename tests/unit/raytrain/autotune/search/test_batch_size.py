@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from raytrain.autotune.search.batch import BatchDecision, BatchSpace, Proposal, decide, next_proposals
-from raytrain.autotune.search.head_to_head import Contest
+from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
+from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Measurement, alike
 from raytrain.autotune.search.precision import GateReport
-from raytrain.autotune.search.space import LEAST_PASSES, MOST_SIZES, MOST_STEPS, sizes_dividing, sizes_free
+from raytrain.autotune.search.space import (
+    LEAST_PASSES,
+    MOST_SIZES,
+    MOST_STEPS,
+    BatchSpace,
+    Proposal,
+    sizes_dividing,
+    sizes_free,
+)
 from raytrain.errors import InputError, RunError
 
 Curve = Callable[[int], float]
@@ -64,7 +72,7 @@ class Machine:
         one = Measurement(point, "ok", times, (self.update_s,) * len(times), *read, loss=1.0, grad_norm=1.0)
         return replace(one, taken_at=self.now)
 
-    def contend(self, wanted: Proposal) -> Contest:
+    def contend(self, wanted: Proposal) -> HeadToHead:
         """Rounds in turn."""
         points = (wanted.candidate, *wanted.against)
         speeds = [self.seconds[one.precision](one.micro_batch_size) for one in points]
@@ -72,7 +80,7 @@ class Machine:
         self.now += 1.0
         columns = zip(points, zip(*rounds, strict=True), strict=True)
         plain = {"loss": 1.0, "grad_norm": 1.0, "taken_at": self.now}
-        return Contest(
+        return HeadToHead(
             tuple(Measurement(one, "ok", times, (self.update_s,) * len(times), **plain) for one, times in columns)
         )
 
@@ -94,14 +102,14 @@ class Searched:
     decision: BatchDecision
     asked: list[Proposal]
     measurements: list[Measurement]
-    contests: list[Contest]
+    contests: list[HeadToHead]
 
 
 def searched(space: BatchSpace, machine: Machine) -> Searched:
     """One proposal after the other, to the end."""
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
-    contests: list[Contest] = []
+    contests: list[HeadToHead] = []
     asked: list[Proposal] = []
     while proposals := next_proposals(space, measurements, gates=gates, contests=contests):
         assert len(proposals) <= space.devices and len(asked) < 60
@@ -492,7 +500,7 @@ class Slowed(Machine):
 
     slowed, by, over = "fp32", 2.0, False
 
-    def contend(self, wanted: Proposal) -> Contest:
+    def contend(self, wanted: Proposal) -> HeadToHead:
         self.over = True
         return super().contend(wanted)
 
@@ -521,9 +529,9 @@ def test_a_slow_stretch_during_one_precision_does_not_decide(speed: float, slowe
 
 def test_a_slow_stretch_of_the_whole_contest_changes_nothing() -> None:
     class Late(Machine):
-        def contend(self, wanted: Proposal) -> Contest:
+        def contend(self, wanted: Proposal) -> HeadToHead:
             quick = super().contend(wanted).measurements
-            return Contest(tuple(replace(one, pass_s=tuple(3 * s for s in one.pass_s)) for one in quick))
+            return HeadToHead(tuple(replace(one, pass_s=tuple(3 * s for s in one.pass_s)) for one in quick))
 
     space, quiet = two(1.6)
     found = searched(space, Late(quiet.seconds, update_s=0.0))
@@ -548,7 +556,7 @@ def test_a_contender_that_fails_ends_the_contest_and_is_out() -> None:
     space, machine = two(2.0)
     found = searched(space, machine)
     first, *others = found.contests[0].measurements
-    failed = Contest((replace(first, outcome="out_of_memory", pass_s=()), *others))
+    failed = HeadToHead((replace(first, outcome="out_of_memory", pass_s=()), *others))
     gates = [machine.judge("bf16")]
     decision = decide(space, found.measurements, gates, [failed])
     assert decision.contest is None and decision.candidate != first.candidate
@@ -558,7 +566,7 @@ def test_a_contender_that_fails_ends_the_contest_and_is_out() -> None:
 
 def test_a_contest_survives_json() -> None:
     one = searched(*two(2.0)).contests[0]
-    assert Contest.from_json(json.loads(json.dumps(one.to_json()))) == one and one.valid
+    assert HeadToHead.from_json(json.loads(json.dumps(one.to_json()))) == one and one.valid
 
 
 def test_where_fp32_does_not_fit_the_other_is_taken_and_nobody_says_that_it_was_checked() -> None:
@@ -578,11 +586,11 @@ def test_a_precision_that_is_slower_in_one_round_is_not_taken_for_the_median() -
     class Torn(Machine):
         """In the last round the machine does other work while bf16 has its turn."""
 
-        def contend(self, wanted: Proposal) -> Contest:
+        def contend(self, wanted: Proposal) -> HeadToHead:
             seen = super().contend(wanted).measurements
             torn = [replace(one, pass_s=(*one.pass_s[:-1], 40 * one.pass_s[-1])) for one in seen]
             pairs = zip(seen, torn, strict=True)
-            return Contest(tuple(late if one.candidate.precision == "bf16" else one for one, late in pairs))
+            return HeadToHead(tuple(late if one.candidate.precision == "bf16" else one for one, late in pairs))
 
     space, quiet = two(2.0)
     found = searched(space, Torn(quiet.seconds, update_s=0.0))

@@ -13,14 +13,14 @@ A caller measures whatever `next_proposals` names until it names nothing, then a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from raytrain.autotune.search.decision import BatchDecision, nothing_fits, table_of
-from raytrain.autotune.search.head_to_head import ROUNDS, Contest
-from raytrain.autotune.search.knee import chosen_size, next_size, runner_up, size_reason
+from raytrain.autotune.search.head_to_head import ROUNDS, HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.memory_line import MemoryLine
 from raytrain.autotune.search.precision import GateReport
-from raytrain.autotune.search.ranking import Standing
+from raytrain.autotune.search.ranking import Ranking
 from raytrain.autotune.search.space import (
     LEAST_PASSES,
     MEMORY_PASSES,
@@ -31,10 +31,10 @@ from raytrain.autotune.search.space import (
     Proposal,
     nearest_at_most,
 )
-from raytrain.autotune.search.speed_curve import SpeedCurve
+from raytrain.autotune.search.throughput import ThroughputCurve, chosen_size, next_size, runner_up, size_reason
+from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved
-
-__all__ = ["BatchDecision", "BatchSpace", "Proposal", "decide", "next_proposals"]
+from raytrain.plan.text import size_text
 
 #: A line of memory is read again beyond so many times the sizes that it was drawn through.
 FAR = 2
@@ -44,12 +44,66 @@ GATE_ROWS = 4
 TIMED, ENTRY = 1 + LEAST_PASSES, 1 + ROUNDS
 
 
+@dataclass(frozen=True)
+class TableRow:
+    """One candidate as a person reads it.
+
+    Attributes:
+        rows_per_s: of one worker, from medians, with an interval of two standard errors; None where it was not timed.
+        predicted_peak, measured_peak: bytes; None where nothing tells.
+        note: why it is out, or "".
+    """
+
+    precision: str
+    micro_batch_size: int
+    passes: int
+    rows_per_s: float | None
+    low: float | None
+    high: float | None
+    predicted_peak: int | None
+    measured_peak: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class BatchDecision:
+    """The chosen point with its reasons.
+
+    Attributes:
+        rows_per_s: of one worker, throughput (or goodput, where the space asks for it).
+        predicted_peak: bytes by the line through the other sizes, or through the reference's where there is none.
+        table: every candidate on which anything was spent.
+        refusals: precision -> why it was not taken.
+        knees: precision -> its own best size.
+        steps: precision -> passes spent, warm-ups, memory readings and contests included.
+        complete: the search had nothing left to measure.
+        contest: the contenders that were measured in turn, and the seconds of their passes; None where none were.
+    """
+
+    candidate: Candidate
+    precision: Resolved
+    micro_batch_size: Resolved
+    rows_per_s: float
+    predicted_peak: int | None
+    measured_peak: int | None
+    table: tuple[TableRow, ...]
+    refusals: dict[str, str]
+    knees: dict[str, int]
+    steps: dict[str, int]
+    complete: bool
+    contest: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
 def next_proposals(
     space: BatchSpace,
     measurements: Iterable[Measurement],
     running: Sequence[Proposal] = (),
     gates: Iterable[GateReport] = (),
-    contests: Sequence[Contest] = (),
+    contests: Sequence[HeadToHead] = (),
 ) -> list[Proposal]:
     """What to measure now, at most as many as devices are idle; nothing while results must be awaited, or at the end.
 
@@ -74,7 +128,7 @@ def decide(
     space: BatchSpace,
     measurements: Iterable[Measurement],
     gates: Iterable[GateReport] = (),
-    contests: Sequence[Contest] = (),
+    contests: Sequence[HeadToHead] = (),
 ) -> BatchDecision:
     """The best that the measurements show; also of a search that was broken off.
 
@@ -84,7 +138,7 @@ def decide(
     return _Search(space, measurements, gates, contests).decision()
 
 
-class _Search(Standing):
+class _Search(Ranking):
     # -- what to measure --------------------------------------------------------------------------
 
     def wanted(self) -> list[Proposal]:
@@ -97,7 +151,7 @@ class _Search(Standing):
         found = begun + [one for curve in settled for one in self._go_on(curve)]
         return found or self._gate() or self._last()
 
-    def _begin(self, curve: SpeedCurve) -> list[Proposal]:
+    def _begin(self, curve: ThroughputCurve) -> list[Proposal]:
         """The first sizes of a precision that have not been measured."""
         if curve.nonfinite or (len(curve.broken) > 1 and not curve.seconds):
             return []
@@ -105,14 +159,14 @@ class _Search(Standing):
         unasked = curve.roomy or self.lead.roomy
         return [self._timed(curve, size, with_memory=self._unread(curve, size) and not unasked) for size in missing]
 
-    def _again(self, curve: SpeedCurve) -> list[Proposal]:
+    def _again(self, curve: ThroughputCurve) -> list[Proposal]:
         """Once more what was timed beside other work on the machine, in a process of its own at another moment."""
         left = MOST_STEPS - curve.steps - self._reserved()
         if curve.nonfinite or left < TIMED:
             return []
         return [self._timed(curve, size, most=left - 1) for size in curve.unsteady if size in curve.measured]
 
-    def _go_on(self, curve: SpeedCurve) -> list[Proposal]:
+    def _go_on(self, curve: ThroughputCurve) -> list[Proposal]:
         """What one precision needs after its first sizes."""
         left = MOST_STEPS - curve.steps - self._reserved()
         if curve.nonfinite or not curve.measured or left < TIMED or self.outdone(curve):
@@ -124,7 +178,7 @@ class _Search(Standing):
         most = left - 1 - (MEMORY_PASSES if read else 0)
         return [self._timed(curve, size, most=most, with_memory=read)]
 
-    def _first(self, curve: SpeedCurve) -> list[int]:
+    def _first(self, curve: ThroughputCurve) -> list[int]:
         """The two sizes to begin with; others near them where those do not work or fit."""
         fitting = [size for size in curve.fitting() if self._guessed_to_fit(curve, size)]
         start = [size for size in self.space.first_sizes() if size in fitting]
@@ -134,11 +188,11 @@ class _Search(Standing):
         spare += [size for size in reversed(fitting) if size < begin]
         return sorted((start + known + spare)[: min(2, len(fitting))])
 
-    def _guessed_to_fit(self, curve: SpeedCurve, size: int) -> bool:
+    def _guessed_to_fit(self, curve: ThroughputCurve, size: int) -> bool:
         """Before a precision has read its own memory, the reference's counts: weights and optimizer are the same."""
         return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
 
-    def _unread(self, curve: SpeedCurve, size: int) -> bool:
+    def _unread(self, curve: ThroughputCurve, size: int) -> bool:
         return self.space.budget_bytes is not None and size not in curve.peaks
 
     def _reserved(self) -> int:
@@ -146,14 +200,14 @@ class _Search(Standing):
         confirmed = MEMORY_PASSES if self.space.budget_bytes is not None else 0
         return confirmed + (ENTRY if len(self.curves) > 1 and self.contest is None else 0)
 
-    def _frontier(self, curve: SpeedCurve, size: int) -> bool:
+    def _frontier(self, curve: ThroughputCurve, size: int) -> bool:
         """Whether larger sizes are out only by a line of memory that is drawn on from far smaller ones: an allocator
         that takes memory in large pieces makes it a rough one, so that it is read again here."""
         if not self._unread(curve, size) or curve.too_large is not None or not curve.peaks:
             return False
         return size == curve.fitting()[-1] < self.space.sizes[-1] and size > FAR * max(curve.peaks)
 
-    def _timed(self, curve: SpeedCurve, size: int, *, most: int = PASSES, with_memory: bool = False) -> Proposal:
+    def _timed(self, curve: ThroughputCurve, size: int, *, most: int = PASSES, with_memory: bool = False) -> Proposal:
         passes = max(1, min(PASSES, most))
         return Proposal(Candidate(curve.precision, size), passes=passes, with_memory=with_memory)
 
@@ -180,11 +234,11 @@ class _Search(Standing):
             return [Proposal(Candidate(curve.precision, size), ROUNDS, with_memory=unread, against=against)]
         return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)] if unread else []
 
-    def _rivals(self, curve: SpeedCurve, size: int) -> tuple[Candidate, ...]:
+    def _rivals(self, curve: ThroughputCurve, size: int) -> tuple[Candidate, ...]:
         """Who the chosen one is measured against, as far as steps are left: its runner-up, and the best of each other
         precision that could be taken."""
 
-        def left(other: SpeedCurve, *sizes: int) -> int:
+        def left(other: ThroughputCurve, *sizes: int) -> int:
             """Steps that remain when each of these sizes has been confirmed, should it win."""
             return MOST_STEPS - other.steps - MEMORY_PASSES * sum(self._unread(other, one) for one in sizes)
 
@@ -223,14 +277,69 @@ class _Search(Standing):
             complete=not self.wanted(),
         )
 
-    def _size_told(self, curve: SpeedCurve, size: int) -> list[str]:
+    def _size_told(self, curve: ThroughputCurve, size: int) -> list[str]:
         peak, budget = curve.peaks.get(size), self.space.budget_bytes
         share = [f"its peak is {peak / budget:.1%} of what a process may take"] if peak and budget else []
         return [size_reason(curve, size), *self.sizes_in_turn(curve, size), *share]
 
-    def _lines(self, curve: SpeedCurve, size: int) -> Iterator[MemoryLine | None]:
+    def _lines(self, curve: ThroughputCurve, size: int) -> Iterator[MemoryLine | None]:
         """What predicts the peak of a size, the best first; the reference's where its own was read nowhere else."""
         yield curve.line_without(size)
         yield curve.estimate_without(size)
         yield self.lead.line
         yield self.lead.estimate_without(0)
+
+
+def table_of(curves: Iterable[ThroughputCurve]) -> tuple[TableRow, ...]:
+    """A row for each candidate, by precision and size."""
+    return tuple(_row(curve, size) for curve in curves for size in curve.space.sizes if _spent(curve, size))
+
+
+def _spent(curve: ThroughputCurve, size: int) -> bool:
+    return size in curve.seconds or size in curve.peaks or size in curve.broken or size == curve.too_large
+
+
+def _row(curve: ThroughputCurve, size: int) -> TableRow:
+    timed = size in curve.seconds
+    speed = curve.score(size) if timed else None
+    error = 2 * curve.error(size) if timed else 0.0
+    line = curve.line_without(size) or curve.line
+    note = curve.nonfinite or curve.broken.get(size, "")
+    if curve.too_large is not None and size >= curve.too_large:
+        note = "out of memory"
+    return TableRow(
+        precision=curve.precision,
+        micro_batch_size=size,
+        passes=curve.repeats(size),
+        rows_per_s=speed,
+        low=None if speed is None else speed * (1 - error),
+        high=None if speed is None else speed * (1 + error),
+        predicted_peak=None if line is None else line.predict(size),
+        measured_peak=curve.peaks.get(size),
+        note=note,
+    )
+
+
+def nothing_fits(space: BatchSpace, curves: Sequence[ThroughputCurve]) -> RunError:
+    """The error of a search without an answer: what failed, in bytes and words, and the key that mends it."""
+    failed = [f"{curve.precision}: {why}" for curve in curves for why in [_failure(curve)] if why]
+    if space.budget_bytes is not None and any(curve.too_large is not None for curve in curves):
+        floors = [floor for curve in curves for floor in curve.floors]
+        alone = f"; the process with the model alone takes {size_text(max(floors))}" if floors else ""
+        return RunError(
+            f"no micro-batch fits into {size_text(space.budget_bytes)} ({'; '.join(failed)}{alone}): "
+            "raise cluster.memory_limit or cluster.memory_fraction, or take a smaller model"
+        )
+    if not failed:
+        return RunError("nothing has been measured yet")
+    return RunError(f"no candidate of precision.dtype and loop.micro_batch_size can run: {'; '.join(failed)}")
+
+
+def _failure(curve: ThroughputCurve) -> str:
+    if curve.nonfinite:
+        return curve.nonfinite
+    if curve.too_large is not None:
+        peak = curve.peaks.get(curve.too_large)
+        took = "is out of memory" if peak is None else f"takes {size_text(peak)}"
+        return f"{curve.too_large} row{'s' if curve.too_large > 1 else ''} {took}"
+    return next((f"at {size} rows {why}" for size, why in curve.broken.items()), "")
