@@ -1,4 +1,4 @@
-"""The `experts` section: how many experts there are, how tokens reach them, and where they live."""
+"""The `experts` section: the number of experts, how tokens are routed to them, and where they live."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HostsByAccelerator = Annotated[
 
 
 HiddenWidths = Annotated[list[Count], Field(min_length=1)]
-"""The hidden width of each expert of a layer, in their order."""
+"""The hidden width of each expert of a layer, in order."""
 
 OneOrTwo = Annotated[int, Field(ge=1, le=2, json_schema_extra={"expected": "1, 2"})]
-"""Not Literal[1, 2], which would take `true` for 1."""
+"""Not Literal[1, 2], which accepts `true` as 1."""
 
 
 class ExpertsConfig(Section):
@@ -34,42 +34,48 @@ class ExpertsConfig(Section):
         default="auto", description="actors that own the experts; 0 keeps them inside every worker"
     )
     inflight: OneOrTwo | Literal["auto"] = Field(default="auto", description="micro-batches in flight to the experts")
-    capacity_factor: Positive | None = Field(default=None, description="tokens an expert may take; null drops none")
+    capacity_factor: Positive | None = Field(
+        default=None, description="tokens that an expert may take, as a multiple of the mean; null drops none"
+    )
     score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="how the router scores experts")
     renormalize: bool = Field(default=True, description="weights of the chosen experts sum to one")
-    balance: Literal["bias", "loss", "both", "none"] = Field(default="both", description="what keeps the load even")
+    balance: Literal["bias", "loss", "both", "none"] = Field(
+        default="both", description="what balances the load of the experts"
+    )
     balance_weight: NonNegative = Field(default=0.01, description="weight of the per-sequence balance loss")
     z_loss_weight: NonNegative = Field(default=0.001, description="weight of the router's z-loss")
     bias_rate: NonNegative = Field(default=0.001, description="step of the loss-free bias at each commit")
     noise: NonNegative = Field(default=0.0, description="standard deviation of the noise on router logits")
     temperature: Positive = Field(default=1.0, description="divides the router logits")
-    shared_expert: bool = Field(default=False, description="one more expert that every token visits")
+    shared_expert: bool = Field(default=False, description="adds an expert that every token visits")
     shared_hidden: Count | None = Field(
-        default=None, description="hidden width of the shared expert; null is that of the widest other"
+        default=None, description="hidden width of the shared expert; null is that of the widest expert"
     )
-    shared_gate: bool = Field(default=False, description="the shared expert is weighed by a sigmoid gate of its own")
+    shared_gate: bool = Field(default=False, description="weights the shared expert by its own sigmoid gate")
     hidden: Count | HiddenWidths | None = Field(
-        default=None, description="hidden width of an expert, or of each in a list; null lets the builder choose"
+        default=None, description="hidden width of an expert, or a list with that of each; null lets the builder choose"
     )
     activation: Activation = Field(default="gelu", description="nonlinearity inside an expert")
     bias: bool = Field(default=False, description="linear maps of an expert add a bias; with relu this is an MLP")
-    replicas: NonNegativeInt = Field(default=0, description="extra copies of the busiest experts")
+    replicas: NonNegativeInt = Field(default=0, description="extra copies of the busiest experts of each layer")
     placement: Literal["auto", "lpt", "eplb", "round_robin"] = Field(
         default="auto", description="which host owns which experts"
     )
     trace_every: Count | None = Field(
-        default=None, description="steps between records of which experts each token went to; null keeps none"
+        default=None, description="steps between records of the experts of each token; null keeps none"
     )
-    rebalance_every: Count | None = Field(default=None, description="steps between placements; null keeps the first")
+    rebalance_every: Count | None = Field(
+        default=None, description="steps between decisions to move experts; null keeps the first placement"
+    )
 
     @property
     def connection(self) -> Any:
-        """How a worker's builder reaches the experts' hosts (`experts.exchange.membership.Connection`); None builds
-        them in the process."""
+        """How a worker reaches the expert hosts (`experts.exchange.membership.Connection`); None keeps the experts in
+        the worker."""
         return self._connection
 
     def connected(self, connection: Any) -> ExpertsConfig:
-        """This section with a connection, which is no key of the YAML."""
+        """Return a copy of this section with a connection, which is not a key of the YAML."""
         section = self.model_copy()
         section._connection = connection
         return section

@@ -1,4 +1,4 @@
-"""Builders of mixture-of-experts models; the one seam through which raytrain meets experts."""
+"""Builders of mixture-of-experts models; raytrain reaches the experts only through them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from experts.plan.sizes import (
 from experts.routing.grouped import SharedExpert, build_experts
 from experts.routing.load import LoadTracker
 from experts.routing.router import TopKRouter
-from experts.routing.trace import traced
+from experts.routing.trace import build_trace
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
@@ -34,7 +34,7 @@ from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, need
 
 
 class MoEBlock(PreNorm):
-    """A GPT block whose feed-forward is a MoELayer; returns its auxiliary loss beside its output."""
+    """A GPT block whose feed-forward is a MoELayer; also returns its auxiliary loss."""
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x_BSD = self.attend(x_BSD)
@@ -46,9 +46,9 @@ class MoEGPT(GPT):
     """The GPT of raytrain with experts in every block."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """As `GPT.forward`, and in training with labels "aux", the sum of the layers' auxiliary losses.
+        """As `GPT.forward`; in training with labels also "aux", the sum of the layers' auxiliary losses.
 
-        Positions whose label is -100 weigh nothing in it, as in the loss.
+        Positions whose label is -100 do not count in it, as in the loss.
         """
         valid_BS = None if labels is None else labels != IGNORED_LABEL
         x_BSD, terms = self.embed(input_ids), []
@@ -82,7 +82,7 @@ class MoEMLP(nn.Module):
 
 
 def total(terms: Iterable[Tensor | None]) -> Tensor | None:
-    """The sum of those that are there, or None."""
+    """Sum of the terms that are not None, or None."""
     present = [term for term in terms if term is not None]
     return torch.stack(present).sum() if present else None
 
@@ -94,7 +94,7 @@ def moe_layer(
     residual_scale: float,
     scope: Literal["sequence", "batch"] = "sequence",
 ) -> MoELayer:
-    """One layer as the `experts` section says; the shared expert is of the kind of the others."""
+    """Build one layer from the `experts` section; the shared expert has the activation of the others."""
     router = TopKRouter(
         width,
         check_experts(experts),
@@ -128,12 +128,14 @@ def moe_gpt(
     window: int | None = None,
     experts: ExpertsConfig,
 ) -> Trainable:
-    """Build a GPT with experts in every block, in this process.
+    """Build a GPT with experts in every block.
 
     Args:
         window: as for `raytrain.models.gpt:gpt`.
-        experts: the section; 4 experts where num_experts is null, 4 x width hidden where hidden is null.
-    Raises ValueError for sizes that do not fit each other.
+        experts: the section; null means 4 for num_experts, and 4 x width for hidden.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
     """
     check_gpt(
         layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window
@@ -158,8 +160,10 @@ def moe_mlp(
 ) -> Trainable:
     """Build a residual network of expert layers on batches {"x": (B, ...), "labels": (B,)}.
 
-    A row is no sequence: the balance loss takes the shares of the last committed step, and there is no capacity.
-    Raises ValueError for sizes that cannot be built, InputError for keys of the section that do not fit.
+    Rows form no sequence: the balance loss uses the shares of the last committed step, and there is no capacity.
+
+    Raises:
+        ValueError: sizes that cannot be built. InputError: keys of the section that do not fit.
     """
     features, classes = check_moe_mlp(
         width=width,
@@ -191,17 +195,17 @@ def _trainable(
     blocks: str | None = None,
 ) -> Trainable:
     routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
-    book = LoadTracker(routers, trace=traced(routers, experts.trace_every))
+    loads = LoadTracker(routers, trace=build_trace(routers, experts.trace_every))
     trainable = Trainable(
         module,
         loss,
         blocks=blocks,
         flops_per_sample=flops,
-        counts=book.pending,
-        commit=book.commit,
-        log_metrics=book.metrics,
-        interval_log=LoadLog(book),
-        state_parts=lambda: {"load": book},
+        counts=loads.pending,
+        commit=loads.commit,
+        log_metrics=loads.metrics,
+        interval_log=LoadLog(loads),
+        state_parts=lambda: {"load": loads},
         worst_case=partial(worst_case_routing, module),
     )
     return trainable if experts.connection is None else distribute(trainable, experts)

@@ -1,9 +1,9 @@
-"""The published EPLB policy, written again from its description, to be compared with.
+"""The published EPLB policy, reimplemented from its description for comparison.
 
-github.com/deepseek-ai/EPLB (MIT): pack groups of experts to nodes, add replicas in each node to the expert with the
-largest load per copy, pack the copies to the node's GPUs, longest first, equal slots everywhere. Where groups do not
-divide by nodes, one node and one group (the global policy). It knows neither speeds, memory nor the old placement, lets
-every copy take the same part, and may put two copies of an expert on one GPU.
+github.com/deepseek-ai/EPLB (MIT): pack groups of experts onto nodes, add replicas in each node to the expert with the
+largest load per copy, pack the copies onto the node's GPUs, largest first, with equal slots everywhere. If groups do
+not divide by nodes, there is one node and one group (the global policy). It ignores speeds, memory and the old
+placement, gives every copy an equal share, and may put two copies of an expert on one GPU.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Weights = Sequence[Sequence[float]]
 def eplb_physical(
     weight: Weights, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> list[list[int]]:
-    """Logical expert of every slot, layer by layer: (L, num_replicas); GPU g has the slots g x S to (g + 1) x S - 1.
+    """Return the logical expert of every slot: (L, num_replicas); GPU g has the slots g x S to (g + 1) x S - 1.
 
     Args:
         weight: load of each expert, (L, E).
         num_replicas: slots of all GPUs together.
-        num_groups: groups of experts; only with a multiple of `num_nodes` are nodes looked at.
+        num_groups: groups of experts; nodes matter only if it is a multiple of `num_nodes`.
 
     Raises:
-        ValueError: slots that GPUs cannot share equally, or fewer slots than experts.
+        ValueError: the slots do not divide equally by the GPUs, or are fewer than the experts.
     """
     if num_replicas % num_gpus or num_gpus % num_nodes:
         raise ValueError(f"{num_replicas} slots, {num_gpus} GPUs and {num_nodes} nodes do not divide")
@@ -51,10 +51,10 @@ def _layer(load: list[float], slots: int, groups: int, nodes: int, gpus: int) ->
 
 
 def pack(weights: Sequence[float], packs: int) -> list[list[int]]:
-    """Longest first to the lightest pack that still has a free place; every pack gets as many items.
+    """Put items, largest first, into the lightest pack with a free place; all packs get equally many items.
 
     Returns:
-        the items of each pack, in the order they came.
+        the items of each pack, in the order in which they were added.
     """
     each = len(weights) // packs
     if each == 1:
@@ -71,7 +71,7 @@ def pack(weights: Sequence[float], packs: int) -> list[list[int]]:
 
 
 def replicate(weights: Sequence[float], slots: int) -> list[int]:
-    """The expert of each slot: every expert once, then always the one with the largest load per copy."""
+    """Return the expert of each slot: every expert once, then repeatedly the one with the largest load per copy."""
     found, count = list(range(len(weights))), [1] * len(weights)
     each = list(weights)
     for _ in range(slots - len(weights)):

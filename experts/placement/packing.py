@@ -1,7 +1,8 @@
-"""Our placement of one layer: copies for the hottest experts, longest first to the host that ends earliest, then a
-local search over moves, exchanges and replicas, every candidate judged by the best division of its work.
+"""The layout of one layer: hosts of every expert, the room left on them, and its initial construction.
 
-Everything is deterministic: ties go to the lower number, and the search ends after a count of operations, not seconds.
+The hottest experts get replicas; then each copy, largest first, goes to the host that would finish earliest.
+`experts.placement.refine` improves the result. All is deterministic: ties go to the lower number, and the search ends
+after a number of operations, not of seconds.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 UNLIMITED = math.inf
-#: An expert nobody uses counts as this part of a mean one, so that idle experts spread too.
+#: Work of an unused expert, as a part of the mean: makes idle experts spread too.
 IDLE = 0.01
-#: A host whose level is this near the best one's may be preferred for joining parts of the replica graph.
+#: A host within this relative distance of the best may be preferred if it joins parts of the replica graph.
 NEAR = 0.02
-#: A replica follows the load once the other expert has this times the work per copy.
+#: A replica moves to another expert that has this many times the work per copy.
 HOTTER = 1.2
 
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """One layer to place.
+    """The input of placing one layer.
 
     Attributes:
-        work: predicted rows x work of each expert, with the floor of `IDLE`.
+        work: predicted rows x work of each expert, at least `IDLE` of the mean.
         speeds: of each host.
         home, replica: bytes of each expert.
-        extra: replicas to place beyond the homes.
-        slots: copies that each host takes; memory: bytes that it takes.
+        extra: number of replicas.
+        slots: copies that each host can take. memory: bytes that it can take.
     """
 
     work: list[float]
@@ -42,7 +43,7 @@ class LayerProblem:
 
     @cached_property
     def bound(self) -> float:
-        """No placement is faster: of all work on all hosts, or of the largest experts on the hosts they can have."""
+        """A lower bound of the time: all work over all hosts, or the largest experts over the fastest hosts."""
         fastest = sorted(self.speeds, reverse=True)
         largest = sorted(self.work, reverse=True)[: len(fastest)]
         if self.extra:
@@ -52,10 +53,10 @@ class LayerProblem:
 
 
 class OutOfRoom(Exception):
-    """No host takes `expert`."""
+    """No host has room for `expert`."""
 
     def __init__(self, expert: int) -> None:
-        super().__init__(f"no host takes expert {expert}")
+        super().__init__(f"no host has room for expert {expert}")
         self.expert = expert
 
 
@@ -65,7 +66,7 @@ Change = list[tuple[int, list[int]]]
 
 @dataclass
 class Packing:
-    """Hosts of every expert, home first, and the room that is left."""
+    """A layout: hosts of every expert, home first, and the slots and bytes that are left."""
 
     task: LayerProblem
     copies: list[list[int]]
@@ -83,7 +84,7 @@ class Packing:
         return self.task.extra - sum(map(len, self.copies)) + len(self.copies)
 
     def fits(self, expert: int, host: int) -> bool:
-        """Whether `host` has room for one more copy: the home if the expert has none, else a replica."""
+        """Whether `host` has room for one more copy: the home if the expert has none yet, else a replica."""
         size = self.task.replica[expert] if self.copies[expert] else self.task.home[expert]
         return self.slots[host] >= 1 and self.memory[host] >= size and host not in self.copies[expert]
 
@@ -94,7 +95,7 @@ class Packing:
         self.copies[expert].append(host)
 
     def apply(self, change: Change) -> Change | None:
-        """Carry a change out and return its inverse; None, and nothing done, where there is no room."""
+        """Apply a change and return its inverse; None, with nothing changed, if there is no room."""
         back = [(expert, self.copies[expert]) for expert, _ in change]
         self._set(change)
         touched = {host for _, hosts in change for host in hosts}
@@ -116,7 +117,7 @@ class Packing:
 
 
 def copy_counts(work: Sequence[float], extra: int, *, most: int) -> list[int]:
-    """Copies of each expert: one, then always one more of that with the largest work per copy, at most `most`."""
+    """Copies of each expert: one, then repeatedly one more of that with the largest work per copy, up to `most`."""
     count, each = [1] * len(work), list(work)
     if most < 2:
         return count
@@ -127,11 +128,11 @@ def copy_counts(work: Sequence[float], extra: int, *, most: int) -> list[int]:
     return count
 
 
-def fresh(task: LayerProblem) -> Packing:
-    """Longest first, each copy to the host that would end earliest.
+def pack_largest_first(task: LayerProblem) -> Packing:
+    """Build a layout: largest first, each copy to the host that would finish earliest.
 
     Raises:
-        NoRoom: an expert fits nowhere. Replicas that fit nowhere are left out.
+        OutOfRoom: an expert fits nowhere. Replicas that fit nowhere are left out.
     """
     work, speeds = task.work, task.speeds
     layout = Packing(task, [[] for _ in work])
@@ -158,11 +159,11 @@ def fresh(task: LayerProblem) -> Packing:
     return layout
 
 
-def retarget(layout: Packing, loads: list[float]) -> None:
-    """Let the replicas of an old layout follow the load: drop what is too many, then move them to hotter experts.
+def adapt_replicas(layout: Packing, loads: list[float]) -> None:
+    """Adapt the replicas of an old layout to the load: drop surplus ones, then move them to hotter experts.
 
     Args:
-        loads: work of every host, kept up to date roughly: each copy counts as an equal part.
+        loads: work of every host; updated in place, with equal parts for all copies.
     """
     work = layout.task.work
     for _ in range(layout.task.extra + sum(map(len, layout.copies))):
@@ -190,7 +191,7 @@ def retarget(layout: Packing, loads: list[float]) -> None:
 
 
 def _hottest(layout: Packing) -> int | None:
-    """The expert of the most work per copy that some host can take one more of; where none is to spare, of all."""
+    """The expert with the most work per copy that another host can hold; if no replica is spare, ignore the room."""
     number, full = len(layout.task.speeds), layout.spare <= 0
     order = sorted(range(len(layout.copies)), key=lambda e: (-layout.task.work[e] / len(layout.copies[e]), e))
     for expert in order:
@@ -209,7 +210,7 @@ def _grow(layout: Packing, expert: int, loads: list[float]) -> None:
 
 
 def _drop(layout: Packing, expert: int, loads: list[float]) -> None:
-    """Take the replica away that stands on the slowest-ending host."""
+    """Remove the replica on the host that finishes last."""
     task, hosts = layout.task, layout.copies[expert]
     gone = max(hosts[1:], key=lambda h: (loads[h] / task.speeds[h], h))
     loads[gone] -= task.work[expert] / len(hosts)
@@ -217,13 +218,13 @@ def _drop(layout: Packing, expert: int, loads: list[float]) -> None:
 
 
 def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float], slots: float) -> list[list[list[int]]]:
-    """Homes of all layers by bytes alone: the largest first to the host with the most memory left.
+    """Place the homes of all layers by bytes alone: the largest first, on the host with the most memory left.
 
     Returns:
         [layer][expert]: the one host, in a list.
 
     Raises:
-        NoRoom: one did not fit.
+        OutOfRoom: one does not fit.
     """
     free, used = list(memory), [[0] * len(memory) for _ in sizes]
     found: list[list[list[int]]] = [[[] for _ in row] for row in sizes]

@@ -1,7 +1,7 @@
-"""Policies: from load, measured host speed, memory and expert cost to a `Placement`. Pure, and the same everywhere.
+"""Policies: compute a `Placement` from load, measured host speed, memory and expert cost. Pure and deterministic.
 
-`lpt` is ours (`auto` means it); `eplb` and `round_robin` are what it is compared with. Neither of those looks at speed
-or memory, so a placement of theirs that the hosts cannot hold is refused.
+`lpt` is ours (`auto` selects it); `eplb` and `round_robin` serve as comparisons. They ignore speed and memory, so a
+placement of theirs that the hosts cannot hold is refused.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def place(
     """Place every layer's experts on `hosts`.
 
     Args:
-        load_LE: rows that each expert is predicted to get; all zero where nothing is known.
+        load_LE: predicted rows of each expert; all zero if nothing is known.
         hosts: in the order of their index.
         costs: of each expert of each layer.
-        replicas: copies beyond the homes, in each layer; fewer where hosts, slots or memory end before. `eplb` fills
-            every host to the same number of slots, and so may make more.
-        previous: where the experts are now; kept as far as it is about as good.
-        slots_per_host: copies of one layer that a host takes.
-        num_groups: groups of experts, which `eplb` packs to nodes of one size.
+        replicas: copies beyond the homes, in each layer; fewer if hosts, slots or memory do not suffice. `eplb` fills
+            every host to the same number of slots, and may create more.
+        previous: the current placement; kept as far as it is about as good.
+        slots_per_host: maximum number of copies of one layer on a host.
+        num_groups: groups of experts, which `eplb` packs onto nodes of equal size.
 
     Raises:
-        InputError: hosts that cannot hold the experts; the message names an expert too large for any.
-        ValueError: hosts not numbered from 0; loads and costs of different shapes.
+        InputError: the hosts cannot hold the experts; names an expert that is too large for any.
+        ValueError: hosts are not numbered from 0, or loads and costs differ in shape.
     """
     if [host.host for host in hosts] != list(range(len(hosts))) or not all(host.speed > 0 for host in hosts):
         raise ValueError(f"hosts must be numbered from 0 and have a speed: {list(hosts)}")
@@ -63,21 +63,21 @@ def place(
     except ValueError as error:
         raise InputError(
             "experts.placement", seen=f"{policy}, where {error}", expected="experts that fit their hosts",
-            remedy="experts.placement: lpt looks at memory",
+            remedy="experts.placement: lpt considers memory",
         ) from error  # fmt: skip
     return found
 
 
 def round_robin(num_experts: int, num_hosts: int) -> LayerPlacement:
-    """Expert e at home on host e modulo the hosts, no replicas."""
+    """Place expert e on host e modulo the hosts, without replicas."""
     return LayerPlacement(tuple((expert % num_hosts,) for expert in range(num_experts)), ((1.0,),) * num_experts)
 
 
 def new_expert_host(placement: Placement, layer: int, load: Sequence[float] | None, hosts: Sequence[HostSpec]) -> int:
-    """The host for one more expert of `layer`: that with the fewest, or with `load` the least loaded.
+    """Choose the host for one more expert of `layer`: the one with the fewest, or with `load` the least loaded.
 
-    With `load` (rows x work of each expert now there) the newcomer counts as a mean expert. Ties go to fewer experts,
-    then more speed, then the lower number.
+    With `load` (rows x work of each present expert) the new one counts as a mean expert. Ties go to fewer experts, then
+    more speed, then the lower number.
     """
     held = [len(placement.slots(layer, host.host)) for host in hosts]
     ends = [0.0] * len(hosts)
@@ -93,7 +93,7 @@ def _eplb(
     load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int, previous: Placement | None,
     slots: int | None, num_groups: int,
 ) -> list[LayerPlacement]:  # fmt: skip
-    """EPLB's slots as copies: two on one host are one copy that takes both parts."""
+    """EPLB's slots as copies: two slots on one host become one copy with both shares."""
     sizes = Counter(host.node for host in hosts)
     in_order = sorted(hosts, key=lambda host: (list(sizes).index(host.node), host.host)) == list(hosts)
     nodes = len(sizes) if in_order and len(set(sizes.values())) == 1 else 1
@@ -118,7 +118,7 @@ def _eplb(
     return found
 
 
-# ---------------------------------------------------------------- what no host can hold
+# ---------------------------------------------------------------- refusals
 
 
 def _refuse_too_large(hosts: Sequence[HostSpec], costs: Costs) -> None:

@@ -1,4 +1,4 @@
-"""When to place again: the forecast of the next window's load, and the decision to keep, move or change replicas."""
+"""Forecasts the next interval's load, and decides whether to keep the placement, move experts or change replicas."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from experts.placement.policy import Load, Policy, place
 from experts.placement.shares import reshare
 from experts.placement.values import Costs, HostSpec, LayerPlacement, Move, Placement
 
-#: Weight of the newest window in the forecast. Over synthetic drifts and sampling noise 1, 0.85 and 0.7 gave the same
-#: max over mean in the next window (1.1130, 1.1123, 1.1127), slower averages more (0.5: 1.120, 0.3: 1.139).
+#: Weight of the newest interval in the forecast. With synthetic drifts and sampling noise 1, 0.85 and 0.7 gave equal
+#: max over mean in the next interval (1.1130, 1.1123, 1.1127), slower averages more (0.5: 1.120, 0.3: 1.139).
 NEWEST = 0.85
-#: The experts' time must fall by this factor at least: from one window to the next the load drifts by a few percent
-#: anyhow, and a gain within that is no gain.
+#: Minimum factor by which the experts' time must fall: the load drifts by a few percent between intervals anyway.
 MARGIN = 1.03
-#: The seconds saved must be this times the seconds that the bytes take: those are certain, the forecast is not.
+#: Minimum ratio of the seconds saved, which are forecast, to the seconds that the bytes take, which are certain.
 PAYS_BACK = 1.5
 
 Action = Literal["keep", "move", "replicas", "both", "shares"]
@@ -28,16 +27,16 @@ Action = Literal["keep", "move", "replicas", "both", "shares"]
 
 @dataclass(frozen=True)
 class RebalanceDecision:
-    """What to do at this boundary, taken or not.
+    """Whether and how to change the placement.
 
     Attributes:
-        action: "move" changes homes, "replicas" changes replica sets, "both" both; "shares" neither, only how the rows
-            are divided over the copies that there are.
-        placement: from now on; the current one for "keep".
-        moves: what leads there.
+        action: "move" changes homes, "replicas" replica sets, "both" both; "shares" neither, only how rows are divided
+            over the present copies.
+        placement: the new one; the current one for "keep".
+        moves: the difference to the current one.
         gain: predicted time of the experts in a step now over that afterwards, of the best candidate also for "keep".
-        bytes: what its moves of homes send. Replicas cost none: their weights travel at every commit anyway.
-        reason: one sentence with its numbers.
+        bytes: sent by its moves of homes. Replicas add none: every commit sends their weights anyway.
+        reason: one sentence with the numbers.
     """
 
     action: Action
@@ -48,19 +47,21 @@ class RebalanceDecision:
     reason: str
 
 
-def predict(windows: Sequence[Load], *, newest: float = NEWEST) -> list[list[float]]:
-    """Rows per expert in the next window: an exponential average of the past ones, oldest first.
+def predict(intervals: Sequence[Load], *, newest: float = NEWEST) -> list[list[float]]:
+    """Forecast the rows per expert of the next interval: an exponential average of the past ones, oldest first.
 
-    Layers are taken as shares of their window's rows, so that long and short windows count alike.
+    Each layer counts as shares of its interval's rows, so that long and short intervals have equal weight.
 
     Args:
-        windows: at least one, each [layer][expert]; those of another number of experts than the last are left out.
-        newest: weight of the newest; 1 takes the last window alone.
+        intervals: at least one, each [layer][expert]; those with another number of experts than the last are ignored.
+        newest: weight of the newest; 1 uses the last interval alone.
     """
-    last = [np.asarray(row, dtype=np.float64) for row in windows[-1]]
+    last = [np.asarray(row, dtype=np.float64) for row in intervals[-1]]
     found = []
     for layer, row in enumerate(last):
-        past = [np.asarray(w[layer], dtype=np.float64) for w in windows if len(w) > layer and len(w[layer]) == len(row)]
+        past = [
+            np.asarray(w[layer], dtype=np.float64) for w in intervals if len(w) > layer and len(w[layer]) == len(row)
+        ]
         shares = [one / one.sum() for one in past if one.sum() > 0]
         if not shares:
             found.append([0.0] * len(row))
@@ -73,7 +74,7 @@ def predict(windows: Sequence[Load], *, newest: float = NEWEST) -> list[list[flo
 
 
 def step_seconds(placement: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs) -> float:
-    """Time of the experts in one step: every layer waits for its slowest host. In the unit of `host_loads`."""
+    """Time of the experts in one step, in the unit of `host_loads`: every layer waits for its slowest host."""
     rows = zip(load_LE, costs, strict=True)
     return sum(max(placement.host_loads(index, load, row, hosts)) for index, (load, row) in enumerate(rows))
 
@@ -82,23 +83,27 @@ def decide(
     current: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, policy: Policy, replicas: int, *,
     steps_until_next: int, step_s: float, bytes_per_s: float, slots_per_host: int | None = None,
 ) -> RebalanceDecision:  # fmt: skip
-    """Keep the placement, or change it, by what the next window is predicted to save.
+    """Decide whether to change the placement, by the predicted savings until the next decision.
 
-    Where hosts come or go there is nothing to weigh up: `place` with the old placement as `previous`.
+    When hosts are added or removed, call `place` with the old placement as `previous` instead.
 
     Args:
-        hosts: those of `current`, with their speeds as measured now.
-        load_LE: predicted for the window until the next decision.
-        steps_until_next: its steps.
-        step_s: seconds of a step that the experts take under `current`; only these can become fewer.
-        bytes_per_s: at which weights travel; moving counts as if training stood still meanwhile.
+        hosts: of `current`, with their measured speeds.
+        load_LE: predicted for the interval until the next decision.
+        steps_until_next: number of steps of that interval.
+        step_s: seconds of a step that the experts take under `current`, the only ones that can be saved.
+        bytes_per_s: rate of sending weights; a move counts as if training stopped meanwhile.
 
     Raises:
         InputError: see `place`.
     """
     now, number = step_seconds(current, load_LE, hosts, costs), current.version + 1
     wanted = place(policy, load_LE, hosts, costs, replicas, current, number, slots_per_host=slots_per_host)
-    others = _smaller(current, load_LE, hosts, costs, replicas, slots_per_host) if policy in ("auto", "lpt") else ()
+    others = (
+        _without_home_moves(current, load_LE, hosts, costs, replicas, slots_per_host)
+        if policy in ("auto", "lpt")
+        else ()
+    )
     offers = []
     for candidate in (*others, wanted):
         moves = tuple(current.moves_to(candidate, costs))
@@ -106,25 +111,25 @@ def decide(
         amount = sum(move.bytes for move in moves if move.kind == "home")
         gain = now / then if then > 0 else 1.0
         saved, cost = steps_until_next * step_s * (1 - 1 / gain), amount / bytes_per_s
-        offers.append(_Offer(candidate, moves, gain, amount, saved, cost))
+        offers.append(_Candidate(candidate, moves, gain, amount, saved, cost))
     good = [offer for offer in offers if offer.gain >= MARGIN and offer.saved >= PAYS_BACK * offer.cost]
     best = max(good or offers, key=lambda offer: offer.saved - offer.cost if good else offer.gain)
-    told = (
+    numbers = (
         f"the experts of a step {best.gain:.3f} times as fast, {best.saved:.3g} s in {steps_until_next} steps; "
         f"{best.bytes} bytes take {best.cost:.3g} s"
     )
     if good:
-        return RebalanceDecision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, told)
+        return RebalanceDecision(action_of(best.moves), best.placement, best.moves, best.gain, best.bytes, numbers)
     if best.gain < MARGIN:
-        why = f"{told}: less than {MARGIN:g} times is within the drift"
+        why = f"{numbers}: less than {MARGIN:g} times is within the drift"
     else:
-        why = f"{told}: what is saved must be {PAYS_BACK:g} times that"
+        why = f"{numbers}: the seconds saved must be {PAYS_BACK:g} times that"
     return RebalanceDecision("keep", current, (), best.gain, best.bytes, why)
 
 
 @dataclass(frozen=True)
-class _Offer:
-    """A candidate with what it saves and costs, in seconds."""
+class _Candidate:
+    """A candidate, with its savings and cost in seconds."""
 
     placement: Placement
     moves: tuple[Move, ...]
@@ -134,10 +139,10 @@ class _Offer:
     cost: float
 
 
-def _smaller(
+def _without_home_moves(
     current: Placement, load_LE: Load, hosts: Sequence[HostSpec], costs: Costs, replicas: int, slots: int | None
 ) -> Iterator[Placement]:
-    """Candidates that move no home: other shares alone, then other replicas."""
+    """Candidates that move no home: with other shares only, then with other replicas."""
     speeds = [host.speed for host in hosts]
     rows = zip(current.layers, load_LE, costs, strict=True)
     shared: tuple[LayerPlacement, ...] = tuple(reshare(layer, load, row, speeds) for layer, load, row in rows)
@@ -151,7 +156,7 @@ def _smaller(
 
 
 def action_of(moves: Sequence[Move]) -> Action:
-    """What a change of placement with these moves is."""
+    """Classify a change of placement by its moves."""
     if not moves:
         return "shares"
     homes = any(move.kind == "home" for move in moves)
@@ -160,7 +165,7 @@ def action_of(moves: Sequence[Move]) -> Action:
 
 
 def changed_shares(before: Placement, after: Placement) -> list[list[Any]]:
-    """[layer, expert, {host: part of its rows} before, the same after] of experts with copies, where they differ."""
+    """Experts with replicas whose shares differ: [layer, expert, {host: share} before, {host: share} after]."""
     found: list[list[Any]] = []
     for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
         for expert in range(len(old.copies)):
@@ -176,10 +181,10 @@ def changed_shares(before: Placement, after: Placement) -> list[list[Any]]:
 def instalments(
     current: Placement, target: Placement, costs: Costs, *, hosts: Sequence[HostSpec], budget: int
 ) -> list[Placement]:
-    """The way from `current` to `target` in placements that each move homes of at most `budget` bytes more.
+    """Split the change from `current` to `target` into placements that each move homes of at most `budget` bytes.
 
-    An expert larger than that moves alone. Replicas, which cost no move, change with the last of them. Every placement
-    on the way fits the memory of the hosts, where some order does; experts that would not are left to the last.
+    An expert larger than that moves alone. Replicas, which need no move, change with the last instalment. Intermediate
+    placements fit the memory of the hosts; experts that would exceed it move with the last instalment.
     """
     found, at, taken = [], current, 0
     for (layer, expert), _, _ in current.home_moves(target):
@@ -196,7 +201,7 @@ def instalments(
 
 
 def _with_home(at: Placement, target: Placement, layer: int, expert: int) -> Placement:
-    """`at` with one expert where `target` has it; its copies and shares too."""
+    """`at`, with the copies and shares of one expert as in `target`."""
     old, new = at.layers[layer], target.layers[layer]
     copies, shares = list(old.copies), list(old.shares)
     copies[expert], shares[expert] = new.copies[expert], new.shares[expert]

@@ -1,4 +1,4 @@
-"""The local search of our policy: improve a layer's layout until it is near its bound, or the budget is spent."""
+"""The local search of our policy: improves a layer's layout until it is near its bound, or the budget is used up."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import Iterator
 from experts.placement.packing import Change, Packing
 from experts.placement.shares import WorkSplit, divide
 
-#: A layout this near the bound is not improved: the load drifts by more until the next window.
+#: A layout within this relative distance of the bound is good enough: the load drifts by more.
 GOOD = 0.005
-#: Candidates of one step come from this many hosts, copies and replicas on either side.
+#: Number of hosts, copies and replicas on either side that one step takes candidates from.
 BREADTH = 8
-#: A candidate must lower the slowest host by this, relative.
+#: Relative gain that a candidate must bring on the slowest host.
 WORTH = 1e-6
-#: Exchanges of one restart, and the seed of their choice.
+#: Random exchanges of one restart, and their seed.
 KICK, SEED = 3, 20
 
 
 class LocalSearch:
-    """Improves `layout` in place; `budget` counts hosts and shared copies of the divisions computed."""
+    """Improves `layout`; `budget` counts the hosts and replicated experts of each evaluation."""
 
     def __init__(self, layout: Packing, *, budget: int) -> None:
         self.layout, self.budget, self.task = layout, budget, layout.task
         self.enough = self.task.bound * (1 + GOOD)
-        self.now = self._judge()
+        self.now = self._evaluate()
 
     def climb(self) -> None:
-        """Take improving candidates until none is left."""
+        """Apply improving candidates until there are none."""
         while self.budget > 0 and self.now.level > self.enough and self._step():
             continue
 
     def restart(self) -> None:
-        """Climb again from exchanges of the best layout drawn from a fixed seed, as long as the budget lasts."""
+        """Climb again from random exchanges of the best layout, with a fixed seed, while the budget lasts."""
         draw = random.Random(SEED)
         best, kept = self.now, [list(hosts) for hosts in self.layout.copies]
         while self.budget > 0 and best.level > self.enough:
             for _ in range(KICK):
                 self._exchange_any(draw)
-            self.now = self._judge()
+            self.now = self._evaluate()
             self.climb()
             if self.now.level < best.level * (1 - WORTH):
                 best, kept = self.now, [list(hosts) for hosts in self.layout.copies]
@@ -50,8 +50,8 @@ class LocalSearch:
     def _set_all(self, copies: list[list[int]]) -> None:
         self.layout = Packing(self.task, [list(hosts) for hosts in copies])
 
-    def _judge(self, change: Change | None = None) -> WorkSplit:
-        """The best division of the layout, which is the one of `now` but for `change`."""
+    def _evaluate(self, change: Change | None = None) -> WorkSplit:
+        """The best split of the layout's work; the layout is that of `now` except for `change`."""
         changed = {expert for expert, _ in change or ()}
         start = {e: parts for e, parts in self.now.parts.items() if e not in changed} if change else None
         found = divide(self.task.work, self.layout.copies, self.task.speeds, start=start)
@@ -66,7 +66,7 @@ class LocalSearch:
             if back is None:
                 self.budget -= 1
                 continue
-            found = self._judge(change)
+            found = self._evaluate(change)
             if self._better(found):
                 self.now = found
                 return True
@@ -74,13 +74,13 @@ class LocalSearch:
         return False
 
     def _better(self, found: WorkSplit) -> bool:
-        """Lower at the top; or equal there, and more even."""
+        """Whether the slowest host is faster; or equal, and the load more even."""
         if found.level < self.now.level * (1 - WORTH):
             return True
         return found.level <= self.now.level * (1 + 1e-9) and self._spread(found) < self._spread(self.now) * (1 - 1e-4)
 
-    def _spread(self, division: WorkSplit) -> float:
-        return sum(load * load / speed for load, speed in zip(division.loads, self.task.speeds, strict=True))
+    def _spread(self, split: WorkSplit) -> float:
+        return sum(load * load / speed for load, speed in zip(split.loads, self.task.speeds, strict=True))
 
     def _exchange_any(self, draw: random.Random) -> None:
         copies = self.layout.copies
@@ -90,7 +90,7 @@ class LocalSearch:
             self.layout.apply([(a, _swap(copies[a], g, h)), (b, _swap(copies[b], h, g))])
 
     def _candidates(self) -> Iterator[tuple[float, Change]]:
-        """(estimate of the higher of the two levels, change); the estimate keeps all other parts as they are."""
+        """(estimated time of the slower of the two hosts, change); the estimate leaves all other parts unchanged."""
         loads, speeds, copies = self.now.loads, self.task.speeds, self.layout.copies
         order = sorted(range(len(speeds)), key=lambda host: (-loads[host] / speeds[host], host))
         top = loads[order[0]] / speeds[order[0]] * (1 - 1e-6)
@@ -116,7 +116,7 @@ class LocalSearch:
     def _replicate(
         self, expert: int, part: float, g: int, h: int, replicas: list[tuple[float, int, int]]
     ) -> Iterator[tuple[float, Change]]:
-        """One more copy of `expert` on `h`, in place of another replica where none is to spare."""
+        """Add a copy of `expert` on `h`, in place of another replica if none is spare."""
         loads, speeds, copies = self.now.loads, self.task.speeds, self.layout.copies
         even = (loads[g] * speeds[h] - loads[h] * speeds[g]) / (speeds[g] + speeds[h])
         score = self._estimate(g, h, min(part, max(0.0, even)))
@@ -137,7 +137,7 @@ class LocalSearch:
         return max((loads[g] - amount) / speeds[g], (loads[h] + amount) / speeds[h])
 
     def _held(self) -> list[list[tuple[int, float]]]:
-        """The largest copies of every host: (expert, its part)."""
+        """The copies of every host, largest first: (expert, its part)."""
         found: list[list[tuple[int, float]]] = [[] for _ in self.task.speeds]
         for expert, hosts in enumerate(self.layout.copies):
             parts = self.now.parts.get(expert)

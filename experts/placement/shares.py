@@ -1,9 +1,9 @@
-"""How much of its rows each copy of an expert takes, so that the slowest host is as fast as these copies allow.
+"""Divides each expert's rows over its copies, so that the slowest host is as fast as these copies allow.
 
-For given copies this is a flow problem: experts send their work to hosts that hold them. The least possible time of the
-slowest host is the largest work-over-speed of any set of hosts whose work can go nowhere else. `divide` starts from
-parts in proportion to speed, evens hosts out, then pushes what still exceeds the bound along paths of shared experts;
-a push that finds no way out has found such a set, and the bound rises to it.
+This is a flow problem: experts send their work to hosts that hold them. The minimum time of the slowest
+host is the largest work over speed of any set of hosts whose work can go nowhere else. `divide` starts with parts in
+proportion to speed, evens hosts out, then pushes the excess over the bound along paths of replicated experts; if a push
+finds no path, it has found such a set, and the bound rises to it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from experts.placement.values import ExpertCost, LayerPlacement
 
-#: Rounds of evening out, at most, and the gain of a round, relative, under which they end; the pushes do the rest.
-SWEEPS, SETTLED = 12, 1e-3
-#: Relative; loads this near count as equal.
+#: Maximum number of rounds of evening out, and the relative gain of a round below which they end.
+SWEEPS, CONVERGED = 12, 1e-3
+#: Relative difference below which loads count as equal.
 EPSILON = 1e-9
 
 
 @dataclass
 class WorkSplit:
-    """Work of one layer as it falls on the hosts.
+    """The work of one layer, divided over the hosts.
 
     Attributes:
         parts: expert -> work of each copy, for experts of several copies only.
@@ -39,14 +39,14 @@ def divide(
     work: Sequence[float], copies: Sequence[Sequence[int]], speeds: Sequence[float], *, slack: float = 0.0,
     start: Mapping[int, Sequence[float]] | None = None,
 ) -> WorkSplit:  # fmt: skip
-    """The best division of `work` over `copies`.
+    """Compute the best split of `work` over `copies`.
 
     Args:
         work: of each expert, (E,).
         copies: hosts of each expert, none twice.
-        slack: how far, relative, the slowest host may stay above the optimum. Within it the parts stay near those of
-            equal levels among each expert's own copies, which a drifting load upsets less than extreme ones.
-        start: parts of some experts to begin with, those of a similar layout; only saves time.
+        slack: relative distance of the slowest host from the optimum that is accepted. It keeps the parts near equal
+            levels among each expert's own copies, which tolerate a drifting load better than extreme ones.
+        start: initial parts of some experts, from a similar layout; only saves time.
     """
     loads, parts = [0.0] * len(speeds), {}
     for expert, hosts in enumerate(copies):
@@ -64,7 +64,7 @@ def divide(
     bound = sum(work) / sum(speeds)
     level, before = _slowest(loads, speeds), math.inf
     for _ in range(SWEEPS):
-        if level <= bound * (1 + slack) or level > before * (1 - SETTLED):
+        if level <= bound * (1 + slack) or level > before * (1 - CONVERGED):
             break
         for expert in shared:
             _even_out(parts[expert], copies[expert], loads, speeds, work[expert])
@@ -81,7 +81,7 @@ def _slowest(loads: Sequence[float], speeds: Sequence[float]) -> float:
 def _even_out(
     parts: list[float], hosts: Sequence[int], loads: list[float], speeds: Sequence[float], work: float
 ) -> None:
-    """Pour one expert's work into its hosts so that those it reaches stand at one level."""
+    """Divide one expert's work over its hosts so that those that get any are at one level."""
     for position, host in enumerate(hosts):
         loads[host] -= parts[position]
     active = list(range(len(hosts)))
@@ -94,7 +94,7 @@ def _even_out(
     for position, host in enumerate(hosts):
         parts[position] = max(0.0, level * speeds[host] - loads[host]) if position in active else 0.0
     total = sum(parts)
-    if total <= 0.0:  # so little work that it drowns in the rounding of the loads
+    if total <= 0.0:  # too little work for the precision of the loads
         lowest = min(range(len(hosts)), key=lambda position: loads[hosts[position]] / speeds[hosts[position]])
         parts[lowest] = total = work
     for position, host in enumerate(hosts):
@@ -106,7 +106,7 @@ def _push(
     parts: dict[int, list[float]], copies: Sequence[Sequence[int]], loads: list[float], speeds: Sequence[float],
     shared: Sequence[int], *, bound: float, slack: float,
 ) -> None:  # fmt: skip
-    """Bring every host to at most (1 + slack) x the optimum, in place."""
+    """Push work until every host is at most (1 + slack) x the optimum, in place."""
     at_host: list[list[tuple[int, int]]] = [[] for _ in speeds]
     for expert in shared:
         for position, host in enumerate(copies[expert]):
@@ -117,15 +117,15 @@ def _push(
         source = max(everyone, key=lambda host: loads[host] / speeds[host])
         if loads[source] <= caps[source] * (1 + EPSILON):
             return
-        came, end = _way_out(source, at_host, parts, copies, loads, caps)
+        reached, end = _path_out(source, at_host, parts, copies, loads, caps)
         if end is None:
-            stuck = sum(loads[host] for host in came) / sum(speeds[host] for host in came)
+            stuck = sum(loads[host] for host in reached) / sum(speeds[host] for host in reached)
             bound = max(bound * (1 + EPSILON), stuck)
             continue
         path = []
         host = end
         while host != source:
-            expert, taken, given = came[host]
+            expert, taken, given = reached[host]
             path.append((expert, taken, given))
             host = copies[expert][taken]
         amount = min(loads[source] - caps[source], caps[end] - loads[end], *(parts[e][p] for e, p, _ in path))
@@ -136,40 +136,42 @@ def _push(
         loads[end] += amount
 
 
-def _way_out(
+def _path_out(
     source: int, at_host: list[list[tuple[int, int]]], parts: dict[int, list[float]], copies: Sequence[Sequence[int]],
     loads: list[float], caps: list[float],
 ) -> tuple[dict[int, tuple[int, int, int]], int | None]:  # fmt: skip
-    """The shortest way for work to leave `source`: {host: (expert, position it leaves, position here)}, and its end.
+    """Find the shortest path for work to leave `source`.
 
-    The end is None where no host with room can be reached; then the hosts reached are all that their work can go to.
+    Returns:
+        ({host reached: (expert, position that it leaves, position here)}, the last host of the path). The last host is
+        None if no host with room can be reached; their work can then go nowhere else.
     """
-    came: dict[int, tuple[int, int, int]] = {source: (-1, -1, -1)}
+    reached: dict[int, tuple[int, int, int]] = {source: (-1, -1, -1)}
     queue, least = [source], EPSILON * caps[source]
     for host in queue:
         for expert, position in at_host[host]:
             if parts[expert][position] <= least:
                 continue
             for other, target in enumerate(copies[expert]):
-                if target in came:
+                if target in reached:
                     continue
-                came[target] = (expert, position, other)
+                reached[target] = (expert, position, other)
                 if loads[target] < caps[target] * (1 - EPSILON):
-                    return came, target
+                    return reached, target
                 queue.append(target)
-    return came, None
+    return reached, None
 
 
 def shares_of(
-    work: Sequence[float], copies: Sequence[Sequence[int]], division: WorkSplit, speeds: Sequence[float]
+    work: Sequence[float], copies: Sequence[Sequence[int]], split: WorkSplit, speeds: Sequence[float]
 ) -> tuple[tuple[float, ...], ...]:
-    """Parts of one for each expert's copies; an expert without work is shared in proportion to speed."""
+    """Share of each copy in its expert's rows; an expert without work is shared in proportion to speed."""
     found = []
     for expert, hosts in enumerate(copies):
         if len(hosts) == 1:
             found.append((1.0,))
             continue
-        whole = division.parts[expert] if work[expert] > 0 else [speeds[host] for host in hosts]
+        whole = split.parts[expert] if work[expert] > 0 else [speeds[host] for host in hosts]
         total = sum(whole)
         first = [max(0.0, part) / total for part in whole[:-1]]
         found.append((*first, max(0.0, 1.0 - sum(first))))
@@ -180,7 +182,7 @@ def reshare(
     layer: LayerPlacement, load_E: Sequence[float], costs: Sequence[ExpertCost], speeds: Sequence[float], *,
     slack: float = 0.0,
 ) -> LayerPlacement:  # fmt: skip
-    """The same copies with the shares that suit `load_E` (rows of each expert); moves no weights."""
+    """The same copies with new shares for `load_E` (rows of each expert); moves no weights."""
     work = [load * cost.work for load, cost in zip(load_E, costs, strict=True)]
-    division = divide(work, layer.copies, speeds, slack=slack)
-    return LayerPlacement(layer.copies, shares_of(work, layer.copies, division, speeds))
+    split = divide(work, layer.copies, speeds, slack=slack)
+    return LayerPlacement(layer.copies, shares_of(work, layer.copies, split, speeds))

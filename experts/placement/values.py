@@ -1,7 +1,7 @@
-"""Which host holds which experts, as frozen values: homes, replicas, shares of the rows. No torch, no Ray, no policy.
+"""Placements as frozen values: which host holds which experts, and their shares of the rows. No torch, no Ray.
 
 The *home* of an expert owns its fp32 weights, gradient and moments; a *replica* holds weights only. Both take rows.
-A `LayerPlacement` names for every logical expert the hosts that hold it, home first.
+A `LayerPlacement` lists for every logical expert the hosts that hold it, home first.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-#: How far the shares of one expert may be from one together.
+#: Tolerance of the sum of one expert's shares, which must be one.
 SHARE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class HostSpec:
-    """One place that experts can live.
+    """A process that can hold experts.
 
     Attributes:
         host: its index, 0 to H - 1.
-        speed: work per second on the real expert shape; any unit, as only ratios matter to a policy.
-        memory_bytes: what all copies there may take together; None = no limit.
-        node: machine it stands on. device: what a person calls it.
+        speed: work per second with these expert shapes, in any unit: policies use ratios only.
+        memory_bytes: limit of all copies there together; None = no limit.
+        node: name of its machine. device: name of its device, for messages.
     """
 
     host: int
@@ -41,10 +41,10 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class ExpertCost:
-    """What one expert of one layer needs: bytes of its home, bytes of a replica, work (FLOPs) of one row.
+    """Cost of one expert of one layer: bytes of its home, bytes of a replica, work (FLOPs) of one row.
 
     Attributes:
-        moved_bytes: that travel when its home moves, weights and optimizer state without gradients; None = all of it.
+        moved_bytes: sent when its home moves, weights and optimizer state without gradients; None = `home_bytes`.
     """
 
     home_bytes: int
@@ -54,7 +54,7 @@ class ExpertCost:
 
     @property
     def travels(self) -> int:
-        """Bytes that a move of its home sends."""
+        """Bytes sent when its home moves."""
         return self.home_bytes if self.moved_bytes is None else self.moved_bytes
 
 
@@ -74,10 +74,10 @@ class Move:
     """One difference between two placements.
 
     Attributes:
-        source, target: hosts. A dropped replica has its host in both. A replica added where the home was until now
-            costs nothing: it is what stays there, so source and target are the same too.
-        bytes: what is sent from source to target on its account. A replica's weights travel with those that every
-            commit sends to all replicas, so that a move of homes alone is charged for.
+        source, target: hosts. For a dropped replica both are its host. For a replica added where the home was both are
+            that host: the weights are already there.
+        bytes: sent from source to target. `RebalanceDecision` counts those of homes only, as every commit sends the
+            weights of all replicas anyway.
     """
 
     layer: int
@@ -90,14 +90,14 @@ class Move:
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """One layer: `copies[e]` are the hosts of expert e, home first; `shares[e]` their parts of its rows."""
+    """One layer: `copies[e]` are the hosts of expert e, home first; `shares[e]` are their shares of its rows."""
 
     copies: tuple[tuple[int, ...], ...]
     shares: tuple[tuple[float, ...], ...]
 
     @cached_property
     def by_host(self) -> dict[int, tuple[int, ...]]:
-        """Host -> experts it holds, ascending; hosts without any are missing."""
+        """Host -> experts that it holds, ascending; without hosts that hold none."""
         found: dict[int, list[int]] = {}
         for expert, hosts in enumerate(self.copies):
             for host in hosts:
@@ -117,15 +117,15 @@ class LayerPlacement:
         """Seconds of every host: rows x work of its copies over its speed."""
         work = [0.0] * len(speeds)
         for expert, (hosts, parts) in enumerate(zip(self.copies, self.shares, strict=True)):
-            whole = load_E[expert] * costs[expert].work
+            total = load_E[expert] * costs[expert].work
             for host, part in zip(hosts, parts, strict=True):
-                work[host] += whole * part
+                work[host] += total * part
         return [done / speed for done, speed in zip(work, speeds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All layers on `num_hosts` hosts; `version` grows with every switch."""
+    """All layers on `num_hosts` hosts; `version` increases with every switch."""
 
     version: int
     num_hosts: int
@@ -147,7 +147,7 @@ class Placement:
     def host_loads(
         self, layer: int, load_E: Sequence[float], costs_layer: Sequence[ExpertCost], hosts: Sequence[HostSpec]
     ) -> tuple[float, ...]:
-        """Seconds of each host in one layer, where `speed` counts work per second; proportional to them otherwise."""
+        """Time of each host in one layer: seconds if `speed` is work per second, else proportional to them."""
         return tuple(self.layers[layer].loads(load_E, costs_layer, [host.speed for host in hosts]))
 
     def bytes_on(self, host: int, costs: Costs) -> int:
@@ -164,7 +164,7 @@ class Placement:
         return all(one.memory_bytes is None or self.bytes_on(one.host, costs) <= one.memory_bytes for one in hosts)
 
     def with_expert(self, layer: int, host: int) -> Placement:
-        """The next version, with one more expert at the end of `layer`, at home on `host`."""
+        """The next version, with one more expert at the end of `layer`; its home is `host`."""
         old = self.layers[layer]
         grown = LayerPlacement((*old.copies, (host,)), (*old.shares, (1.0,)))
         layers = (*self.layers[:layer], grown, *self.layers[layer + 1 :])
@@ -180,7 +180,7 @@ class Placement:
         ]
 
     def moves_to(self, other: Placement, costs: Costs) -> list[Move]:
-        """What leads from here to `other`, in the order of layers and experts; shares alone move nothing."""
+        """The moves from here to `other`, in the order of layers and experts; a change of shares needs none."""
         return [
             move
             for index, (old, new) in enumerate(zip(self.layers, other.layers, strict=True))
@@ -190,7 +190,7 @@ class Placement:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` gives back an equal placement, shares to the last bit."""
+        """Plain values; `from_json` restores an equal placement, shares to the last bit."""
         layers = [
             {"copies": [list(hosts) for hosts in layer.copies], "shares": [list(parts) for parts in layer.shares]}
             for layer in self.layers
@@ -213,14 +213,14 @@ class Placement:
         self, num_experts: Sequence[int], *, hosts: Sequence[HostSpec] | None = None, costs: Costs | None = None,
         slots_per_host: int | None = None,
     ) -> None:  # fmt: skip
-        """Check it against the model, and with `hosts` and `costs` against the memory.
+        """Check the placement against the model, and with `hosts` and `costs` against the memory.
 
         Args:
             num_experts: of each layer.
 
         Raises:
-            ValueError: naming layer and expert: missing, doubled, on no such host, shares that are not parts of one;
-                or the host that holds too much.
+            ValueError: an expert is missing, duplicated, on an unknown host or has shares that do not sum to one; or a
+                host holds too much. Names the layer and the expert, or the host.
         """
         if len(self.layers) != len(num_experts):
             raise ValueError(f"the placement has {len(self.layers)} layers, the model {len(num_experts)}")
@@ -245,7 +245,7 @@ class Placement:
             if not hosts:
                 raise ValueError(f"{name} is missing: no host holds it")
             if len(set(hosts)) != len(hosts):
-                raise ValueError(f"{name} is doubled: hosts {list(hosts)} name one twice")
+                raise ValueError(f"{name} is duplicated: hosts {list(hosts)} contain one twice")
             if not all(0 <= host < self.num_hosts for host in hosts):
                 raise ValueError(f"{name} is on hosts {list(hosts)}, and there are {self.num_hosts}")
             parts = layer.shares[expert] if expert < len(layer.shares) else ()
@@ -255,7 +255,7 @@ class Placement:
 
 
 def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int], cost: ExpertCost) -> list[Move]:
-    """From one list of hosts to another. A replica that becomes the home is part of the home's move."""
+    """The moves of one expert. A replica that becomes the home is part of the home's move."""
     old, new = before[0], after[0]
     found = [Move(layer, expert, "home", old, new, cost.travels)] if old != new else []
     for host in after[1:]:
@@ -263,21 +263,21 @@ def _moves(layer: int, expert: int, before: Sequence[int], after: Sequence[int],
             found.append(Move(layer, expert, "replica_added", host, host, 0))
         elif host not in before:
             found.append(Move(layer, expert, "replica_added", old, host, cost.replica_bytes))
-    gone = (host for host in before[1:] if host not in after)
-    return found + [Move(layer, expert, "replica_dropped", host, host, 0) for host in gone]
+    dropped = (host for host in before[1:] if host not in after)
+    return found + [Move(layer, expert, "replica_dropped", host, host, 0) for host in dropped]
 
 
 def split_rows(counts: Sequence[int], shares: Sequence[Sequence[float]]) -> list[tuple[int, ...]]:
     """Divide each expert's rows over its copies by rounding the running sum of the shares.
 
-    Runs for every layer of every step. The same on every process, as it uses IEEE sums in a fixed order.
+    Runs for every layer of every step. Equal on every process, as it uses IEEE sums in a fixed order.
 
     Args:
         counts: rows of each expert, (E,).
         shares: of each expert's copies, summing to one.
 
     Returns:
-        for each expert the rows of each of its copies: never negative, their sum exactly its count.
+        for each expert the rows of each of its copies: not negative, and exactly its count in sum.
     """
     if max(map(len, shares), default=1) == 1:
         return [(count,) for count in counts]

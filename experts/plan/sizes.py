@@ -1,4 +1,4 @@
-"""Sizes of the built-in mixture-of-experts models by formula, and the checks of their keys; no torch here."""
+"""Sizes of the built-in mixture-of-experts models by formula, and checks of their keys. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from experts.config import ExpertsConfig
-from experts.shapes import weight_shapes
+from experts.shapes import LayerShape, weight_shapes
 from raytrain.config.messages import describe
 from raytrain.errors import InputError
 from raytrain.models.sizes import (
@@ -28,19 +28,21 @@ from raytrain.plan.facts import ExpertFacts, ModelFacts
 
 DEFAULT_EXPERTS = 4
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
-"""Hidden values of a row that autograd keeps, by activation: a ReLU needs them after it only."""
+"""Hidden values of a row that autograd keeps, by activation: a ReLU keeps only its output."""
 
 
 def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int | None:
-    """The keys of the section against each other.
+    """Check the keys of the section against each other.
 
     Args:
-        default: the number of experts where no key says one; None = only the builder knows.
+        default: number of experts if no key gives one; None if only the builder knows.
+
     Returns:
-        The number of experts per layer, or None.
+        the number of experts per layer, or None.
+
     Raises:
-        InputError: more experts chosen than there are, another number of widths than of experts, or keys of a shared
-            expert without one.
+        InputError: top_k exceeds the number of experts, the widths are not one per expert, or keys of a shared expert
+            are given without one.
     """
     number = experts.num_experts
     if isinstance(experts.hidden, list):
@@ -64,17 +66,17 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
             raise InputError(
                 f"experts.{key}",
                 seen=str(value).lower(),
-                expected="experts.shared_expert: true beside it",
+                expected="experts.shared_expert: true with it",
                 remedy="there is no shared expert",
             )
     return number
 
 
 def check_used(experts: ExpertsConfig, builder: str | None) -> None:
-    """Keys of the section where the builder makes no experts, or where none could move.
+    """Refuse keys that ask for experts of a builder without any, or that move experts where they cannot.
 
     Raises:
-        InputError: names the first of them.
+        InputError: names the first of these keys.
     """
     if (builder or "").startswith("raytrain."):
         asked = {"num_experts": (experts.num_experts, "null"), "hosts": (experts.hosts, "auto or 0")}
@@ -84,11 +86,11 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
                     f"experts.{key}",
                     seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
                     expected=f"{expected}, as this model has no experts",
-                    remedy="experts.models:moe_gpt and experts.models:moe_mlp have some",
+                    remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts",
                 )
     idle = {
         "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
-        "rebalance_every": (experts.rebalance_every, "null", "what every worker holds has nowhere to move"),
+        "rebalance_every": (experts.rebalance_every, "null", "every worker holds all experts, so none can move"),
     }
     for key, (value, expected, remedy) in idle.items():
         if value and experts.hosts == 0:
@@ -97,34 +99,34 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
 
 
 def check_experts(experts: ExpertsConfig) -> int:
-    """The number of experts per layer of a built-in model. Raises InputError as `check_section`."""
+    """Return the number of experts per layer of a built-in model. Raises InputError as `check_section`."""
     return check_section(experts, default=DEFAULT_EXPERTS) or DEFAULT_EXPERTS
 
 
 def hidden_widths(experts: ExpertsConfig, width: int) -> tuple[int, ...]:
-    """F of each expert of a layer: 4 x width where it is not given."""
+    """F of each expert of a layer; 4 x width by default."""
     if isinstance(experts.hidden, list):
         return tuple(experts.hidden)
     return (4 * width if experts.hidden is None else experts.hidden,) * check_experts(experts)
 
 
 def shared_width(experts: ExpertsConfig, width: int) -> int:
-    """F of the shared expert: that of the widest other where it is not given."""
+    """F of the shared expert; that of the widest expert by default."""
     return experts.shared_hidden or max(hidden_widths(experts, width))
 
 
 def check_moe_mlp(
     *, width: Any, layers: Any, num_features: Any, num_classes: Any, dropout: Any, experts: ExpertsConfig
 ) -> tuple[int, int]:
-    """(features, classes) of a `moe_mlp`. Raises SizeError for keys that cannot be built, and InputError."""
+    """Check the keys of a `moe_mlp`; returns (features, classes). Raises SizeError and InputError."""
     if experts.capacity_factor is not None:
         raise InputError(
             "experts.capacity_factor",
             seen=str(experts.capacity_factor),
-            expected="null: an expert has room for a part of each sequence, and the rows of moe_mlp are none",
+            expected="null: capacity is per sequence, and the rows of moe_mlp form none",
         )
     if num_features is None:
-        raise SizeError("num_features", seen="null", expected="a number, as this source does not say it")
+        raise SizeError("num_features", seen="null", expected="a number, as this source does not provide it")
     classes = 1 if num_classes is None else num_classes
     check_counts(width=width, layers=layers, num_features=num_features, num_classes=classes)
     check_dropout(dropout)
@@ -142,12 +144,12 @@ def layer_parameters(width: int, experts: ExpertsConfig) -> int:
 
 def expert_sizes(width: int, experts: ExpertsConfig) -> tuple[int, ...]:
     """Parameters of each expert of a layer."""
-    widths = hidden_widths(experts, width)
-    return tuple(sum(map(prod, _shapes(width, hidden, experts).values())) for hidden in widths)
+    shape = LayerShape(width, hidden_widths(experts, width), experts.activation, experts.bias)
+    return tuple(map(shape.numel, range(shape.num_experts)))
 
 
 def layer_products(width: int, experts: ExpertsConfig) -> float:
-    """Multiplications of one token in one MoELayer: the matrices that it meets, the router's among them.
+    """Multiplications of one token in one MoELayer, in the matrices of its experts and of the router.
 
     Experts of several sizes count as if each were chosen equally often.
     """
@@ -170,9 +172,9 @@ def _shapes(width: int, hidden: int, experts: ExpertsConfig) -> dict[str, tuple[
 def layer_activations(width: int, experts: ExpertsConfig) -> float:
     """Numbers per token that autograd keeps for one MoELayer.
 
-    Per choice: its row, its hidden values before and after the activation (a ReLU needs them after it only), its
-    result unsorted, and its int64 places; per expert the scores; the router's input is the norm's output, counted
-    there. Experts of several sizes count as if each were chosen equally often.
+    For each choice: its row, its hidden values before and after the activation (for a ReLU only after it), its unsorted
+    result, and its int64 places; for each expert its scores. The router's input is the norm's output, counted there.
+    Experts of several sizes count as if each were chosen equally often.
     """
     number = check_experts(experts)
     kept = KEPT[experts.activation]
@@ -184,8 +186,8 @@ def layer_activations(width: int, experts: ExpertsConfig) -> float:
     return routed + kept * shared_width(experts, width) + gated
 
 
-def parts_elsewhere(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
-    """What may live on hosts: its sizes, and what travels there. `tokens` of one sample."""
+def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
+    """Sizes of the experts, and of the rows sent to them; `tokens` of one sample."""
     number = check_experts(experts)
     hidden = sum(hidden_widths(experts, width)) / number
     return ExpertFacts(
@@ -198,21 +200,21 @@ def parts_elsewhere(layers: int, width: int, experts: ExpertsConfig, *, tokens: 
 
 
 def gate_bytes(width: int, number: int) -> int:
-    """Of one router: for each expert a row of weights, its bias and its share, and int64 counts."""
+    """Bytes of one router: for each expert a row of weights, its bias and its share; and int64 counts."""
     return FLOAT_BYTES * number * (width + 2) + 8 * (number + 1)
 
 
 def moe_gpt_flops(
     *, layers: int, width: int, context: int, vocab_size: int, experts: ExpertsConfig, window: int | None = None
 ) -> float:
-    """Forward and backward of one full window; only the experts a token visits count."""
+    """FLOPs of forward and backward of one full context; only the experts that a token visits count."""
     sizes = {"layers": layers, "width": width, "context": context}
     others = gpt_parameters(**sizes, vocab_size=vocab_size, feed_forward=0) - context * width
     return language_flops(**sizes, matmul_parameters=others + layers * layer_products(width, experts), window=window)
 
 
 def moe_mlp_flops(*, width: int, layers: int, features: int, classes: int, experts: ExpertsConfig) -> float:
-    """Forward and backward of one row."""
+    """FLOPs of forward and backward of one row."""
     return 6.0 * ((features + classes) * width + layers * layer_products(width, experts))
 
 
@@ -230,7 +232,7 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     flops = moe_gpt_flops(**sizes, experts=experts, window=keys["window"])
     reason = f"formula of moe_gpt, {check_experts(experts)} experts a layer"
     found = facts(parameters, activations, flops, reason)
-    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=context))
+    return replace(found, experts=expert_part(layers, width, experts, tokens=context))
 
 
 def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
@@ -243,7 +245,7 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     reason = f"formula of moe_mlp, {check_experts(experts)} experts a layer"
     found = facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
-    return replace(found, experts=parts_elsewhere(layers, width, experts, tokens=1))
+    return replace(found, experts=expert_part(layers, width, experts, tokens=1))
 
 
 EXPERT_BUILDERS = {

@@ -1,4 +1,4 @@
-"""What the routers did: counts over layers, imbalance, drops, last use. Device tensors; read at log intervals only."""
+"""Statistics of the routers: counts of each layer, imbalance, drops, last use. Device tensors, read at logged rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain.trainable import GlobalStep
 
 
 def imbalance(counts_LE: Tensor) -> Tensor:
-    """Busiest expert over the mean, per layer (L,), float64; 1 where nothing was routed."""
+    """Busiest expert over the mean of each layer, (L,) float64; 1 where nothing was routed."""
     counts = counts_LE.double()
     mean = counts.mean(-1)
     return torch.where(mean > 0, counts.amax(-1) / mean.clamp(min=1e-300), torch.ones_like(mean))
@@ -25,10 +25,10 @@ class LoadTracker:
     Args:
         routers: one per layer, in the order of the layers.
         decay: of the moving average over steps.
-        trace: told the end of each step, or None.
+        trace: notified of the end of each step, or None.
 
-    One vector holds a step: for each layer its E counts, then its drops. What belongs to a window that a checkpoint
-    cuts in two is part of the checkpoint (`state_dict`), so that a resumed run counts no step twice and misses none.
+    One vector holds a step: for each layer its E counts, then its drops. The counts of the log interval in progress are
+    part of a checkpoint (`state_dict`), so that a resumed run counts every step exactly once.
     """
 
     def __init__(self, routers: Sequence[TopKRouter], *, decay: float = 0.9, trace: RoutingTrace | None = None) -> None:
@@ -37,17 +37,17 @@ class LoadTracker:
         self.last: list[Tensor] = []
         """Per layer the counts of the last committed step, (E + 1,) float64."""
         self.average: list[Tensor] = []
-        """Per layer their moving average, the first step taken whole."""
+        """Per layer their moving average, which starts with the counts of the first step."""
         total = sum(self.sizes)
         self.step = self.window_steps = 0
-        """Steps committed, skipped ones included; and those of them since the last logged row."""
+        """Committed steps, skipped ones included; and their number since the last logged row."""
         self.window = torch.zeros(total, dtype=torch.float64)
-        """Counts added up since the last logged row."""
+        """Sum of the counts since the last logged row."""
         self.used = torch.zeros(total, dtype=torch.float64)
         """The last step in which each count was not zero; 0 = never."""
 
     def pending(self) -> Tensor:
-        """This rank's counts since the last commit: (sum of E + 1 over layers,) int64, a copy."""
+        """Copy this rank's counts since the last commit: (sum of E + 1 over layers,) int64."""
         return torch.cat([router.pending_counts for router in self.routers])
 
     @torch.no_grad()
@@ -64,7 +64,7 @@ class LoadTracker:
             return
         self._add(counts, skipped)
         new = [part.double() for part in counts.split(self.sizes)]
-        if self.last:  # a skipped step is not counted; which it was stays on the device
+        if self.last:  # a skipped step does not count; whether it is one stays on the device
             stays = torch.as_tensor(skipped, device=counts.device)
             new = [torch.where(stays, old, part) for old, part in zip(self.last, new, strict=True)]
         old = self.average or new

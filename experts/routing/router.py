@@ -1,4 +1,4 @@
-"""Top-k routing whose losses and counts add up over any split of the sequences (DESIGN 4)."""
+"""Top-k routing; its losses and counts are additive over any split of the sequences (DESIGN 4)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raytrain.train.compute.activation_checkpointing import inside_backward
 
 @dataclass(frozen=True)
 class Routing:
-    """Where T tokens go.
+    """The experts of T tokens.
 
     Attributes:
         indices_TK: int64, the K experts of each token, best first; distinct.
         weights_TK: float32 (float64 for float64 models), zero where the token was dropped.
-        counts_E: int64, the rows each expert receives.
-        kept_TK: bool, false where an expert was full; None = nothing can be dropped.
+        counts_E: int64, rows of each expert.
+        kept_TK: bool, false where the expert was full; None if nothing can be dropped.
         aux: scalar, weighted balance loss plus z-loss, a mean over the valid tokens; None in evaluation.
     """
 
@@ -39,10 +39,10 @@ class TopKRouter(nn.Module):
         score: softmax over the experts, or a sigmoid each.
         renormalize: the K weights of a token sum to one.
         balance: "loss", the loss-free "bias", "both" or "none".
-        balance_scope: "sequence" judges each sequence by itself; "batch", for rows without a sequence,
-            multiplies with the shares of the last committed step, so that it too adds up over a split.
-        capacity_factor: an expert takes at most ceil(factor * S * K / E) of a sequence of S valid tokens,
-            earlier ones first, so that no token's fate depends on a later one's choice; None drops nothing.
+        balance_scope: "sequence" computes the balance loss of each sequence separately; "batch", for rows that form no
+            sequence, uses the shares of the last committed step, so that it is additive over a split too.
+        capacity_factor: an expert takes at most ceil(factor * S * K / E) tokens of a sequence of S valid ones, earlier
+            ones first, so that no token depends on a later one's choice; None drops nothing.
         noise, temperature: on the logits, in training only.
 
     The bias is added for selection only and moves at a commit, from the step's global counts. State kept in
@@ -87,25 +87,25 @@ class TopKRouter(nn.Module):
         pending = torch.zeros(num_experts + 1, dtype=torch.int64)
         self.register_buffer("pending_counts", pending, persistent=False)
         self.forced: list[int] | None = None
-        """Experts to send all tokens to, whatever the scores say: the first `top_k` of them, or, with a capacity, all
-        in turn; for measurements only."""
+        """For measurements: experts that all tokens go to, regardless of the scores: the first `top_k`, or, with a
+        capacity, all in turn."""
         self.traced = False
         self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
-        """Where `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward since it was None."""
+        """If `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward after a reset to None."""
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
         """Route the tokens of B sequences.
 
         Args:
             x_BSD: any float dtype; scores are float32 even under autocast, float64 for float64.
-            valid_BS: bool, false for padding, which is routed but not counted and not judged; None = all.
+            valid_BS: bool, false for padding, which is routed but neither counted nor part of a loss; None = all.
         """
         B, S, _ = x_BSD.shape
         logits_BSE = self._logits(x_BSD)
         scores_BSE = self._scores(self._perturbed(logits_BSE))
         indices_BSK = (scores_BSE + self.bias_E).topk(self.top_k, dim=-1).indices
         if self.forced is not None:
-            indices_BSK = self._by_force(indices_BSK, self.forced)
+            indices_BSK = self._forced(indices_BSK, self.forced)
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
         if self.renormalize:
             weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
@@ -116,7 +116,7 @@ class TopKRouter(nn.Module):
         if kept_BSK is not None:
             weights_BSK = weights_BSK * kept_BSK
             counts_BE = self._count(indices_BSK, kept_BSK)
-        self._note(routed_BE, kept_BSK, valid_BS)
+        self._count_pending(routed_BE, kept_BSK, valid_BS)
         if self.traced and self.seen is None and self.training and not inside_backward():
             self.seen = (indices_BSK, weights_BSK.detach(), valid_BS)
         return Routing(
@@ -129,11 +129,11 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def commit(self, counts: Tensor | None, *, skipped: Tensor | bool) -> None:
-        """End a step: move the bias by the global counts, note the shares, forget what is pending.
+        """End a step: update the bias and the shares by the global counts, and reset the pending counts.
 
         Args:
             counts: (E + 1,) of all ranks, as `pending_counts`; None = the step was dropped.
-            skipped: bool or bool tensor (not read from the device); a skipped step moves nothing.
+            skipped: bool or bool tensor (not read from the device); a skipped step changes nothing.
         """
         self.pending_counts.zero_()
         if counts is None or skipped is True:
@@ -151,7 +151,7 @@ class TopKRouter(nn.Module):
         with torch.autocast(x_BSD.device.type, enabled=False):
             return F.linear(x_BSD.to(dtype), self.weight.to(dtype))
 
-    def _by_force(self, indices_BSK: Tensor, experts: list[int]) -> Tensor:
+    def _forced(self, indices_BSK: Tensor, experts: list[int]) -> Tensor:
         S, K = indices_BSK.shape[1:]
         places = torch.arange(S * K if self.capacity_factor is not None else K, device=indices_BSK.device)
         chosen = torch.tensor(experts, device=indices_BSK.device)[places % len(experts)]
@@ -178,9 +178,9 @@ class TopKRouter(nn.Module):
         return flat.new_zeros(len(flat), self.num_experts).scatter_add_(1, flat, ones)
 
     def _keep(self, indices_BSK: Tensor, valid_BS: Tensor | None) -> Tensor | None:
-        """Which choices find room: the first `capacity` of each expert, in the sequence's order.
+        """Return which choices fit: the first `capacity` of each expert, in the order of the sequence.
 
-        Padding takes no room and makes none, so a sequence fares alike however far it is padded.
+        Padding takes no capacity and adds none, so the result does not depend on the amount of padding.
         """
         if self.capacity_factor is None:
             return None
@@ -190,13 +190,13 @@ class TopKRouter(nn.Module):
             wanted = valid_BS.repeat_interleave(K, dim=1, output_size=S * K).to(torch.int64)
         per_choice = self.capacity_factor / self.num_experts
         capacity_B1 = (wanted.sum(1, keepdim=True).double() * per_choice).ceil()
-        # one column per expert: a choice's place is how many of its sequence chose that expert up to it
+        # one column per expert: a choice's place is the number of choices of that expert in its sequence up to it
         chosen = F.one_hot(indices_BSK.view(B, S * K), self.num_experts) * wanted.unsqueeze(-1)
         place = (chosen.cumsum(1) * chosen).sum(-1)
         return ((place <= capacity_B1) & (wanted > 0)).view(B, S, K)
 
     def _aux(self, logits_BSE: Tensor, scores_BSE: Tensor, routed_BE: Tensor, valid_BS: Tensor | None) -> Tensor | None:
-        """Both losses as means over the valid tokens: a sequence's balance loss weighs as its tokens."""
+        """Both losses as means over the valid tokens: a sequence's balance loss is weighted by its tokens."""
         per_token = None
         if self.z_loss_weight:
             per_token = self.z_loss_weight * torch.logsumexp(logits_BSE, dim=-1).square()
@@ -218,20 +218,20 @@ class TopKRouter(nn.Module):
         return (per_token * valid_BS).sum() / valid_BS.sum().clamp(min=1)
 
     @torch.no_grad()
-    def _note(self, routed_BE: Tensor, kept_BSK: Tensor | None, valid_BS: Tensor | None) -> None:
-        """Add to the pending counts: training forwards only, and never what backward computes again."""
+    def _count_pending(self, routed_BE: Tensor, kept_BSK: Tensor | None, valid_BS: Tensor | None) -> None:
+        """Add to the pending counts, in training forwards only; recomputation in backward does not count."""
         compiled = torch.compiler.is_compiling()
         if not self.training or (not compiled and inside_backward()):
             return
-        add = _add_unless_again if compiled else Tensor.add_
+        add = _add_outside_backward if compiled else Tensor.add_
         add(self.pending_counts[: self.num_experts], routed_BE.sum(0))
         if kept_BSK is not None:
             dropped = ~kept_BSK if valid_BS is None else ~kept_BSK & valid_BS.unsqueeze(-1)
             add(self.pending_counts[self.num_experts], dropped.sum())
 
 
-@torch.library.custom_op("raytrain::add_unless_again", mutates_args=("pending",))
-def _add_unless_again(pending: Tensor, more: Tensor) -> None:
-    """`pending += more`, but not inside backward: compiled code is the same in both passes, and asks when it runs."""
+@torch.library.custom_op("raytrain::add_outside_backward", mutates_args=("pending",))
+def _add_outside_backward(pending: Tensor, more: Tensor) -> None:
+    """`pending += more` outside backward. Compiled code is the same in both passes, and checks this when it runs."""
     if not inside_backward():
         pending += more

@@ -1,4 +1,4 @@
-"""From a router's counts to who gets which rows: their order on the way, and how many go where. No torch."""
+"""Divides rows over hosts by a router's counts: how many go to each host, and in which order. No torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from experts.placement.values import LayerPlacement, Placement
 
 @dataclass(frozen=True)
 class Route:
-    """The rows of one layer and one micro-batch of this worker, on their way to the hosts.
+    """How this worker's rows of one micro-batch and layer are divided over the hosts.
 
     Attributes:
         host_counts: rows for each host, (H,).
         slot_counts: for each host the rows of each of its slots.
-        segments: (start, stop) pieces of the rows sorted by expert, in the order in which they travel; None where
-            that is the order they have.
+        segments: (start, stop) pieces of the rows sorted by expert, in the order in which they are sent; None if that
+            is the order they already have.
     """
 
     host_counts: list[int]
@@ -27,13 +27,13 @@ class Route:
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """One layer's placement as the data plane reads it.
+    """One layer's placement in the form that passes use.
 
     A host's *slots* are its homes, ascending, then its replicas, ascending.
 
     Attributes:
-        slots: for each host (expert, number of the copy) of each slot.
-        homes: for each host how many of its slots are homes.
+        slots: for each host (expert, index of the copy) of each slot.
+        homes: for each host the number of its slots that are homes.
     """
 
     placed: LayerPlacement
@@ -60,7 +60,7 @@ class LayerRoutes:
         return experts == sorted(set(experts)) and self.placed.replicas == 0
 
     def route(self, counts: Sequence[int]) -> Route:
-        """Where the rows go, `counts` (E,) being those of each expert. Deterministic, in pure Python."""
+        """Divide rows over the hosts; `counts` (E,) are those of each expert. Deterministic, in pure Python."""
         parts = self.placed.split(counts)
         slot_counts = [[parts[expert][copy] for expert, copy in held] for held in self.slots]
         host_counts = [sum(rows) for rows in slot_counts]
@@ -80,7 +80,7 @@ class LayerRoutes:
 
 
 def _append(segments: list[tuple[int, int]], begin: int, end: int) -> None:
-    """Add a piece, joined to the last one where it follows it."""
+    """Add a piece; joins it to the last one if it continues that."""
     if segments and segments[-1][1] == begin:
         segments[-1] = (segments[-1][0], end)
     else:

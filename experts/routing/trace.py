@@ -1,4 +1,4 @@
-"""Which experts each token of a traced step went to: kept on the device until the next logged row, then a file each."""
+"""Records the experts of each token in traced steps; kept on the device until the next logged row, then written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from experts.routing.router import TopKRouter
 
 
 class RoutingTrace:
-    """Every N steps the choices of the first micro-batch; of rank 0, as the other workers' are of the same kind.
+    """Records every N steps the choices of the first micro-batch on rank 0.
 
     Args:
-        routers: of the model, in the order of the layers; from now on each keeps its first forward of a step.
+        routers: of the model, in the order of the layers; each starts to keep its first forward of a step.
         every: N.
 
     A file is a NumPy archive without pickles: `indices` (L, B, S, K) int16, the experts of each token, best first;
@@ -31,11 +31,11 @@ class RoutingTrace:
             router.traced = True
 
     def end_step(self, step: int) -> None:
-        """Keep what the routers saw in `step`, or forget it. Reads nothing from the device."""
+        """Keep the choices of `step` if it is traced. Reads nothing from the device."""
         seen = [router.seen for router in self.routers]
         self.forget()
         found = [one for one in seen if one is not None]
-        if step % self.every or len(found) < len(seen) or not found:  # a step without rows of this worker's
+        if step % self.every or len(found) < len(seen) or not found:  # without rows on this worker in this step
             return
         valid = found[0][2]
         self._kept[step] = (
@@ -45,12 +45,12 @@ class RoutingTrace:
         )
 
     def forget(self) -> None:
-        """What the routers saw since the last step."""
+        """Forget the choices since the last step."""
         for router in self.routers:
             router.seen = None
 
     def take(self) -> dict[int, bytes]:
-        """Step -> file of what was kept; reads the device, and forgets."""
+        """Return step -> file content of the kept steps, and forget them; reads the device."""
         kept, self._kept = self._kept, {}
         return {step: _archive(step, *tensors) for step, tensors in kept.items()}
 
@@ -62,7 +62,7 @@ def _archive(step: int, indices: Tensor, weights: Tensor, valid: Tensor) -> byte
     return buffer.getvalue()
 
 
-def traced(routers: Sequence[TopKRouter], every: int | None) -> RoutingTrace | None:
-    """A trace on rank 0, where one is asked for."""
+def build_trace(routers: Sequence[TopKRouter], every: int | None) -> RoutingTrace | None:
+    """Build a trace on rank 0; None without `every` and on other ranks."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     return RoutingTrace(routers, every=every) if every is not None and first else None

@@ -51,7 +51,7 @@ def layer(*copies: tuple[int, ...]) -> LayerPlacement:
         (layer((0,), ()), "layer 0 expert 1 is missing"),
         (layer((0,)), "layer 0 expert 1 is missing"),
         (layer((0,), (1,), (1,)), "layer 0 expert 2 is placed"),
-        (layer((0,), (1, 0, 1)), "layer 0 expert 1 is doubled"),
+        (layer((0,), (1, 0, 1)), "layer 0 expert 1 is duplicated"),
         (layer((0,), (2,)), "layer 0 expert 1 is on hosts"),
         (LayerPlacement(((0,), (0, 1)), ((1.0,), (0.5, 0.6))), "layer 0 expert 1 has shares"),
         (LayerPlacement(((0,), (0, 1)), ((1.0,), (1.5, -0.5))), "layer 0 expert 1 has shares"),
