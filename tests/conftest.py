@@ -35,6 +35,20 @@ SENTENCES = (
 )
 
 
+# ---------------------------------------------------------------- order
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no process is left with a long one at the end.
+
+    xdist hands out files in the order of their tests. `durations.csv` holds the seconds of the long ones; it only has
+    to be roughly right.
+    """
+    with (Path(__file__).parent / "durations.csv").open() as file:
+        seconds = {ROOT / "tests" / row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
+    items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+
+
 # ---------------------------------------------------------------- the command line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import tomllib
 from pathlib import Path
@@ -47,3 +48,11 @@ def test_no_file_names_a_machine() -> None:
     places = [place for place in places if len(place) > len("/tmp/")]  # a checkout in / or /tmp proves nothing
     named = [(path.name, place) for path in files for place in places if place in path.read_text()]
     assert not named, named
+
+
+def test_the_durations_are_those_of_files_that_exist() -> None:
+    """conftest.py starts the longest files first."""
+    with (ROOT / "tests" / "durations.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows and not [row["file"] for row in rows if not (ROOT / "tests" / row["file"]).is_file()]
+    assert [float(row["seconds"]) for row in rows] == sorted((float(row["seconds"]) for row in rows), reverse=True)
