@@ -12,7 +12,8 @@ from jobs.driver.facts import formula_facts
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import resolve
-from raytrain.data.sources.open import Source, open_source
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, takes, to_trainable

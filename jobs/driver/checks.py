@@ -13,7 +13,7 @@ from jobs.job.spec import JobSpec
 from jobs.plan import uses_hosts
 from raytrain.config.user_code import check_shadowing, make_importable, resolve
 from raytrain.data.rows.token_budget import check_budget
-from raytrain.data.sources.open import hand_over, handed_over
+from raytrain.data.sources.open import read_on_driver, source_from_driver
 from raytrain.errors import InputError
 from raytrain.execution.observers import load_observers
 from raytrain.models.blocks import blocks_of
@@ -52,8 +52,8 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     make_importable(os.getcwd())
     check_shadowing()
     load_observers(spec.telemetry.observers, resolve)
-    sent = hand_over(spec.data)
-    source = handed_over(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
+    sent = read_on_driver(spec.data)
+    source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
     check_budget(source.train, source.eval, spec.data.tokens_per_batch)
     shapes = source_facts(source)
     trainable, where = build(spec, shapes)
@@ -76,7 +76,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
-    return Checked(sent or source.handed, model_facts, source.facts, shapes)
+    return Checked(sent or source.worker_data, model_facts, source.facts, shapes)
 
 
 def train_job(

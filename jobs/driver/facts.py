@@ -11,14 +11,14 @@ from raytrain.plan.facts import DataFacts, ModelFacts
 
 def facts_of_data(spec: JobSpec) -> DataFacts | None:
     """Sizes of the data without reading it whole; None where only opening it can tell."""
-    from raytrain.data.sources.open import describe_source
+    from raytrain.data.sources.describe import describe_source
 
     return describe_source(spec.data, context=spec.model.keys.get("context"))
 
 
 def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
     """What a builder may take from the data (vocab_size, ...), as far as it is known without opening it."""
-    from raytrain.data.sources.open import describe_shapes
+    from raytrain.data.sources.describe import describe_shapes
 
     shapes = describe_shapes(spec.data)
     if data_facts is not None and data_facts.vocab_size is not None:

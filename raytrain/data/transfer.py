@@ -18,27 +18,27 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass
-class Copies:
+class TransferCounts:
     """What `to_device` did in this process.
 
     Attributes:
         copied: tensors that were really copied, `nbytes` of them together.
         in_place: tensors that were there already, and came back as the same object.
-        waited_for: copies that the host waited for; the others go on beside it (from pinned memory).
+        blocking: copies that the host waited for; those from pinned memory run in the background.
     """
 
     copied: int = 0
     nbytes: int = 0
     in_place: int = 0
-    waited_for: int = 0
+    blocking: int = 0
 
-    def since(self, before: Copies) -> Copies:
+    def since(self, before: TransferCounts) -> TransferCounts:
         """The difference to an earlier state (`dataclasses.replace(copies)` keeps one)."""
         names = [field.name for field in dataclasses.fields(self)]
-        return Copies(**{name: getattr(self, name) - getattr(before, name) for name in names})
+        return TransferCounts(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
 
-COPIES = Copies()
+TRANSFERS = TransferCounts()
 """Of this process, since it began."""
 
 
@@ -100,11 +100,11 @@ def to_device(value: Any, device: torch.device | str) -> Any:
         return _moved(value, torch.device(device))
     if isinstance(value, PackedSequence):
         if is_on(value.data, torch.device(device)):
-            COPIES.in_place += 1
+            TRANSFERS.in_place += 1
             return value
-        COPIES.copied += 1
-        COPIES.nbytes += value.data.nbytes
-        COPIES.waited_for += 1
+        TRANSFERS.copied += 1
+        TRANSFERS.nbytes += value.data.nbytes
+        TRANSFERS.blocking += 1
         return value.to(device)  # pyright: ignore[reportArgumentType]  (torch's stub knows the overload for dtypes alone)
     return rebuild(value, lambda part: to_device(part, device))
 
@@ -112,12 +112,12 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     tensor = dense(tensor)
     if is_on(tensor, device):
-        COPIES.in_place += 1
+        TRANSFERS.in_place += 1
         return tensor
     pinned = tensor.device.type == "cpu" and device.type != "cpu" and tensor.is_pinned()
-    COPIES.copied += 1
-    COPIES.nbytes += tensor.nbytes
-    COPIES.waited_for += not pinned
+    TRANSFERS.copied += 1
+    TRANSFERS.nbytes += tensor.nbytes
+    TRANSFERS.blocking += not pinned
     return tensor.to(device, non_blocking=pinned)
 
 

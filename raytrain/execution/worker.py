@@ -21,7 +21,8 @@ from raytrain.autotune.startup.choice import Calibration
 from raytrain.autotune.startup.resolve import resolve_choices
 from raytrain.checkpoint.retention import discard_after
 from raytrain.config.user_code import make_importable, resolve
-from raytrain.data.sources.open import Source, handed_over
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.open import source_from_driver
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
 from raytrain.execution.attempt import AttemptStart, attempt_number, begin
 from raytrain.execution.checkpointer import CheckpointSaver
@@ -119,7 +120,7 @@ class Worker:
         decision, loaded = begun.decision, begun.loaded
         if decision.micro_batch is not None:
             self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
-        source: Source | None = handed_over(data, self.job.data, context=self.job.model.keys.get("context"))
+        source: Source | None = source_from_driver(data, self.job.data, context=self.job.model.keys.get("context"))
         self.session = session = Session(
             self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
         )

@@ -11,7 +11,7 @@ import torch
 
 from raytrain.config.sections import ModelConfig
 from raytrain.config.user_code import resolve
-from raytrain.data.sources.open import Source
+from raytrain.data.rows.contract import Source
 from raytrain.models.registry import call_builder, to_trainable
 from raytrain.models.weights.initial import StartingWeights, offered
 from raytrain.train.job import TrainJob

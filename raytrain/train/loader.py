@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.loading.checks import Guard, verify_placement
-from raytrain.data.loading.pinned_upload import AHEAD, Uploads
-from raytrain.data.loading.prefetch import Ahead, BatchRequest, PendingBatch, begun_ahead, results
+from raytrain.data.loading.checks import InputWriteGuard, verify_placement
+from raytrain.data.loading.pinned_upload import UPLOAD_DEPTH, BatchUploader
+from raytrain.data.loading.prefetch import BatchRequest, PendingBatch, Prefetcher, prefetch, prefetched_results
 from raytrain.data.loading.prepare import DataPlan, open_pool, reads_items
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.batches import Cursor, GlobalBatch, StepBatches, part_of_rank, rank_micro_batches
 from raytrain.data.rows.contract import Batch, Source, Split
 from raytrain.data.rows.map_style import gathered
 from raytrain.data.rows.residency import StreamSplit
-from raytrain.data.rows.token_budget import waste_of
+from raytrain.data.rows.token_budget import padding_waste
 from raytrain.data.transfer import rebuild
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
@@ -57,7 +57,7 @@ class BatchLoader:
         weight: Callable[[Batch], int] | None,
         dtype: torch.dtype,
         pool: LoaderPool | None = None,
-        uploads: Uploads[MicroBatch] | None = None,
+        uploads: BatchUploader[MicroBatch] | None = None,
     ) -> None:
         self.batches = batches
         self.device = device
@@ -66,9 +66,9 @@ class BatchLoader:
         self._verified = False
         self.tokens_per_row = batches.split.tokens_per_row or 0
         self.pool, self.uploads = pool, uploads
-        self._ahead = Ahead(partial(self._begun, batches.split)) if pool or uploads else None
+        self._ahead = Prefetcher(partial(self._begun, batches.split)) if pool or uploads else None
         self._at, self._following = Cursor(), Cursor()
-        self._guards: dict[int, Guard] = {}
+        self._guards: dict[int, InputWriteGuard] = {}
         self._notices: list[tuple[str, dict[str, Any]]] = []
 
     @classmethod
@@ -82,7 +82,7 @@ class BatchLoader:
         batches = StepBatches(
             source.train,
             seed=job.seed,
-            global_batch=int(job.planned("global_batch_size")),
+            global_batch_size=int(job.planned("global_batch_size")),
             micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is measured
             rank=workers.rank,
             world_size=workers.world_size,
@@ -93,7 +93,9 @@ class BatchLoader:
         pool = open_pool(source, data)
         # rows that a dataset reads here draw from the generators that the model draws from too: never prefetched
         ahead = device.type == "cuda" and data.storage in ("pinned", "partial") and (pool or not reads_items(source))
-        uploads: Uploads[MicroBatch] | None = Uploads(device, parts=lambda micro: micro.batch) if ahead else None
+        uploads: BatchUploader[MicroBatch] | None = (
+            BatchUploader(device, parts=lambda micro: micro.batch) if ahead else None
+        )
         if weight is shifted_labels_weight and source.first_labels_ignored:
             weight = None  # the split knows it, and no batch has to be read for it
         loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
@@ -105,13 +107,13 @@ class BatchLoader:
         """Report what padding costs in the first global batches, against batches of as many rows as always fit."""
         cursor, lengths, longest = Cursor(), [], 1
         while cursor.epoch == 0 and len(lengths) < WASTE_BATCHES:
-            indices, cursor = self.batches.window(cursor)
+            indices, cursor = self.batches.global_batch(cursor)
             found = self.batches.split.lengths(indices)
             assert found is not None, "checked before the start (check_budget)"
             lengths.append(found)
             longest = max(longest, int(found.max()))
         rows = max(1, budget // longest)
-        waste = waste_of(lengths, budget=budget, most_rows=self.micro_batch, fixed_rows=rows)
+        waste = padding_waste(lengths, budget=budget, most_rows=self.micro_batch, fixed_rows=rows)
         self.notice(
             "token_budget",
             **waste._asdict(),
@@ -129,9 +131,9 @@ class BatchLoader:
     def micro_batch(self, rows: int) -> None:
         self.batches.micro_batch = rows
 
-    def window(self, cursor: Cursor) -> GlobalBatch:
+    def global_batch(self, cursor: Cursor) -> GlobalBatch:
         """The rows of the step at `cursor`."""
-        window = self.batches.window(cursor)
+        window = self.batches.global_batch(cursor)
         self._at = cursor if cursor.position < len(self.batches.split) else Cursor(cursor.epoch + 1)
         self._following = window.next
         return window
@@ -155,7 +157,7 @@ class BatchLoader:
     def _later(self, cursor: Cursor) -> Iterator[BatchRequest]:
         """This rank's micro-batches from `cursor` on, without end."""
         while True:
-            indices, following = self.batches.window(cursor)
+            indices, following = self.batches.global_batch(cursor)
             yield from (BatchRequest("train", cursor.epoch, rows) for rows in self.batches.rank_indices(indices))
             cursor = following
 
@@ -181,7 +183,7 @@ class BatchLoader:
             for one in wanted:
                 yield self._given(guard, self._gather(split, one))
             return
-        yield from results(self._begun(split, wanted))
+        yield from prefetched_results(self._begun(split, wanted))
 
     def _eval_indices(self, split: Split, limit: int | None) -> list[np.ndarray]:
         batches, rows = self.batches, self._scored(split, limit)
@@ -194,7 +196,7 @@ class BatchLoader:
 
     def _scored(self, split: Split, limit: int | None) -> np.ndarray:
         """Rows of an evaluation: not as many as `len`, which is a training epoch's."""
-        return split.eval_order()[: None if limit is None else limit * self.batches.global_batch]
+        return split.eval_order()[: None if limit is None else limit * self.batches.global_batch_size]
 
     def _most_passes(self, rows: int, *, micro_batch: int) -> int:
         shares = self.batches.shares
@@ -260,25 +262,25 @@ class BatchLoader:
         if pool is None:
             assert uploads is not None, "nothing is begun ahead without the one or the other"
             make = self._gather
-            yield from begun_ahead(wanted, lambda one: uploads.begin(partial(make, split, one)), depth=AHEAD)
+            yield from prefetch(wanted, lambda one: uploads.begin(partial(make, split, one)), depth=UPLOAD_DEPTH)
             return
-        read = begun_ahead(wanted, pool.begin, depth=pool.depth)
+        read = prefetch(wanted, pool.begin, depth=pool.depth)
         if uploads is None:
             for one, loading in read:
                 yield one, _OnHost(loading, partial(self._gather, split, one))
             return
-        copied = begun_ahead(
+        copied = prefetch(
             read,
             lambda pair: uploads.begin(partial(self._gather, split, pair[0], read=pair[1].result), pair[1].cancel),
-            depth=AHEAD,
+            depth=UPLOAD_DEPTH,
         )
         for (one, _), uploading in copied:
             yield one, uploading
 
     # -- rows that are lent -----------------------------------------------------------------------
 
-    def _guard(self, split: Split, name: str) -> Guard:
-        guard = self._guards.setdefault(id(split), Guard(split, name))
+    def _guard(self, split: Split, name: str) -> InputWriteGuard:
+        guard = self._guards.setdefault(id(split), InputWriteGuard(split, name))
         written = guard.look()
         if written:
             why = f"the model writes into its input ({', '.join(written)}): {name} rows go to it as copies, always"
@@ -286,7 +288,7 @@ class BatchLoader:
         return guard
 
     @staticmethod
-    def _given(guard: Guard, micro: MicroBatch) -> MicroBatch:
+    def _given(guard: InputWriteGuard, micro: MicroBatch) -> MicroBatch:
         guard.given(micro.batch)
         return micro
 

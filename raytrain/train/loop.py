@@ -115,7 +115,7 @@ class TrainingLoop:
 
     def _one_step(self, state: LoopState) -> StepOutput:
         begin = time.perf_counter()
-        indices, following = self.loader.window(state.cursor)
+        indices, following = self.loader.global_batch(state.cursor)
         self._fetching = fetching = Fetching()
         output = self._retry.run(lambda: self._taken(indices, step=state.step + 1), step=state.step + 1)
         self._retry.after_step(state.step + 1)

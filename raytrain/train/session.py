@@ -15,14 +15,23 @@ from torch import nn
 
 from raytrain.checkpoint.reader import LoadedCheckpoint
 from raytrain.data.loading.checks import verify_placement
-from raytrain.data.loading.prepare import Say, prepare_source
-from raytrain.data.sources.open import Source, open_source
+from raytrain.data.loading.prepare import ReportEvent, prepare_source
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.open import open_source
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
 from raytrain.train.build import build_of, source_facts
 from raytrain.train.clock import Clock
 from raytrain.train.compute.switches import Switches
-from raytrain.train.device import need_data, rng_state, seed_everything, set_determinism, set_rng_state, worker_device
+from raytrain.train.device import (
+    device_name,
+    need_data,
+    rng_state,
+    seed_everything,
+    set_determinism,
+    set_rng_state,
+    worker_device,
+)
 from raytrain.train.evaluation import evaluate
 from raytrain.train.job import TrainJob, limits_of
 from raytrain.train.loader import BatchLoader, data_plan, most_passes
@@ -78,7 +87,7 @@ class Session:
         self.layers.keep(job.plan.value("fp32_layers", []))
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has come through
-        self.say: Say = lambda kind, **fields: None  # takes events of what is done before there is a loop
+        self.say: ReportEvent = lambda kind, **fields: None  # takes events of what is done before there is a loop
         self.sizing: MicroBatchSize | None = None
         """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
         the attempt takes it over."""
@@ -121,7 +130,9 @@ class Session:
 
     def _open_loader(self) -> BatchLoader:
         self.close()
-        self.source = prepare_source(self.source, data_plan(self.job), device=self.device, say=self.say)
+        self.source = prepare_source(
+            self.source, data_plan(self.job), device=self.device, device_name=device_name(self.device), report=self.say
+        )
         own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
         return BatchLoader.open(self.job, self.source, device=self.device, **own)
 

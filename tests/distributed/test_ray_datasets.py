@@ -10,7 +10,7 @@ import pytest
 
 from raytrain.config.sections import DataConfig
 from raytrain.data.sources import ray_dataset as ray_source
-from raytrain.data.sources.open import handed_over, open_source
+from raytrain.data.sources.open import open_source, source_from_driver
 from raytrain.errors import InputError
 
 CODE = """
@@ -46,7 +46,7 @@ def test_it_is_written_once_and_read_in_the_same_order_ever_after(
         raise AssertionError("written already")
 
     monkeypatch.setattr(subprocess, "run", no_process)
-    again, worker = open_source(data, context=None, seed=1), handed_over(source.handed, data, context=None)
+    again, worker = open_source(data, context=None, seed=1), source_from_driver(source.worker_data, data, context=None)
     assert worker is not None and order_of(again) == order_of(source) == order_of(worker)
     assert sorted(order_of(source)) != order_of(source) and len(set(order_of(source))) == 270
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from raytrain.data.transfer import COPIES
+from raytrain.data.transfer import TRANSFERS
 from raytrain.plan.choice import Resolved
 from raytrain.train.device import worker_device
 from raytrain.train.session import Session
@@ -61,7 +61,7 @@ def test_everything_is_on_the_workers_device_index_included(tiny_job: Callable[.
     moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = [*module.parameters(), *module.buffers(), *moments]
     assert tensors and {tensor.device for tensor in tensors if tensor.ndim} == {wanted}
-    indices, _ = session.loader.window(LoopState().cursor)
+    indices, _ = session.loader.global_batch(LoopState().cursor)
     assert {value.device for value in next(iter(session.loader.micro_batches(indices))).batch.values()} == {wanted}
 
 
@@ -83,12 +83,12 @@ def test_rows_copied_ahead_give_equal_losses_and_no_copy_is_waited_for(
     session = tiny_job(device=kind, steps=10, storage="stream")
     chosen = {"storage": Resolved(storage, "this test"), "resident_rows": Resolved(100, "this test")}
     session.job = replace(session.job, plan=replace(session.job.plan, **chosen))
-    before = replace(COPIES)
+    before = replace(TRANSFERS)
     ahead = train(session, "fp32")
     session.close()
     assert ahead == resident
-    copies = COPIES.since(before)
+    copies = TRANSFERS.since(before)
     if kind == "cuda":
-        assert (session.loader.uploads is not None) and copies.copied >= 10 and copies.waited_for == 0
+        assert (session.loader.uploads is not None) and copies.copied >= 10 and copies.blocking == 0
     else:
         assert copies.copied == 0

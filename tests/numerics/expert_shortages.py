@@ -147,7 +147,7 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
         # a folder of its own, as if nobody saw the others'
         run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
         MicroBatchChoice(Calibration(session, run, reporter, lambda _status: None)).resolve()
-        indices = session.loader.window(session.state.cursor).indices
+        indices = session.loader.global_batch(session.state.cursor).indices
         precisions = compare_precisions(
             session.trainable, session.loader.one(indices[:6]), candidates=["fp64"], gradients=session.step.gradients,
             workers=session.workers, device=session.device, budget_s=0.0,

@@ -23,7 +23,8 @@ from cluster.devices.inventory import Inventory, Node
 from jobs.driver.checks import train_job
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
-from raytrain.data.sources.open import Source, open_source
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.open import open_source
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob

@@ -87,7 +87,7 @@ def data_parallel(rank: int, world_size: int) -> dict[str, Any]:
     with torch.no_grad():  # somebody's builder that draws from a generator nobody seeds
         session.trainable.module.positions += 0.01 * rank
     session.prepare("fp32")
-    step, indices = session.step, session.loader.window(Cursor()).indices
+    step, indices = session.step, session.loader.global_batch(Cursor()).indices
     single = []
     for part in np.split(indices, world_size):
         micro = session.loader.one(part)

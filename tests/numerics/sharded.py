@@ -233,7 +233,7 @@ def waited(_rank: int, _world: int) -> dict[str, float]:
         return output
 
     session.step.run = run  # type: ignore[method-assign]
-    indices = session.loader.window(session.state.cursor).indices
+    indices = session.loader.global_batch(session.state.cursor).indices
     train(session)
     return {"communication": seen[0], "passes": session.loader.passes(indices)}
 

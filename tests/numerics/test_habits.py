@@ -17,7 +17,7 @@ from jobs.plan import plan_job
 from raytrain.data.loading.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source
-from raytrain.data.transfer import COPIES, to_device
+from raytrain.data.transfer import TRANSFERS, to_device
 from raytrain.train.loader import BatchLoader
 
 DATA = {"train": class_rows(64), "eval_fraction": 0.25}
@@ -123,17 +123,17 @@ def copies_of_an_epoch(storage: Any) -> int:
     """How many tensors are copied to another device while an epoch's batches are made; `meta` stands for a GPU."""
     device = torch.device("meta")
     source = memory_source(class_rows(64), None, fraction=0.0)
-    source = prepare_source(source, DataPlan(storage), device=device, say=lambda kind, **fields: None)
-    batches = StepBatches(source.train, seed=0, global_batch=16, micro_batch=8, device="meta")
+    source = prepare_source(source, DataPlan(storage), device=device, report=lambda kind, **fields: None)
+    batches = StepBatches(source.train, seed=0, global_batch_size=16, micro_batch=8, device="meta")
     loader, before, cursor = (
         BatchLoader(batches, device=device, weight=None, dtype=torch.float32),
-        replace(COPIES),
+        replace(TRANSFERS),
         Cursor(),
     )
     while cursor.epoch == 0:
-        indices, cursor = loader.window(cursor)
+        indices, cursor = loader.global_batch(cursor)
         assert all(micro.batch["x"].is_meta for micro in loader.micro_batches(indices))
-    return COPIES.since(before).copied
+    return TRANSFERS.since(before).copied
 
 
 @pytest.mark.covers("BP-19")
@@ -145,7 +145,7 @@ def test_of_resident_rows_nothing_is_copied_inside_the_loop() -> None:
 @pytest.mark.covers("BP-20")
 def test_items_whose_tensors_are_on_several_devices_become_batches_on_one() -> None:
     batch = {"image": torch.zeros(2, device="meta"), "boxes": [torch.ones(3), torch.zeros(1, device="meta")], "n": 3}
-    before = replace(COPIES)
+    before = replace(TRANSFERS)
     there = to_device(batch, "meta")
     assert there["image"] is batch["image"] and there["boxes"][0].is_meta and there["boxes"][1] is batch["boxes"][1]
-    assert (COPIES.since(before).copied, COPIES.since(before).in_place) == (1, 2)
+    assert (TRANSFERS.since(before).copied, TRANSFERS.since(before).in_place) == (1, 2)

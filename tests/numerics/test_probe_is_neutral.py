@@ -95,7 +95,7 @@ def traced_moe() -> Session:
 def state_of(session: Session) -> dict[str, Any]:
     """Hashes of everything a run consists of."""
     module = session.trainable.module
-    order = [session.loader.window(Cursor(epoch, 0)).indices.tolist() for epoch in (0, 1)]
+    order = [session.loader.global_batch(Cursor(epoch, 0)).indices.tolist() for epoch in (0, 1)]
     return {
         "parameters": digest(dict(module.named_parameters())),
         "buffers": digest(dict(module.named_buffers())),

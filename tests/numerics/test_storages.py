@@ -116,10 +116,10 @@ def test_who_reads_changes_neither_what_items_draw_nor_what_the_model_draws(open
 def test_any_position_is_where_an_unbroken_run_would_be(storage: str, opened: Any) -> None:
     late, unbroken, cursor = opened("items", storage), opened("items", storage), Cursor()
     for _ in range(7):
-        indices, cursor = unbroken.loader.window(cursor)
+        indices, cursor = unbroken.loader.global_batch(cursor)
         before = [micro.batch for micro in unbroken.loader.micro_batches(indices)]
     assert cursor == Cursor(1, 48), "49 rows in windows of 16"
-    indices, _ = late.loader.window(Cursor(1, 32))
+    indices, _ = late.loader.global_batch(Cursor(1, 32))
     after = [micro.batch for micro in late.loader.micro_batches(indices)]
     assert len(before) == len(after) == 2
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(before, after, strict=True))

@@ -45,7 +45,7 @@ def session_of(
 def steps_taken(rank: int, world_size: int, shares: dict[str, Any] | None, steps: int) -> dict[str, Any]:
     """Losses, norms, evaluations and weights after AdamW steps in float64."""
     session = session_of(precision="fp64", steps=steps, shares=shares)
-    indices = session.loader.window(session.state.cursor).indices
+    indices = session.loader.global_batch(session.state.cursor).indices
     reporter, _ = train(session)
     return {
         "rows": [len(own) for own in session.loader.batches.rank_indices(indices)],
@@ -103,7 +103,7 @@ def measured(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     startup_shares.SharesChoice(Calibration(again, run, reporter, _no_driver)).resolve()
     batches = session.loader.batches
     shares = batches.shares
-    spans = [] if shares is None else shares.spans(batches.global_batch, micro_batch=batches.micro_batch)
+    spans = [] if shares is None else shares.spans(batches.global_batch_size, micro_batch=batches.micro_batch)
     return {
         "untouched": before == after,
         "rows": [len(span) for span in spans],

@@ -112,11 +112,11 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     arm = SessionArm(job, precision=settings.get("precision", "fp32"))
     batches = arm.session.loader.batches
-    batches.global_batch = batches.micro_batch = 1
+    batches.global_batch_size = batches.micro_batch = 1
     arm.run(FLOOR_STEPS)
     floor = process_memory().rss
-    batches.global_batch, batches.micro_batch = rows, settings["micro"]
-    indices, _ = arm.session.loader.window(arm.session.state.cursor)
+    batches.global_batch_size, batches.micro_batch = rows, settings["micro"]
+    indices, _ = arm.session.loader.global_batch(arm.session.state.cursor)
     arm.run(2)
     exact = reset_peak()
     arm.run(max(1, settings["steps"] - 2))

@@ -106,7 +106,7 @@ def _gate(found: BenchMeasurement, name: str, arms: dict[str, SessionArm], rival
 def _touched_share(arm: SessionArm, times: list[float]) -> float:
     """Part of a full fp32 step that is forward and backward: what a precision can touch at all."""
     session = arm.session
-    indices, _ = session.loader.window(session.state.cursor)
+    indices, _ = session.loader.global_batch(session.state.cursor)
     micro = next(iter(session.loader.micro_batches(indices)))
     trial = compare_precisions(
         session.trainable,
@@ -124,7 +124,7 @@ def _saved_bytes(arm: SessionArm) -> dict[str, float]:
     """Bytes kept for the backward pass: of one micro-batch (`total`, a lower precision's copies of the weights
     included), and what each further row adds (`per_row`, activations alone)."""
     session = arm.session
-    indices, _ = session.loader.window(session.state.cursor)
+    indices, _ = session.loader.global_batch(session.state.cursor)
 
     def kept(rows: int) -> int:
         micro = session.loader.one(indices[:rows])

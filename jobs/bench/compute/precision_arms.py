@@ -85,7 +85,7 @@ def _rows(arm: SessionArm) -> Iterator[dict[str, Tensor]]:
     split, seed, batch, epoch = (
         arm.session.source.train,
         arm.session.job.seed,
-        arm.session.loader.batches.global_batch,
+        arm.session.loader.batches.global_batch_size,
         0,
     )
     while True:

@@ -187,7 +187,7 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
     pool = LoaderPool({"train": split}, workers=1, prefetch=2, seed=options.seed)
     started = time.perf_counter() - begin
     loaders = {name: BatchLoader(
-        StepBatches(split, seed=options.seed, global_batch=options.load_batch, micro_batch=options.load_batch,
+        StepBatches(split, seed=options.seed, global_batch_size=options.load_batch, micro_batch=options.load_batch,
                     storage="stream"),
         device=torch.device("cpu"), weight=None, dtype=torch.float32, pool=pool if name == "1 process" else None,
     ) for name in seen}  # fmt: skip
@@ -195,7 +195,7 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
     def block(name: str) -> float:
         loader, cursor, times = loaders[name], Cursor(), [time.perf_counter()]
         for _ in range(options.load_batches):
-            indices, cursor = loader.window(cursor)
+            indices, cursor = loader.global_batch(cursor)
             for micro in loader.micro_batches(indices):
                 times.append(time.perf_counter())
                 seen[name].append(micro.batch["x"][:, 0].tolist())

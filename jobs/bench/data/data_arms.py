@@ -103,8 +103,8 @@ def synchronize(device: torch.device) -> None:
 def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.ndarray]]:
     """The handles of every step of every epoch, as training draws them."""
     loader = StepBatches(memory_source({"x": torch.zeros(rows)}, None, fraction=0.0).train,
-                       seed=seed, global_batch=batch, micro_batch=batch)  # fmt: skip
-    return [list(loader.epoch_handles(epoch)) for epoch in range(epochs)]
+                       seed=seed, global_batch_size=batch, micro_batch=batch)  # fmt: skip
+    return [list(loader.epoch_indices(epoch)) for epoch in range(epochs)]
 
 
 def clone_and_copy(
@@ -136,17 +136,17 @@ def resident(
     begin = time.perf_counter()
     plan = DataPlan("resident", seed=seed)
     source = prepare_source(
-        memory_source(data, None, fraction=0.0), plan, device=device, say=lambda kind, **fields: None
+        memory_source(data, None, fraction=0.0), plan, device=device, report=lambda kind, **fields: None
     )
     spent.preparation = time.perf_counter() - begin
-    batches = StepBatches(source.train, seed=seed, global_batch=batch, micro_batch=batch, storage=None)
+    batches = StepBatches(source.train, seed=seed, global_batch_size=batch, micro_batch=batch, storage=None)
     loader = BatchLoader(batches, device=device, weight=None, dtype=torch.float32)
     cursor = Cursor()
     for epoch in range(epochs):
         spent.begin_epoch()
         while cursor.epoch == epoch:
             with spent.of("copy"):  # rows gathered on the device
-                indices, cursor = loader.window(cursor)
+                indices, cursor = loader.global_batch(cursor)
                 (micro,) = loader.micro_batches(indices)
                 synchronize(device)
             with spent.of("check"):

@@ -161,7 +161,7 @@ def _named(point: Candidate) -> str:
 def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[], float]:
     """A block of real training steps at one point; returns the seconds of a row."""
     arm = SessionArm(gpt_job(options, width=width, size=point.micro_batch_size), precision=point.precision)
-    rows = arm.session.loader.batches.global_batch
+    rows = arm.session.loader.batches.global_batch_size
     arm.run(1)
     steps = max(1, min(1000, round(options.block_s / arm.run(1))))
     return lambda: arm.run(steps) / (steps * rows)

@@ -74,7 +74,9 @@ class UnequalMember:
         self.session.apply_choices(shares=chosen)
         self._measured = batches.shares
         pass_s = [pace.pass_s[batches.micro_batch] for pace in paces]
-        spans = self._measured.spans(batches.global_batch, micro_batch=batches.micro_batch) if self._measured else []
+        spans = (
+            self._measured.spans(batches.global_batch_size, micro_batch=batches.micro_batch) if self._measured else []
+        )
         return {"reason": chosen.reason, "rows": [len(span) for span in spans], "pass_s": pass_s}
 
     def _gradient_gap(self) -> float:
@@ -83,7 +85,7 @@ class UnequalMember:
         session, _ = session_of({**self._job, "precision": {"dtype": "fp64"}})
         session.prepare("fp64")
         session.loader.batches.shares = self._measured
-        indices = session.loader.window(session.state.cursor).indices
+        indices = session.loader.global_batch(session.state.cursor).indices
         weight = session.loader.global_weight(indices) or 0
         size = session.loader.batches.micro_batch
         alone: list[MicroBatch] = [

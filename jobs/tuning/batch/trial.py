@@ -25,7 +25,7 @@ from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.noise_scale import noise_scale
 from raytrain.autotune.startup.confirm import signature_of
 from raytrain.config.user_code import make_importable
-from raytrain.data.sources.open import handed_over
+from raytrain.data.sources.open import source_from_driver
 from raytrain.train.job import TrainJob
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.parallel.collectives import Workers
@@ -75,7 +75,7 @@ def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     data: Any = None if orders.data is None else ray.get(orders.data)
     if job.planned("device") == "cuda":
         await_freed_memory(torch.device("cuda", 0))
-    source = handed_over(data, job.data, context=job.model.keys.get("context"))
+    source = source_from_driver(data, job.data, context=job.model.keys.get("context"))
     session = Session(job, workers=Workers(), source=source)
     session.prepare(orders.prepared)
     tune.report(_measured(session, wanted, orders))

@@ -72,7 +72,7 @@ def _through(probe: StepProbe, loader: BatchLoader, passes: int) -> Iterator[int
     """Windows go through the model without end; the micro-batches of each."""
     cursor, done = probe.session.state.cursor, 0
     while True:
-        indices, cursor = loader.window(cursor)
+        indices, cursor = loader.global_batch(cursor)
         count = loader.passes(indices)
         probe.step.backward(loader.micro_batches(indices), global_weight=len(indices), passes=count)
         done += count

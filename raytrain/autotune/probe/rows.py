@@ -50,5 +50,5 @@ class RowChoice:
         """With the longest row of all among them, to which the others are padded; of these as many as `times` the
         budget of tokens allows."""
         longest = self._longest[id(split)]
-        rows = rows if longest is None else np.concatenate([[longest.handle], rows[1:]])
+        rows = rows if longest is None else np.concatenate([[longest.index], rows[1:]])
         return self._loader.batches.fitting(rows, split, times=times)

@@ -45,7 +45,9 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
     real model; no seconds if either fails. Changes nothing that it measures. Collective."""
     loader, batches, step = session.loader, session.loader.batches, session.step
     workers, device, trainable = session.workers, session.device, session.trainable
-    rows = loader.window(session.state.cursor).indices[: MEASURED_PASSES * batches.micro_batch * batches.world_size]
+    rows = loader.global_batch(session.state.cursor).indices[
+        : MEASURED_PASSES * batches.micro_batch * batches.world_size
+    ]
     passes, before = loader.passes(rows), step.inflight
     times = timed_arms(
         [

@@ -54,7 +54,7 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
     """Which layers must stay in fp32 under this half precision, measured on the first micro-batch of the global batch,
     the same on every worker. Its rows are halved until they fit in fp32, the reference. Changes nothing that it
     measures. Collective."""
-    indices, _ = session.loader.window(session.state.cursor)
+    indices, _ = session.loader.global_batch(session.state.cursor)
     trainable = session.trainable
     blocks = trainable.blocks if isinstance(trainable.blocks, str) else None
     names = layers_of(trainable.module, blocks=blocks, most=MOST_LAYERS)

@@ -60,7 +60,7 @@ def measure_overlap(session: Session) -> tuple[Resolved, dict[str, list[float]]]
         StepDropped: a worker had no memory; all raise it.
     """
     loader, step, workers = session.loader, session.step, session.workers
-    rows = loader.window(session.state.cursor).indices
+    rows = loader.global_batch(session.state.cursor).indices
     rows = rows[: MEASURED_PASSES * loader.batches.micro_batch * workers.world_size]
     passes, reduction = loader.passes(rows), step.reduction
 

@@ -95,7 +95,7 @@ class PrecisionChoice(DeferredChoice):
 def measure_precision(session: Session, candidates: list[str]) -> tuple[Resolved, list[dict[str, Any]]]:
     """The precision of these for the real model, and what each showed on the first micro-batch of the global batch, the
     same on every worker. Needs `prepare("fp32")`; changes nothing that it measures. Collective."""
-    indices, _ = session.loader.window(session.state.cursor)
+    indices, _ = session.loader.global_batch(session.state.cursor)
     trials = compare_precisions(
         session.trainable,
         session.loader.first(indices),

@@ -53,7 +53,7 @@ def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[W
         session.step, lambda size: loader.one(order[:size]), sizes=sizes, workers=session.workers,
         device=session.device, room=_room(session) if len(sizes) > 1 else None,
     )  # fmt: skip
-    return choose_shares(paces, total=batches.global_batch, micro_batch=sizes[0]), paces
+    return choose_shares(paces, total=batches.global_batch_size, micro_batch=sizes[0]), paces
 
 
 def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
@@ -63,7 +63,7 @@ def sizes_to_try(session: Session, *, kinds: int) -> list[int]:
     given = job.loop.micro_batch_size != "auto" and job.found is None
     if kinds < 2 or session.device.type != "cuda" or given:
         return [batches.micro_batch]
-    most = max(batches.micro_batch, batches.global_batch // session.workers.world_size)
+    most = max(batches.micro_batch, batches.global_batch_size // session.workers.world_size)
     return [batches.micro_batch << power for power in range((most // batches.micro_batch).bit_length())]
 
 

@@ -42,7 +42,7 @@ def verify_placement(value: Any, device: torch.device | str, *, name: str = "bat
 
 
 @dataclass
-class Guard:
+class InputWriteGuard:
     """Watches one split that is on the device.
 
     The first batch is a copy. Where nobody wrote to it, batches of neighbouring rows are views from then on, and no
@@ -73,10 +73,10 @@ class Guard:
         if self._first:
             written = [path for path, tensor, version in self._first if tensor._version != version]
             self._first, self._settled = [], True
-            split.lends = not written
+            split.returns_views = not written
             self._versions = _versions(split)
             return written
-        if self._settled and split.lends and _versions(split) != self._versions:
+        if self._settled and split.returns_views and _versions(split) != self._versions:
             raise RunError(
                 f"the model wrote into its input after it had not done so at first: {self.name} rows kept on the "
                 "device are damaged; data.storage: stream gives it a copy each time"

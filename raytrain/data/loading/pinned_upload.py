@@ -13,10 +13,10 @@ from raytrain.data.transfer import tensors_of
 Made = TypeVar("Made")
 
 #: Batches on the device beside the one in use.
-AHEAD = 2
+UPLOAD_DEPTH = 2
 
 
-class Uploads(Generic[Made]):
+class BatchUploader(Generic[Made]):
     """One thread and one stream; the host never waits for a copy. On a CPU there is the thread alone.
 
     Args:
@@ -29,10 +29,10 @@ class Uploads(Generic[Made]):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
-    def begin(self, make: Callable[[], Made], unwanted: Callable[[], object] = lambda: None) -> Uploading[Made]:
+    def begin(self, make: Callable[[], Made], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Made]:
         """Make a batch in the thread; its copies and kernels go to the stream. `unwanted` is called where it is
         cancelled before that began."""
-        return Uploading(self._thread.submit(self._made, make), self._stream, parts=self._parts, unwanted=unwanted)
+        return PendingUpload(self._thread.submit(self._made, make), self._stream, parts=self._parts, unwanted=unwanted)
 
     def _made(self, make: Callable[[], Made]) -> tuple[Made, torch.Event | None]:
         if self._stream is None:
@@ -46,7 +46,7 @@ class Uploads(Generic[Made]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-class Uploading(Generic[Made]):
+class PendingUpload(Generic[Made]):
     """A batch on its way."""
 
     def __init__(

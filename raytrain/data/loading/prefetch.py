@@ -39,13 +39,14 @@ class PendingBatch(Protocol[Made]):
         ...
 
 
-def begun_ahead(
+def prefetch(
     items: Iterable[Given], begin: Callable[[Given], PendingBatch[Made]], *, depth: int
 ) -> Generator[tuple[Given, PendingBatch[Made]]]:
-    """Each item with what was begun for it, `depth` of them begun at a time, the one that is handed out included: who
-    asks for the next one as soon as a result is there has `depth` of them made beside the one in use (`results`).
+    """Start work for each item ahead of its use; yield each item with its pending result.
 
-    What is left is cancelled where the generator is closed.
+    At most `depth` results are pending at a time, the yielded one included: a consumer that asks for the next item as
+    soon as it has a result keeps `depth` of them in the making (`prefetched_results`). Closing the generator cancels
+    what is left.
     """
     waiting: deque[tuple[Given, PendingBatch[Made]]] = deque()
     try:
@@ -60,7 +61,7 @@ def begun_ahead(
             pending.cancel()
 
 
-def results(running: Generator[tuple[Given, PendingBatch[Made]]]) -> Generator[Made]:
+def prefetched_results(running: Generator[tuple[Given, PendingBatch[Made]]]) -> Generator[Made]:
     """The results one by one, the next ones begun before each of them is used."""
     came = next(running, None)
     try:
@@ -74,11 +75,11 @@ def results(running: Generator[tuple[Given, PendingBatch[Made]]]) -> Generator[M
         running.close()
 
 
-class Ahead(Generic[Made]):
+class Prefetcher(Generic[Made]):
     """Batches of training, made ready while those before them are used.
 
     Args:
-        start: a generator over wanted batches -> (wanted, pending), such as `begun_ahead` makes.
+        start: a generator over wanted batches -> (wanted, pending), such as `prefetch` makes.
     """
 
     def __init__(

@@ -18,12 +18,11 @@ import torch
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.collate import tensor_split
 from raytrain.data.rows.contract import RowSplit, Source, Split
-from raytrain.data.rows.map_style import DatasetSplit, ItemSplit, PartlyKept, generators_kept, seed_item
-from raytrain.data.rows.residency import Storage, StreamSplit, place
-from raytrain.data.transfer import COPIES
-from raytrain.train.device import device_name
+from raytrain.data.rows.map_style import DatasetSplit, ItemSplit, PartialDataset, generators_kept, seed_item
+from raytrain.data.rows.residency import Storage, StreamSplit, place_split
+from raytrain.data.transfer import TRANSFERS
 
-Say = Callable[..., None]
+ReportEvent = Callable[..., None]
 """(kind, **fields): events of a run."""
 
 #: While a dataset is read whole, so many times something is said.
@@ -36,7 +35,7 @@ class DataPlan:
     """What a plan says of the way to the device.
 
     Attributes:
-        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place`).
+        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`).
         loader_workers, prefetch: processes that read a dataset, and batches ahead for each.
         seed: of what a dataset draws.
     """
@@ -48,36 +47,38 @@ class DataPlan:
     seed: int = 0
 
 
-def prepare_source(source: Source, plan: DataPlan, *, device: torch.device, say: Say) -> Source:
+def prepare_source(
+    source: Source, plan: DataPlan, *, device: torch.device, device_name: str = "", report: ReportEvent
+) -> Source:
     """The source with both splits where training reads them; told as events `preparation` (start, progress, finished).
     One that was prepared before comes back as it is.
 
     Args:
-        say: takes the events; seconds and bytes stand in the last one.
+        report: takes the events; seconds and bytes stand in the last one.
     """
     if source.placed:
         return source
     splits = {"train": source.train, **({} if source.eval is None else {"eval": source.eval})}
     rows = {name: len(split) for name, split in splits.items()}
-    where = {"storage": plan.storage, "device": device_name(device) if device.type == "cuda" else device.type}
+    where = {"storage": plan.storage, "device": device_name or device.type}
     told = " and ".join(f"{count:,} rows ({name})" for name, count in rows.items())
-    say("preparation", phase="start", rows=rows, reason=f"preparing {told}: {plan.storage}", **where)
-    begin, copied = time.perf_counter(), replace(COPIES)
+    report("preparation", phase="start", rows=rows, reason=f"preparing {told}: {plan.storage}", **where)
+    begin, copied = time.perf_counter(), replace(TRANSFERS)
     placed: dict[str, Split] = {}
     for name, split in splits.items():
         kept = plan.storage if name == "train" or plan.storage != "partial" else "stream"
-        placed[name] = _placed(split, kept, plan, device=device, say=lambda done, of, name=name: say(
+        placed[name] = _placed(split, kept, plan, device=device, report=lambda done, of, name=name: report(
             "preparation", phase="progress", split=name, done=done, of=of, reason=f"{name}: {done:,}/{of:,} rows"
         ))  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # once: what follows finds every row in its place
     seconds, megabytes = time.perf_counter() - begin, _kept_bytes(placed, plan) / MB
-    say(
+    report(
         "preparation",
         phase="finished",
         rows=rows,
         megabytes=megabytes,
-        copies=COPIES.since(copied).copied,
+        copies=TRANSFERS.since(copied).copied,
         seconds=seconds,
         reason=f"{told} prepared in {seconds:.2f} s; {megabytes:,.1f} MB stay on {where['device']}",
         **where,
@@ -86,17 +87,17 @@ def prepare_source(source: Source, plan: DataPlan, *, device: torch.device, say:
 
 
 def _placed(
-    split: Split, storage: Storage, plan: DataPlan, *, device: torch.device, say: Callable[[int, int], None]
+    split: Split, storage: Storage, plan: DataPlan, *, device: torch.device, report: Callable[[int, int], None]
 ) -> Split:
     if storage == "resident" and type(split) is DatasetSplit:
-        return read_whole(split, seed=plan.seed, say=say).to(device)
+        return read_whole(split, seed=plan.seed, report=report).to(device)
     if storage == "partial" and type(split) is DatasetSplit:
         with generators_kept():
             seeds = partial(seed_item, plan.seed, 0)
-            placed = PartlyKept(split, device=device, rows=plan.resident_rows, before=seeds)
+            placed = PartialDataset(split, device=device, rows=plan.resident_rows, before=seeds)
     else:
-        placed = place(split, storage, device, resident_rows=plan.resident_rows)
-    say(len(split), len(split))
+        placed = place_split(split, storage, device, resident_rows=plan.resident_rows)
+    report(len(split), len(split))
     return placed
 
 
@@ -110,7 +111,7 @@ def _kept_bytes(placed: dict[str, Split], plan: DataPlan) -> float:
     return 0.0
 
 
-def read_whole(split: DatasetSplit, *, seed: int, say: Callable[[int, int], None]) -> RowSplit:
+def read_whole(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> RowSplit:
     """Every item asked for and converted once: a table of tensors where their shapes allow it.
 
     What an item draws at random is drawn once and for all, from (seed, row); the generators of this process are put
@@ -120,9 +121,9 @@ def read_whole(split: DatasetSplit, *, seed: int, say: Callable[[int, int], None
     rows: list[dict[str, Any]] = []
     with generators_kept():
         for part in np.array_split(np.arange(count), min(SAID_TIMES, count)):
-            for handle in part:  # one by one: what an item draws does not depend on its neighbours
-                rows += split.read(handle.reshape(1), before=partial(seed_item, seed, 0))
-            say(len(rows), count)
+            for index in part:  # one by one: what an item draws does not depend on its neighbours
+                rows += split.read(index.reshape(1), before=partial(seed_item, seed, 0))
+            report(len(rows), count)
     return tensor_split(rows, key=split.key) or ItemSplit(rows, key=split.key)
 
 

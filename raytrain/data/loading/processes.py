@@ -72,7 +72,7 @@ class LoaderPool:
         """Of the processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def begin(self, wanted: BatchRequest) -> Loading:
+    def begin(self, wanted: BatchRequest) -> PendingRead:
         """Ask for a batch."""
         number, self._asked = self._asked, self._asked + 1
         self._open.add(number)
@@ -82,7 +82,7 @@ class LoaderPool:
             self._lines[line].send((number, wanted))
         except OSError as error:
             raise self._death(line) from error
-        return Loading(self, number, wanted)
+        return PendingRead(self, number, wanted)
 
     def result(self, number: int) -> Batch:
         """The batch of a request, on the host.
@@ -143,7 +143,7 @@ class LoaderPool:
         self._end()
 
 
-class Loading:
+class PendingRead:
     """A batch that a process reads."""
 
     def __init__(self, pool: LoaderPool, number: int, wanted: BatchRequest) -> None:

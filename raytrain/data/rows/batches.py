@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raytrain.data.rows.contract import Batch, Order, Split
-from raytrain.data.rows.residency import Storage, place
+from raytrain.data.rows.residency import Storage, place_split
 from raytrain.data.rows.token_budget import cut_by_tokens
 from raytrain.plan.shares import Shares
 
@@ -62,12 +62,12 @@ class StepBatches:
     Args:
         split: rows as the source opened them.
         seed: the job's; with the epoch it fixes the order of the rows.
-        global_batch: rows of one step over all ranks.
+        global_batch_size: rows of one step over all ranks.
         micro_batch: rows of one forward pass at most.
         rank, world: this worker among all.
         device: where batches must be.
-        storage, resident_rows: where the rows are put (`raytrain.data.rows.residency.place`); None leaves them where
-            they are.
+        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`); None leaves them
+            where they are.
         tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
             (`raytrain.data.rows.token_budget`); None = by rows, in order.
 
@@ -80,7 +80,7 @@ class StepBatches:
         split: Split,
         *,
         seed: int,
-        global_batch: int,
+        global_batch_size: int,
         micro_batch: int,
         rank: int = 0,
         world_size: int = 1,
@@ -89,11 +89,13 @@ class StepBatches:
         resident_rows: int = 0,
         tokens_per_batch: int | None = None,
     ) -> None:
-        if min(global_batch, micro_batch, world_size) < 1 or not 0 <= rank < world_size:
-            raise ValueError(f"global batch {global_batch}, micro-batch {micro_batch}, rank {rank} of {world_size}")
-        self.split = split if storage is None else place(split, storage, device, resident_rows=resident_rows)
+        if min(global_batch_size, micro_batch, world_size) < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"global batch {global_batch_size}, micro-batch {micro_batch}, rank {rank} of {world_size}"
+            )
+        self.split = split if storage is None else place_split(split, storage, device, resident_rows=resident_rows)
         self.seed = seed
-        self.global_batch = global_batch
+        self.global_batch_size = global_batch_size
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
@@ -106,19 +108,19 @@ class StepBatches:
     @property
     def steps_per_epoch(self) -> int:
         """Steps that see every row once; the last may be smaller than the global batch."""
-        return -(-len(self.split) // self.global_batch)
+        return -(-len(self.split) // self.global_batch_size)
 
-    def window(self, cursor: Cursor) -> GlobalBatch:
+    def global_batch(self, cursor: Cursor) -> GlobalBatch:
         """The global window that begins at `cursor`. The last of an epoch holds what is left."""
         if cursor.position >= len(self.split):
             cursor = Cursor(cursor.epoch + 1)
         order = self._epoch_order(cursor.epoch)
-        end = min(cursor.position + self.global_batch, len(order))
+        end = min(cursor.position + self.global_batch_size, len(order))
         following = Cursor(cursor.epoch + 1) if end == len(order) else Cursor(cursor.epoch, end)
         return GlobalBatch(order[cursor.position : end], following)
 
     def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
-        """So many rows of its epoch from `cursor` on, as handles; again from the front where the epoch ends."""
+        """So many rows of its epoch from `cursor` on, as indices; again from the front where the epoch ends."""
         order = self._epoch_order(cursor.epoch)
         begin = cursor.position % len(order)
         taken = order[begin : begin + count]
@@ -132,7 +134,7 @@ class StepBatches:
         return self._order
 
     def rank_indices(self, indices: np.ndarray) -> list[np.ndarray]:
-        """This rank's micro-batches of a window, as handles."""
+        """This rank's micro-batches of a window, as indices."""
         if self.tokens_per_batch is not None:
             parts = self.parts(indices, self.split)
             return parts[part_of_rank(len(parts), rank=self.rank, world_size=self.world_size)]
@@ -178,9 +180,9 @@ class StepBatches:
         """What the mean loss of the whole window averages over; None where only the batches can tell."""
         return self.split.weights(indices)
 
-    def epoch_handles(self, epoch: int) -> Iterator[np.ndarray]:
+    def epoch_indices(self, epoch: int) -> Iterator[np.ndarray]:
         """All micro-batches of this rank in one epoch; as lists, a `batch_sampler` for torch's DataLoader."""
         cursor = Cursor(epoch)
         while cursor.epoch == epoch:
-            indices, cursor = self.window(cursor)
+            indices, cursor = self.global_batch(cursor)
             yield from self.rank_indices(indices)

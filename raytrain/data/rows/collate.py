@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raytrain.data.rows.contract import Batch
 from raytrain.data.rows.ragged import MASK, Ragged, RaggedSplit, fill_value, mask_column, pad_rows
-from raytrain.data.rows.residency import whole
+from raytrain.data.rows.residency import full_tensor
 from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
 from raytrain.data.transfer import rebuild, with_fields
 from raytrain.errors import InputError
@@ -142,7 +142,7 @@ def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | Ragge
         elif len({shape[1:] for shape in shapes}) == 1 and all(shapes):
             offsets = np.concatenate([[0], np.cumsum([tensor.shape[0] for tensor in tensors])])
             ragged[name] = Ragged(_joined(tensors), offsets)
-            check_finite(name, whole(ragged[name].values), key=key, rows=offsets)
+            check_finite(name, full_tensor(ragged[name].values), key=key, rows=offsets)
         else:
             return None
     split = TensorSplit(dense) if dense else None

@@ -20,21 +20,21 @@ HOLDOUT_SEED = 0
 
 
 class Order(Protocol):
-    """The handles of an epoch in their order; an array, or what computes the slices that are asked for."""
+    """The indices of an epoch in their order; an array, or what computes the slices that are asked for."""
 
     def __len__(self) -> int:
         """Rows of the epoch."""
         ...
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
-        """The handles of these positions."""
+        """The indices of these positions."""
         ...
 
 
 class Split(Protocol):
     """Rows that can be put in order and gathered into batches.
 
-    A row is named by a *handle* (int64): its index, or for text the position where its window starts.
+    A row is identified by its index (int64): its number, or for text the position where its window of tokens starts.
     Everything but `gather` happens on the host and reads no device value.
     """
 
@@ -53,11 +53,11 @@ class Split(Protocol):
         ...
 
     def order(self, seed: int, epoch: int) -> Order:
-        """Every handle of this epoch, shuffled: a pure function of (seed, epoch)."""
+        """Every index of this epoch, shuffled: a pure function of (seed, epoch)."""
         ...
 
     def eval_order(self) -> np.ndarray:
-        """Every handle in file order."""
+        """Every index in file order."""
         ...
 
     def gather(self, indices: np.ndarray) -> Batch:
@@ -76,7 +76,7 @@ class Split(Protocol):
         """The same split, kept on `device` and gathered there."""
         ...
 
-    def partly(self, device: torch.device | str, *, rows: int) -> Split:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
         """The same split, its first `rows` rows kept on `device`, the others on the host until they are asked for."""
         ...
 
@@ -106,7 +106,7 @@ class Source:
         describe: one line for people.
         classes: number of classes where the labels are class numbers.
         class_names: names of the classes where the labels were strings, in the order of their numbers.
-        handed: what workers get in place of the source, where opening it left something; else None.
+        worker_data: what workers get in place of the source, where opening it left something; else None.
         placed: whether the splits are where training reads them (`raytrain.data.loading.prepare`).
         tokenizer: folder of the tokenizer that made the tokens.
         first_labels_ignored: the first label of each row is -100, as a model that shifts inside does not look at it.
@@ -121,7 +121,7 @@ class Source:
     describe: str = ""
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
-    handed: Any = None
+    worker_data: Any = None
     placed: bool = False
     tokenizer: str | None = None
     first_labels_ignored: bool = False

@@ -69,16 +69,16 @@ class DatasetSplit:
         return self._many(indices) if self._many is not None else [self.dataset[index] for index in indices]
 
     def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """The items as rows (`as_row`). `before` is called with each handle before its item is asked for; with the
+        """The items as rows (`as_row`). `before` is called with each index before its item is asked for; with the
         first one alone where the dataset reads many at once."""
         if before is None or self._many is not None:
             if before is not None and len(indices):
                 before(int(indices[0]))
             return [as_row(item, key=self.key) for item in self.items(indices)]
         rows = []
-        for handle in indices:
-            before(int(handle))
-            rows.append(as_row(self.dataset[int(self.rows[handle])], key=self.key))
+        for index in indices:
+            before(int(index))
+            rows.append(as_row(self.dataset[int(self.rows[index])], key=self.key))
         return rows
 
     def gather(self, indices: np.ndarray) -> Batch:
@@ -103,12 +103,12 @@ class DatasetSplit:
         split = tensor_split(rows, key=self.key) or ItemSplit(rows, key=self.key)
         return split.to(device)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> PartlyKept:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> PartialDataset:
         """The first `rows` items read and converted once and kept on `device`; the others are asked for each epoch."""
-        return PartlyKept(self, device=torch.device(device), rows=rows)
+        return PartialDataset(self, device=torch.device(device), rows=rows)
 
 
-class PartlyKept:
+class PartialDataset:
     """A dataset whose first items are kept on a device, converted, and whose others are read when their turn comes.
 
     Args:
@@ -143,7 +143,7 @@ class PartlyKept:
         others = iter(self.split.read(indices[indices >= len(self._kept)], before=before))
         kept = self._kept
         return [
-            kept[handle] if handle < len(kept) else to_device(next(others), self.device) for handle in indices.tolist()
+            kept[index] if index < len(kept) else to_device(next(others), self.device) for index in indices.tolist()
         ]
 
     def gather(self, indices: np.ndarray) -> Batch:
@@ -159,9 +159,9 @@ class PartlyKept:
         """All of it."""
         return self.split.to(device)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> PartlyKept:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> PartialDataset:
         """With another part kept."""
-        return self.split.partly(device, rows=rows)
+        return self.split.to_partial(device, rows=rows)
 
 
 class ItemSplit(DatasetSplit):
@@ -198,15 +198,15 @@ def generators_kept() -> Generator[None]:
         torch.set_rng_state(tensors)
 
 
-def seeded_batch(split: DatasetSplit | PartlyKept, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
+def seeded_batch(split: DatasetSplit | PartialDataset, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
     """A batch whose items draw from generators seeded by (seed, epoch, row), in a process that draws nothing else."""
     return collate_rows(split.read(rows, before=partial(seed_item, seed, epoch)), key=split.key)
 
 
 def gathered(split: Split, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
     """A batch of any split, read here: seeded where a user's dataset reads it, and no generator is touched."""
-    if type(split) not in (DatasetSplit, PartlyKept):  # items that are kept draw nothing any more
+    if type(split) not in (DatasetSplit, PartialDataset):  # items that are kept draw nothing any more
         return split.gather(rows)
-    assert isinstance(split, (DatasetSplit, PartlyKept))
+    assert isinstance(split, (DatasetSplit, PartialDataset))
     with generators_kept():
         return seeded_batch(split, rows, seed=seed, epoch=epoch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raytrain.data.rows.contract import IGNORED_LABEL, Batch, row_order
-from raytrain.data.rows.residency import Column, PartTensor, parted, take, whole
+from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, keep_first, take
 from raytrain.data.rows.splits import TensorSplit, is_integer
 
 MASK = "attention_mask"
@@ -33,13 +33,13 @@ class Ragged:
 
     def to(self, device: torch.device | str) -> Ragged:
         """All values on `device`; itself where they are there already."""
-        values = whole(self.values).to(device)
+        values = full_tensor(self.values).to(device)
         return self if values is self.values else Ragged(values, self.offsets)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> Ragged:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> Ragged:
         """The values of the first `rows` rows on `device`, the others left on the host."""
         border = int(self.offsets[min(rows, len(self.offsets) - 1)])
-        return Ragged(parted(whole(self.values), border, device), self.offsets)
+        return Ragged(keep_first(full_tensor(self.values), border, device), self.offsets)
 
 
 def fill_value(name: str, values: Column) -> int | float:
@@ -94,7 +94,7 @@ class RaggedSplit:
         labels = self.ragged.get("labels")
         if labels is None or not is_integer(labels.values):
             return None if self.dense is None else self.dense.counts
-        values = whole(labels.values)
+        values = full_tensor(labels.values)
         kept = (values != IGNORED_LABEL).reshape(values.shape[0], -1).sum(1).numpy()
         before = np.concatenate([[0], np.cumsum(kept)])
         return before[labels.offsets[1:]] - before[labels.offsets[:-1]]
@@ -159,10 +159,10 @@ class RaggedSplit:
             return self
         return RaggedSplit(moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
         """The first `rows` rows on `device`, the others left on the host."""
-        parts = {name: column.partly(device, rows=rows) for name, column in self.ragged.items()}
-        dense = None if self.dense is None else self.dense.partly(device, rows=rows)
+        parts = {name: column.to_partial(device, rows=rows) for name, column in self.ragged.items()}
+        dense = None if self.dense is None else self.dense.to_partial(device, rows=rows)
         return RaggedSplit(parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
 
@@ -172,7 +172,7 @@ def pad_rows(values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: i
     L is known on the host, so that nothing is read back from the device.
     """
     longest = int(lengths.max()) if len(lengths) else 0
-    if isinstance(values, PartTensor):  # which part a value is in is looked up on the host
+    if isinstance(values, PartialTensor):  # which part a value is in is looked up on the host
         inside_host = np.arange(longest) < lengths[:, None]
         picked = values.take(np.where(inside_host, starts[:, None] + np.arange(longest), 0))
         inside = torch.from_numpy(inside_host).to(values.device, non_blocking=True)

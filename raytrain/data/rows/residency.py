@@ -59,12 +59,12 @@ class StreamSplit:
         """The same host data, streamed to another device."""
         return StreamSplit(self.split, device=device, pinned=self.pinned)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> Split:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
         """The same host data, some of it kept on a device."""
-        return self.split.partly(device, rows=rows)
+        return self.split.to_partial(device, rows=rows)
 
 
-def place(split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0) -> Split:
+def place_split(split: Split, storage: Storage, device: torch.device | str, *, resident_rows: int = 0) -> Split:
     """The split as training reads it; order and batches are the same for any storage.
 
     Args:
@@ -78,7 +78,7 @@ def place(split: Split, storage: Storage, device: torch.device | str, *, residen
     if storage == "resident":
         return split.to(device)
     if storage == "partial":
-        return split.partly(device, rows=resident_rows)
+        return split.to_partial(device, rows=resident_rows)
     if storage in ("stream", "pinned"):
         host = split.split if isinstance(split, StreamSplit) else split
         pinned = storage == "pinned" and torch.device(device).type != "cpu"
@@ -86,7 +86,7 @@ def place(split: Split, storage: Storage, device: torch.device | str, *, residen
     raise ValueError(f"storage is {storage!r}, expected 'resident', 'partial', 'pinned' or 'stream'")
 
 
-class PartTensor:
+class PartialTensor:
     """Rows (N, ...) in two parts; what is taken of them is always on the device.
 
     Args:
@@ -136,7 +136,7 @@ class PartTensor:
         return rows.index_copy_(0, _sent(np.flatnonzero(~inside), self.device), streamed)
 
 
-Column = Tensor | PartTensor
+Column = Tensor | PartialTensor
 
 
 def _sent(index: np.ndarray, device: torch.device) -> Tensor:
@@ -145,26 +145,26 @@ def _sent(index: np.ndarray, device: torch.device) -> Tensor:
 
 def take(column: Column, index: np.ndarray) -> Tensor:
     """Rows of a column by number, where the column is."""
-    if isinstance(column, PartTensor):
+    if isinstance(column, PartialTensor):
         return column.take(index)
     rows = column.index_select(0, _sent(index.reshape(-1), column.device))
     return rows if index.ndim == 1 else rows.reshape(*index.shape, *rows.shape[1:])
 
 
-def whole(column: Column) -> Tensor:
+def full_tensor(column: Column) -> Tensor:
     """A column that was not parted, as what it is: parts are made once, of what is to be counted or moved no more."""
     assert isinstance(column, Tensor), "this column is in two parts already"
     return column
 
 
-def parted(tensor: Tensor, rows: int, device: torch.device | str) -> Column:
+def keep_first(tensor: Tensor, rows: int, device: torch.device | str) -> Column:
     """The first `rows` rows of a host tensor on `device`, the others left where they are."""
     if rows >= tensor.shape[0]:
         return tensor.to(device)
-    return PartTensor(tensor[:rows].to(device), tensor[rows:])
+    return PartialTensor(tensor[:rows].to(device), tensor[rows:])
 
 
-class InOrder:
+class ReorderedSplit:
     """Rows in memory, in the order of the row groups they came from."""
 
     def __init__(self, split: Split, order: Callable[[int, int], Order]) -> None:
@@ -195,10 +195,10 @@ class InOrder:
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
         return self.split.lengths(indices)
 
-    def to(self, device: torch.device | str) -> InOrder:
+    def to(self, device: torch.device | str) -> ReorderedSplit:
         """On another device, in the same order."""
-        return InOrder(self.split.to(device), self._order)
+        return ReorderedSplit(self.split.to(device), self._order)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> InOrder:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> ReorderedSplit:
         """Some of it there."""
-        return InOrder(self.split.partly(device, rows=rows), self._order)
+        return ReorderedSplit(self.split.to_partial(device, rows=rows), self._order)

@@ -9,11 +9,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from raytrain.data.rows.contract import IGNORED_LABEL, Batch, Split, generator, nonfinite, row_order
-from raytrain.data.rows.residency import Column, PartTensor, parted, take, whole
+from raytrain.data.rows.contract import IGNORED_LABEL, Batch, generator, nonfinite, row_order
+from raytrain.data.rows.residency import Column, PartialTensor, full_tensor, keep_first, take
 from raytrain.errors import InputError
-
-__all__ = ["Split", "TensorSplit", "TextSplit", "check_finite", "host_tensor", "is_integer", "label_counts"]
 
 
 def is_integer(tensor: Column) -> bool:
@@ -89,8 +87,8 @@ class TensorSplit:
         self.divisors = dict(divisors or {})
         self._rows = next(iter(self.columns.values())).shape[0]
         labels = self.columns.get("labels")
-        self.counts = counts if counted else label_counts(None if labels is None else whole(labels))
-        self.lends = False
+        self.counts = counts if counted else label_counts(None if labels is None else full_tensor(labels))
+        self.returns_views = False
         self.device = next(iter(self.columns.values())).device
         self._widen = labels is not None and is_integer(labels) and labels.dtype != torch.int64
 
@@ -109,7 +107,7 @@ class TensorSplit:
         return np.arange(self._rows)
 
     def gather(self, indices: np.ndarray) -> Batch:
-        """See `Split`. Where it `lends`, neighbouring rows are views of the columns, and nothing is copied."""
+        """See `Split`. Where it `returns_views`, neighbouring rows are views of the columns, and nothing is copied."""
         batch = self._views(indices) or {name: take(column, indices) for name, column in self.columns.items()}
         for name, divisor in self.divisors.items():
             batch[name] = batch[name].to(torch.float32).div_(divisor)
@@ -119,7 +117,12 @@ class TensorSplit:
 
     def _views(self, indices: np.ndarray) -> Batch | None:
         first, count = int(indices[0]), len(indices)
-        if not self.lends or self.divisors or int(indices[-1]) - first != count - 1 or (np.diff(indices) != 1).any():
+        if (
+            not self.returns_views
+            or self.divisors
+            or int(indices[-1]) - first != count - 1
+            or (np.diff(indices) != 1).any()
+        ):
             return None
         columns = self.columns.items()
         return {name: column.narrow(0, first, count) for name, column in columns if isinstance(column, Tensor)}
@@ -140,21 +143,21 @@ class TensorSplit:
 
     def to(self, device: torch.device | str) -> TensorSplit:
         """Every column on `device`, moved once; itself where it is there already."""
-        moved = {name: whole(column).to(device) for name, column in self.columns.items()}
+        moved = {name: full_tensor(column).to(device) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
         more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
         return TensorSplit(moved, divisors=self.divisors, **more)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> TensorSplit:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> TensorSplit:
         """The first `rows` rows on `device`, the others left on the host."""
-        columns = {name: parted(whole(column), rows, device) for name, column in self.columns.items()}
+        columns = {name: keep_first(full_tensor(column), rows, device) for name, column in self.columns.items()}
         more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
         return TensorSplit(columns, divisors=self.divisors, **more)
 
 
 class TextSplit:
-    """Windows of `context` tokens of one text; a handle is the token where the window starts.
+    """Windows of `context` tokens of one text; an index is the token where the window starts.
 
     Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the token after each. Tokens stay in their
     compact type and are widened in the batch.
@@ -231,7 +234,7 @@ class TextSplit:
             return self
         return TextSplit(moved, context=self.context, same_labels=self.same_labels)
 
-    def partly(self, device: torch.device | str, *, rows: int) -> TextSplit:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> TextSplit:
         """The text of the first `rows` windows on `device`, the rest left on the host."""
         kept = max(rows, 1) * self.context
         if kept >= self._length:
@@ -239,7 +242,7 @@ class TextSplit:
         split = TextSplit(self.tokens, context=self.context, same_labels=self.same_labels)
         inside = kept - self.context + 1
         head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # a window across the border is the host's
-        split._windows = PartTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
+        split._windows = PartialTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
         return split
 
 

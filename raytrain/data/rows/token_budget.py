@@ -35,7 +35,7 @@ def cut_by_tokens(lengths: np.ndarray, *, budget: int, most_rows: int) -> list[n
     return [*parts, order[first:]] if len(order) else parts
 
 
-class Waste(NamedTuple):
+class PaddingWaste(NamedTuple):
     """Tokens that are padding, as a part of all that is computed: by the budget, and by a number of rows."""
 
     budget: float
@@ -44,12 +44,12 @@ class Waste(NamedTuple):
     fixed_micro_batches: int
 
 
-def waste_of(windows: Sequence[np.ndarray], *, budget: int, most_rows: int, fixed_rows: int) -> Waste:
+def padding_waste(windows: Sequence[np.ndarray], *, budget: int, most_rows: int, fixed_rows: int) -> PaddingWaste:
     """What padding costs in these windows (tokens of each row) with a budget, and with `fixed_rows` rows in the order
     they come."""
     by_budget = [part for window in windows for part in _parts(window, budget, most_rows)]
     by_rows = [window[at : at + fixed_rows] for window in windows for at in range(0, len(window), fixed_rows)]
-    return Waste(_waste(by_budget), _waste(by_rows), len(by_budget), len(by_rows))
+    return PaddingWaste(_waste(by_budget), _waste(by_rows), len(by_budget), len(by_rows))
 
 
 def _parts(window: np.ndarray, budget: int, most_rows: int) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from raytrain.data.sources.idx import IMAGES, describe_idx, read_shape
 from raytrain.data.sources.keys import TABLES, as_paths, idx_files, is_own, source_keys
 from raytrain.data.sources.parquet import parquet_files, sizes_of
 from raytrain.data.sources.stdlib import STDLIB, stdlib_files
-from raytrain.data.sources.tables import choose, class_names, convert, parquet_sizes, read_tables
+from raytrain.data.sources.tables import choose_columns, class_names, convert, parquet_sizes, read_tables
 from raytrain.data.sources.text import describe_bytes, describe_text
 from raytrain.data.sources.tokenised import is_tokenised
 from raytrain.errors import InputError
@@ -89,7 +89,7 @@ def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, i
         sizes = sizes_of(parquet_files(paths, key=name), keys, key=name)
         return sizes.rows, sizes.row_bytes, sizes.by_groups
     table = read_tables(paths, kind=kind, key=name)
-    choice = choose(table.schema, features=keys["features"], label=keys["label"], key=name)
+    choice = choose_columns(table.schema, features=keys["features"], label=keys["label"], key=name)
     columns = convert(table, choice, classes=class_names([table], keys["label"]), key=name)
     arrays = [*columns.dense.values(), *(values for values, _ in columns.ragged.values())]
     return table.num_rows, -(-sum(array.nbytes for array in arrays) // table.num_rows), False
@@ -116,7 +116,7 @@ def describe_shapes(data: DataConfig) -> dict[str, Any]:
         schema = read_tables(as_paths(keys["path"]), kind=data.source, key="data.path").schema
     else:
         return {}
-    stacked = choose(schema, features=keys["features"], label=keys["label"], key="data.path").stacked
+    stacked = choose_columns(schema, features=keys["features"], label=keys["label"], key="data.path").stacked
     return {"num_features": len(stacked)} if stacked else {}
 
 

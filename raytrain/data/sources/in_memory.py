@@ -13,10 +13,10 @@ from raytrain.data.rows.collate import as_row
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
 from raytrain.data.rows.map_style import DatasetSplit
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
-from raytrain.data.rows.residency import whole
+from raytrain.data.rows.residency import full_tensor
 from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
 from raytrain.data.sources.keys import is_table
-from raytrain.data.sources.tables import TableColumns, check_classes, choose, class_names, convert
+from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
 from raytrain.errors import InputError
 
 KINDS = "a dict of tensors, a map-style dataset (len and [i]), or a pyarrow Table"
@@ -36,14 +36,14 @@ def table_pair(
 
     Args:
         train, evaluation: the tables.
-        features, label: see `raytrain.data.sources.tables.choose`.
+        features, label: see `raytrain.data.sources.tables.choose_columns`.
         fraction: the part held out where there is no second table.
         keys: what errors name, for each table.
         origin: what the tables are, for people.
     Raises:
         InputError: columns that are missing, hold no numbers or not everywhere, or differ between the two.
     """
-    choice = choose(train.schema, features=features, label=label, key=keys[0])
+    choice = choose_columns(train.schema, features=features, label=label, key=keys[0])
     tables = [train] if evaluation is None else [train, evaluation]
     names = class_names(tables, label)
     converted = [convert(train, choice, classes=names, key=keys[0])]
@@ -110,7 +110,7 @@ def object_split(data: Any, *, key: str) -> RowSplit:
         return _columns(data, key=key)
     if is_table(data):
         table = as_table(data, key=key)
-        choice = choose(table.schema, features=None, label=None, key=key)
+        choice = choose_columns(table.schema, features=None, label=None, key=key)
         return columns_split(convert(table, choice, classes=None, key=key))
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
@@ -142,7 +142,7 @@ def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
         column = _column(str(name), values, key=key)
         if isinstance(column, Ragged):
             ragged[str(name)] = column
-            check_finite(name, whole(column.values), key=key, rows=column.offsets)
+            check_finite(name, full_tensor(column.values), key=key, rows=column.offsets)
             rows[str(name)] = len(column.offsets) - 1
         else:
             dense[str(name)] = column

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.describe import describe_shapes, describe_source
 from raytrain.data.sources.idx import open_idx
-from raytrain.data.sources.keys import as_paths, idx_files, is_own, path_keys, source_keys
+from raytrain.data.sources.keys import as_paths, idx_files, is_own, source_keys
 from raytrain.data.sources.stdlib import STDLIB, read_stdlib
 from raytrain.data.sources.tables import read_tables
 from raytrain.data.sources.text import open_text, text_source
@@ -18,18 +17,6 @@ from raytrain.errors import InputError
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
-
-__all__ = [
-    "Source",
-    "describe_shapes",
-    "describe_source",
-    "hand_over",
-    "handed_over",
-    "open_source",
-    "path_keys",
-    "read_stdlib",
-    "text_source",
-]
 
 
 def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
@@ -122,7 +109,7 @@ def _open_own(data: DataConfig, seed: int) -> Source:
     function = resolve(name, key="data.source")
     written = written_datasets(name, function, data.keys, seed=seed) if mentions_ray(function) else None
     if written is not None:
-        return replace(_open_written(written, data.eval_fraction), handed=written)
+        return replace(_open_written(written, data.eval_fraction), worker_data=written)
     result = call_builder(function, data.keys, sections={"seed": seed}, key="data")
     expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
     if not isinstance(result, Mapping):
@@ -151,7 +138,7 @@ def _open_written(written: Any, fraction: float) -> Source:
                        fraction=fraction if written.holds_out else 0.0)  # fmt: skip
 
 
-def hand_over(data: DataConfig) -> bytes | Tokenised | None:
+def read_on_driver(data: DataConfig) -> bytes | Tokenised | None:
     """What the driver reads for all workers: text that may differ from machine to machine, and texts that went through
     a tokenizer, which is done once; else None.
 
@@ -163,9 +150,9 @@ def hand_over(data: DataConfig) -> bytes | Tokenised | None:
     return tokenise(data) if is_tokenised(data) else None
 
 
-def handed_over(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
-    """The source of what `hand_over` gave, or of what opening the source on the driver left to be handed over
-    (`Source.handed`); None where that was None, and the worker opens the data itself."""
+def source_from_driver(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
+    """The source of what `read_on_driver` gave, or of what opening the source on the driver left to be handed over
+    (`Source.worker_data`); None where that was None, and the worker opens the data itself."""
     if isinstance(sent, Tokenised):
         return tokenised_source(sent, context=context)
     if sent is None or isinstance(sent, bytes):

@@ -10,9 +10,9 @@ from typing import Any
 from raytrain.data.rows.contract import IGNORED_LABEL, Source, facts_of
 from raytrain.data.sources.keys import as_paths
 from raytrain.data.sources.tables import (
-    Choice,
+    ColumnChoice,
     check_present,
-    choose,
+    choose_columns,
     class_names,
     column_kind,
     is_text,
@@ -61,14 +61,14 @@ class ParquetSizes:
     rows: int
     row_bytes: int
     by_groups: bool
-    choice: Choice
+    choice: ColumnChoice
     schema: Any
 
 
 def sizes_of(files: Sequence[str], keys: Mapping[str, Any], *, key: str) -> ParquetSizes:
     """From the metadata alone; whether the rows are shuffled by row groups follows from them and `order`."""
     schema, rows, sizes = parquet_sizes(files, key=key)
-    choice = choose(schema, features=keys["features"], label=keys["label"], key=key)
+    choice = choose_columns(schema, features=keys["features"], label=keys["label"], key=key)
     stored = FLOAT_BYTES * len(choice.stacked) + (LABEL_BYTES if choice.label else 0)
     row_bytes = int(stored + sum(sizes.get(name, LABEL_BYTES) for name in choice.named))
     asked = keys.get("order") or "auto"

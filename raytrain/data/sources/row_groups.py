@@ -25,10 +25,10 @@ import torch
 
 from raytrain.data.rows.contract import HOLDOUT_SEED, Batch, Order, RowSplit, Split, generator, row_order
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
-from raytrain.data.rows.residency import InOrder, whole
+from raytrain.data.rows.residency import ReorderedSplit, full_tensor
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.in_memory import columns_split
-from raytrain.data.sources.tables import Choice, convert
+from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import RunError
 from raytrain.runs.storage import locate
 
@@ -108,7 +108,7 @@ class GroupOrder:
 
 
 class GroupSplit:
-    """Rows of Parquet files, row group by row group; a handle is the row's number in the order of the files.
+    """Rows of Parquet files, row group by row group; an index is the row's number in the order of the files.
 
     Args:
         pieces: what belongs to this split.
@@ -121,7 +121,7 @@ class GroupSplit:
     tokens_per_row: int | None = None
 
     def __init__(
-        self, pieces: Sequence[Piece], choice: Choice, *, classes: tuple[str, ...] | None, row_bytes: int,
+        self, pieces: Sequence[Piece], choice: ColumnChoice, *, classes: tuple[str, ...] | None, row_bytes: int,
         weighs_rows: bool, window_bytes: int = WINDOW_BYTES,
     ) -> None:  # fmt: skip
         self.pieces = list(pieces)
@@ -167,9 +167,11 @@ class GroupSplit:
         """All rows read and kept on `device`, in the same order."""
         rows = joined([self._read.piece(n) for n in range(len(self.pieces))])
         starts, window = self._starts, self.window
-        return InOrder(rows.to(device), lambda seed, epoch: GroupOrder(starts, seed=seed, epoch=epoch, window=window))
+        return ReorderedSplit(
+            rows.to(device), lambda seed, epoch: GroupOrder(starts, seed=seed, epoch=epoch, window=window)
+        )
 
-    def partly(self, device: torch.device | str, *, rows: int) -> Split:
+    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
         """All of it: what does not fit is read from the files again."""
         return self.to(device)
 
@@ -184,18 +186,18 @@ def joined(splits: Sequence[Any]) -> Any:
         return splits[0]
     if isinstance(splits[0], TensorSplit):
         names = splits[0].columns
-        return TensorSplit({name: torch.cat([whole(split.columns[name]) for split in splits]) for name in names})
+        return TensorSplit({name: torch.cat([full_tensor(split.columns[name]) for split in splits]) for name in names})
     ragged = {}
     for name in splits[0].ragged:
         columns = [split.ragged[name] for split in splits]
         lengths = np.concatenate([np.diff(column.offsets) for column in columns])
-        values = torch.cat([whole(column.values) for column in columns])
+        values = torch.cat([full_tensor(column.values) for column in columns])
         ragged[name] = Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
     dense = None if splits[0].dense is None else joined([split.dense for split in splits])
     return RaggedSplit(ragged, dense=dense, mask=splits[0].mask)
 
 
-def _names(choice: Choice) -> list[str]:
+def _names(choice: ColumnChoice) -> list[str]:
     return [*choice.stacked, *choice.named, *([choice.label] if choice.label else [])]
 
 

@@ -18,7 +18,7 @@ MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "n
 
 
 @dataclass(frozen=True)
-class Choice:
+class ColumnChoice:
     """Which columns are used: `stacked` become x (rows, F), `named` keep their names, `label` the labels."""
 
     stacked: tuple[str, ...]
@@ -110,7 +110,7 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
     return schema, rows, {name: size / rows for name, size in sizes.items()}
 
 
-def choose(schema: Any, *, features: Sequence[str] | None, label: str | None, key: str) -> Choice:
+def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | None, key: str) -> ColumnChoice:
     """Which columns of `schema` are used, and how.
 
     Lists keep their names; numbers are stacked to x, except where neither features nor a label are given.
@@ -143,7 +143,7 @@ def choose(schema: Any, *, features: Sequence[str] | None, label: str | None, ke
         raise InputError("data.features", seen="no column", expected=f"some of {_listed(names)}")
     own = features is None and label is None
     stacked = tuple(name for name in used if kinds[name] == "number" and not own)
-    return Choice(stacked, tuple(name for name in used if name not in stacked), label)
+    return ColumnChoice(stacked, tuple(name for name in used if name not in stacked), label)
 
 
 def column_kind(kind: Any) -> str:
@@ -190,7 +190,7 @@ class TableColumns:
     ragged: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
-def convert(table: Any, choice: Choice, *, classes: tuple[str, ...] | None, key: str) -> TableColumns:
+def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None, key: str) -> TableColumns:
     """The chosen columns as arrays: x float32, labels int64 (classes) or float32, lists as they are.
 
     Raises:

@@ -17,7 +17,7 @@ from raytrain.data.sources.tables import TableColumns
 from raytrain.data.sources.text import check_context, cut, text_facts
 from raytrain.errors import InputError
 from raytrain.models.huggingface.folder import CAUSAL_LM, CLASSIFIER, KEYS, longest_input, read_config
-from raytrain.models.huggingface.tokenizer import Words, encode_rows, encode_text, open_tokenizer, pad_id
+from raytrain.models.huggingface.tokenizer import TextCodec, encode_rows, encode_text, open_tokenizer, pad_id
 from raytrain.runs.storage import read_bytes
 
 FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
@@ -72,7 +72,7 @@ def tokenise(data: DataConfig) -> Tokenised:
 
 def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
     """The source of these tokens. Raises InputError for a text that is too short for `model.context`."""
-    words = Words(found.tokenizer)
+    words = TextCodec(found.tokenizer)
     common: dict[str, Any] = {
         "describe": found.describe, "tokenizer": found.tokenizer, "first_labels_ignored": found.same_labels,
         "vocab_size": found.vocab_size,

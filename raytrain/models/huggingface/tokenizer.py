@@ -103,7 +103,7 @@ def _next_line(text: str, at: int) -> int:
 
 
 @dataclass(frozen=True)
-class Words:
+class TextCodec:
     """Tokens to text and back, by the tokenizer in a folder; it is opened when it is first asked."""
 
     path: str

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from raytrain.data.transfer import COPIES, Copies, dense, to_device
+from raytrain.data.transfer import TRANSFERS, TransferCounts, dense, to_device
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ def nested(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def moved(value: Any, device: str) -> tuple[Any, Copies]:
-    before = replace(COPIES)
-    return to_device(value, device), COPIES.since(before)
+def moved(value: Any, device: str) -> tuple[Any, TransferCounts]:
+    before = replace(TRANSFERS)
+    return to_device(value, device), TRANSFERS.since(before)
 
 
 @pytest.mark.covers("DATA-12")
@@ -87,12 +87,12 @@ def test_a_copy_out_of_pinned_memory_does_not_wait_and_on_a_cpu_there_is_none() 
     Tracked.told.clear()
     tensor = torch.ones(3).as_subclass(Tracked)
     _, copies = moved([tensor], "meta")
-    assert Tracked.told == [False] and (copies.copied, copies.waited_for) == (1, 1)
+    assert Tracked.told == [False] and (copies.copied, copies.blocking) == (1, 1)
     tensor.pinned = True
     _, copies = moved([tensor], "meta")
-    assert Tracked.told == [False, True] and (copies.copied, copies.waited_for) == (1, 0)
+    assert Tracked.told == [False, True] and (copies.copied, copies.blocking) == (1, 0)
     here, copies = moved([tensor], "cpu")
-    assert here[0] is tensor and len(Tracked.told) == 2 and copies == Copies(in_place=1)
+    assert here[0] is tensor and len(Tracked.told) == 2 and copies == TransferCounts(in_place=1)
 
 
 @pytest.mark.covers("MEM-10")

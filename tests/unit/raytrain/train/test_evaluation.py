@@ -168,7 +168,7 @@ def test_an_eval_split_without_a_label_has_no_loss() -> None:
 def test_a_thousand_batches_take_no_more_memory_than_a_hundred(clearing: bool) -> None:
     """With and without freed memory given back every 50 of them: at most 1 MB for each hundred."""
     session = make_session(MLP, {"train": class_rows(64), "eval_fraction": 0.25})
-    batch = session.loader.one(session.loader.window(session.state.cursor).indices)
+    batch = session.loader.one(session.loader.global_batch(session.state.cursor).indices)
     read: list[int] = []
 
     def batches() -> Iterator[MicroBatch]:

@@ -37,7 +37,7 @@ def feed_of(data: Any, *, rank: int = 0, world_size: int = 1, storage: str = "re
     batches = StepBatches(
         object_split(data, key="data.train"),
         seed=3,
-        global_batch=16,
+        global_batch_size=16,
         micro_batch=4,
         rank=rank,
         world_size=world_size,
@@ -50,9 +50,9 @@ def feed_of(data: Any, *, rank: int = 0, world_size: int = 1, storage: str = "re
 def test_the_ranks_share_a_window_and_its_weight() -> None:
     rows = token_rows(50, ragged=True, empty=range(5))
     loaders = [feed_of(rows, rank=rank, world_size=3) for rank in range(3)]
-    indices = loaders[0].window(Cursor(0, 48)).indices
+    indices = loaders[0].global_batch(Cursor(0, 48)).indices
     assert len(indices) == 2
-    indices = loaders[0].window(Cursor(0, 16)).indices
+    indices = loaders[0].global_batch(Cursor(0, 16)).indices
     shares = [list(loader.micro_batches(indices)) for loader in loaders]
     assert [len(share) for share in shares] == [2, 1, 1]
     ids = torch.cat([micro.batch["input_ids"] for share in shares for micro in share])
@@ -147,4 +147,4 @@ def test_a_limited_evaluation_scores_the_same_rows_in_micro_batches_of_any_size(
     planned = [micro.weight for micro in loader.eval_batches(split, limit=2)]
     loader.micro_batch = 1
     smaller = [micro.weight for micro in loader.eval_batches(split, limit=2)]
-    assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * loader.batches.global_batch
+    assert len(smaller) > len(planned) and sum(smaller) == sum(planned) == 2 * loader.batches.global_batch_size

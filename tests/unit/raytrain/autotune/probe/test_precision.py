@@ -23,7 +23,7 @@ def session_of() -> Session:
 def compared(session: Session, candidates: list[str], **more: Any) -> list[Any]:
     return compare_precisions(
         session.trainable,
-        session.loader.one(session.loader.window(session.state.cursor).indices[:8]),
+        session.loader.one(session.loader.global_batch(session.state.cursor).indices[:8]),
         candidates=candidates,
         gradients=session.step.gradients,
         workers=session.workers,

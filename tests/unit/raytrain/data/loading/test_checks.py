@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def feed_of(split: TensorSplit) -> BatchLoader:
-    batches = StepBatches(split, seed=0, global_batch=8, micro_batch=4, device="cpu")
+    batches = StepBatches(split, seed=0, global_batch_size=8, micro_batch=4, device="cpu")
     return BatchLoader(batches, device=CPU, weight=None, dtype=torch.float32)
 
 
@@ -67,7 +67,7 @@ def test_rows_in_another_order_are_gathered_and_nobody_can_harm_them() -> None:
     loader, whole = feed_of(split), split.columns["x"].clone()
     cursor = Cursor()
     for _ in range(5):
-        indices, cursor = loader.window(cursor)
+        indices, cursor = loader.global_batch(cursor)
         for micro in loader.micro_batches(indices):
             micro.batch["x"].zero_()
     assert torch.equal(split.columns["x"], whole)

@@ -48,14 +48,14 @@ class Told:
 @pytest.mark.covers("DATA-14", "SRC-07")
 def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() -> None:
     source, told = memory_source(Slow(1000), Slow(20), fraction=0.0), Told()
-    placed = prepare_source(source, DataPlan("resident", seed=1), device=CPU, say=told)
+    placed = prepare_source(source, DataPlan("resident", seed=1), device=CPU, report=told)
     phases = [row["phase"] for row in told.rows]
     assert phases == ["start", *["progress"] * (len(phases) - 2), "finished"] and len(phases) > 10
     assert [row["done"] for row in told.rows[1:11]] == list(range(100, 1001, 100)) and told.rows[1]["of"] == 1000
     last = told.rows[-1]
     assert last["megabytes"] == pytest.approx(1020 * (16 + 8) / 1e6) and last["device"] == "cpu" and last["seconds"] > 0
     assert "1,000 rows (train) and 20 rows (eval) prepared in" in last["reason"] and "MB stay on cpu" in last["reason"]
-    assert prepare_source(placed, DataPlan("resident"), device=CPU, say=told) is placed
+    assert prepare_source(placed, DataPlan("resident"), device=CPU, report=told) is placed
     assert len(told.rows) == len(phases), "once"
 
 
@@ -64,33 +64,32 @@ def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() ->
 def test_what_stays_on_the_device_is_counted(storage: Any, megabytes: int) -> None:
     data = {"x": torch.rand(40, 2), "labels": torch.arange(40)}
     source, told = memory_source(data, None, fraction=0.0), Told()
-    prepare_source(source, DataPlan(storage, resident_rows=8), device=CPU, say=told)
+    prepare_source(source, DataPlan(storage, resident_rows=8), device=CPU, report=told)
     assert told.rows[-1]["megabytes"] == pytest.approx(megabytes / 1e6)
 
 
 def test_what_is_drawn_while_rows_are_prepared_leaves_the_generators_alone() -> None:
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     split = DatasetSplit(Slow())
-    first, second = (read_whole(split, seed=3, say=lambda done, of: None) for _ in range(2))
+    first, second = (read_whole(split, seed=3, report=lambda done, of: None) for _ in range(2))
     assert isinstance(first, TensorSplit) and isinstance(second, TensorSplit)
     assert torch.equal(first.columns["x"], second.columns["x"]), "drawn from (seed, row)"
-    other = read_whole(split, seed=4, say=lambda done, of: None)
+    other = read_whole(split, seed=4, report=lambda done, of: None)
     assert isinstance(other, TensorSplit) and not torch.equal(first.columns["x"], other.columns["x"])
     assert before[0] == random.getstate() and before[1] == np.random.get_state()[1].tolist()
     assert torch.equal(before[2], torch.get_rng_state())
     odd = [{"x": torch.zeros(2), "name": str(i)} for i in range(3)]
-    assert isinstance(read_whole(DatasetSplit(odd), seed=0, say=lambda done, of: None), ItemSplit)
+    assert isinstance(read_whole(DatasetSplit(odd), seed=0, report=lambda done, of: None), ItemSplit)
 
 
 @pytest.mark.covers("DATA-08")
 def test_the_device_is_waited_for_once_after_all_rows_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(prepared, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(prepared, "_placed", lambda split, *plan, **named: order.append("uploaded") or split)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     data = {"x": torch.rand(40, 2), "labels": torch.arange(40)}
     source, gpu = memory_source(data, data, fraction=0.0), torch.device("cuda")
-    prepare_source(source, DataPlan("resident"), device=gpu, say=lambda kind, **told: order.append(told["phase"]))
+    prepare_source(source, DataPlan("resident"), device=gpu, report=lambda kind, **told: order.append(told["phase"]))
     assert order == ["start", "uploaded", "uploaded", "synchronize", "finished"]
 
 
@@ -101,7 +100,7 @@ def test_the_copy_on_the_host_is_given_up_after_the_upload() -> None:
     assert isinstance(source.train, TensorSplit)
     host = weakref.ref(source.train.columns["x"])
     del data
-    source = prepare_source(source, DataPlan("resident"), device=torch.device("meta"), say=Told())
+    source = prepare_source(source, DataPlan("resident"), device=torch.device("meta"), report=Told())
     assert isinstance(source.train, TensorSplit) and source.train.columns["x"].is_meta and host() is None
     batch = object_split({"x": torch.rand(40, 2)}, key="data.train").gather(np.arange(4))
     uploaded = weakref.ref(batch["x"])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain.data.loading.pinned_upload import AHEAD, Uploads
-from raytrain.data.loading.prefetch import BatchRequest, begun_ahead
+from raytrain.data.loading.pinned_upload import UPLOAD_DEPTH, BatchUploader
+from raytrain.data.loading.prefetch import BatchRequest, prefetch
 from raytrain.data.loading.processes import LoaderPool
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.map_style import DatasetSplit
@@ -68,14 +68,14 @@ def pools() -> Iterator[Any]:
 
 def feed_of(pool: LoaderPool | None, *, micro: int = 4, dataset: Any = None, uploads: Any = None) -> BatchLoader:
     split = DatasetSplit(dataset or Items())
-    batches = StepBatches(split, seed=3, global_batch=12, micro_batch=micro, storage="stream")
+    batches = StepBatches(split, seed=3, global_batch_size=12, micro_batch=micro, storage="stream")
     return BatchLoader(batches, device=CPU, weight=None, dtype=torch.float32, pool=pool, uploads=uploads)
 
 
 def windows(loader: BatchLoader, count: int, *, cursor: Cursor | None = None) -> list[list[dict[str, Any]]]:
     cursor, found = cursor or Cursor(), []
     for _ in range(count):
-        indices, cursor = loader.window(cursor)
+        indices, cursor = loader.global_batch(cursor)
         found.append([micro.batch for micro in loader.micro_batches(indices)])
     return found
 
@@ -123,7 +123,7 @@ def test_the_first_batch_of_a_later_epoch_is_there_before_it_is_asked_for(pools:
     pool = pools(Late())
     loader, pids, latency = feed_of(pool, dataset=Late()), [], []
     for epoch in (0, 1, 2):
-        indices, _ = loader.window(Cursor(epoch))
+        indices, _ = loader.global_batch(Cursor(epoch))
         begin = time.perf_counter()
         for number, micro in enumerate(loader.micro_batches(indices)):
             latency += [time.perf_counter() - begin] if not number else []
@@ -173,7 +173,7 @@ def test_another_micro_batch_size_or_position_throws_away_what_is_ahead(pools: A
 
 @pytest.mark.parametrize("uploads", [False, True])
 def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, uploads: bool) -> None:
-    ups = Uploads(CPU, parts=lambda micro: micro.batch) if uploads else None
+    ups = BatchUploader(CPU, parts=lambda micro: micro.batch) if uploads else None
     loader = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
     with pytest.raises(RunError, match=r"data.train failed while rows .*17.* were read: ValueError: no picture 17\n"):
         windows(loader, 5)
@@ -197,7 +197,7 @@ def test_the_upload_thread_pins_and_the_order_stays(pools: Any, monkeypatch: pyt
 
     threads: list[str] = []
     monkeypatch.setattr(residency, "pin", lambda value: threads.append(threading.current_thread().name) or value)
-    uploads = Uploads(CPU, parts=lambda micro: micro.batch)
+    uploads = BatchUploader(CPU, parts=lambda micro: micro.batch)
     loader = feed_of(pools(Items(), workers=2), uploads=uploads)
     loader.batches.split.pinned = True  # as `place` makes it where there is a GPU
     assert shown(windows(loader, 10), "x") == shown(windows(feed_of(None), 10), "x")
@@ -220,9 +220,9 @@ def test_so_many_are_begun_and_what_is_left_is_cancelled() -> None:
         def cancel(self) -> None:
             cancelled.append(self.item)
 
-    running = begun_ahead(range(100), Slow, depth=AHEAD + 1)
+    running = prefetch(range(100), Slow, depth=UPLOAD_DEPTH + 1)
     assert [next(running)[1].result() for _ in range(4)] == [0, 1, 2, 3]
-    assert begun == list(range(4 + AHEAD))
+    assert begun == list(range(4 + UPLOAD_DEPTH))
     running.close()
     assert cancelled == [4, 5]
     wanted = BatchRequest("train", 0, np.arange(3))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from raytrain.data.loading.checks import find_misplaced, verify_placement
 from raytrain.data.rows.batches import Cursor, StepBatches, rank_micro_batches
 from raytrain.data.rows.map_style import DatasetSplit
-from raytrain.data.rows.residency import place
+from raytrain.data.rows.residency import place_split
 from raytrain.data.rows.splits import TensorSplit, TextSplit
 from raytrain.data.transfer import to_device
 from raytrain.errors import DevicePlacementError
@@ -25,13 +25,15 @@ def rows(count: int = 103) -> TensorSplit:
 
 
 def batches(split, *, rank: int = 0, world_size: int = 1, micro: int = 4, total: int = 16, **more) -> StepBatches:
-    return StepBatches(split, seed=11, global_batch=total, micro_batch=micro, rank=rank, world_size=world_size, **more)
+    return StepBatches(
+        split, seed=11, global_batch_size=total, micro_batch=micro, rank=rank, world_size=world_size, **more
+    )
 
 
 def epoch_of(steps: StepBatches, epoch: int) -> list[np.ndarray]:
     cursor, windows = Cursor(epoch), []
     while cursor.epoch == epoch:
-        indices, cursor = steps.window(cursor)
+        indices, cursor = steps.global_batch(cursor)
         windows.append(indices)
     return windows
 
@@ -41,11 +43,11 @@ def test_windows_cover_an_epoch_once_and_the_last_is_not_dropped() -> None:
     windows = epoch_of(steps, 2)
     assert [len(window) for window in windows] == [16] * 6 + [7] and steps.steps_per_epoch == 7
     assert sorted(np.concatenate(windows)) == list(range(103))
-    indices, following = steps.window(Cursor(2, 96))
+    indices, following = steps.global_batch(Cursor(2, 96))
     assert np.array_equal(indices, windows[-1]) and following == Cursor(3, 0)
     exact = batches(rows(32))
-    assert exact.window(Cursor(0, 16)).next == Cursor(1, 0) and exact.steps_per_epoch == 2
-    assert np.array_equal(exact.window(Cursor(0, 32)).indices, exact.window(Cursor(1, 0)).indices)
+    assert exact.global_batch(Cursor(0, 16)).next == Cursor(1, 0) and exact.steps_per_epoch == 2
+    assert np.array_equal(exact.global_batch(Cursor(0, 32)).indices, exact.global_batch(Cursor(1, 0)).indices)
 
 
 @pytest.mark.parametrize("position", [0, 16, 48, 96, 5])
@@ -54,7 +56,7 @@ def test_any_position_is_reached_without_what_came_before(position: int) -> None
     for epoch in (0, 1, 2):
         epoch_of(walked, epoch)
     fresh = batches(rows(), world_size=2, rank=0, micro=2)
-    left, right = walked.window(Cursor(1, position)), fresh.window(Cursor(1, position))
+    left, right = walked.global_batch(Cursor(1, position)), fresh.global_batch(Cursor(1, position))
     assert np.array_equal(left.indices, right.indices) and left.next == right.next
 
 
@@ -75,12 +77,14 @@ def test_micro_batches_are_contiguous_and_even(count: int, micro: int, world_siz
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_103_samples_on_every_world_size_are_seen_exactly_once(world_size: int) -> None:
     ranks = [batches(rows(), rank=rank, world_size=world_size) for rank in range(world_size)]
-    seen = [[int(i) for part in rank.epoch_handles(0) for i in part] for rank in ranks]
+    seen = [[int(i) for part in rank.epoch_indices(0) for i in part] for rank in ranks]
     assert sorted(i for rank in seen for i in rank) == list(range(103))
     assert sum(len(set(rank)) for rank in seen) == 103, "pairwise disjoint"
-    again = [[int(i) for part in rank.epoch_handles(1) for i in part] for rank in ranks]
+    again = [[int(i) for part in rank.epoch_indices(1) for i in part] for rank in ranks]
     assert again != seen and sorted(i for rank in again for i in rank) == list(range(103))
-    gathered = [int(i) for batch, n in ranks[0].micro_batches(ranks[0].window(Cursor()).indices) for i in batch["x"]]
+    gathered = [
+        int(i) for batch, n in ranks[0].micro_batches(ranks[0].global_batch(Cursor()).indices) for i in batch["x"]
+    ]
     assert gathered == seen[0][: len(gathered)] and gathered
 
 
@@ -116,7 +120,7 @@ def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) ->
                 yield from batch["id"].tolist()
 
     def theirs(epoch: int) -> Iterator[int]:
-        sampler = [part.tolist() for part in steps.epoch_handles(epoch)]
+        sampler = [part.tolist() for part in steps.epoch_indices(epoch)]
         for batch in DataLoader(Numbered(), batch_sampler=sampler, num_workers=2 if rank == 0 else 0):
             assert torch.equal(batch["x"][:, 0], batch["id"].float())
             yield from batch["id"].tolist()
@@ -129,11 +133,11 @@ def test_torch_dataloader_draws_the_same_samples_in_the_same_order(rank: int) ->
 def test_global_weight_is_known_before_the_batches_are() -> None:
     labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
     steps = batches(TensorSplit({"x": torch.zeros(4, 2), "labels": labels}), total=4, micro=1)
-    indices = steps.window(Cursor()).indices
+    indices = steps.global_batch(Cursor()).indices
     added = sum(int((batch["labels"] != -100).sum()) for batch, _ in steps.micro_batches(indices))
     assert steps.global_weight(indices) == added == 5
     tokens = batches(TextSplit(np.zeros(1000, np.uint8), context=10), total=6)
-    assert tokens.global_weight(tokens.window(Cursor()).indices) == 60
+    assert tokens.global_weight(tokens.global_batch(Cursor()).indices) == 60
     unknown = batches(DatasetSplit([{"x": 1.0, "labels": 0}] * 4), storage="stream")
     assert unknown.global_weight(np.arange(2)) is None
 
@@ -146,7 +150,7 @@ def test_impossible_numbers_are_refused(wrong: dict[str, int]) -> None:
 
 def test_a_storage_that_is_not_resolved_is_refused() -> None:
     with pytest.raises(ValueError, match="auto"):
-        place(rows(), "auto", "cpu")
+        place_split(rows(), "auto", "cpu")
 
 
 @pytest.mark.covers("DEV-07")

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from raytrain.data.rows.longest import LongestRow, longest_row
-from raytrain.data.rows.residency import place
+from raytrain.data.rows.residency import place_split
 from raytrain.data.sources.in_memory import object_split
 from raytrain.train.device import rng_state
 
@@ -26,7 +26,7 @@ def test_of_rows_of_different_lengths_the_longest_is_found() -> None:
     rows = {"input_ids": [[1, 2], [1, 2, 3, 4], [1]], "labels": np.array([0, 1, 0])}
     split = object_split(rows, key="data.train")
     assert longest_row(split) == LongestRow(1, 4)
-    assert longest_row(place(split, "stream", "cpu")) == LongestRow(1, 4)
+    assert longest_row(place_split(split, "stream", "cpu")) == LongestRow(1, 4)
 
 
 def test_rows_of_one_shape_have_none() -> None:

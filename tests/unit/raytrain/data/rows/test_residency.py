@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from raytrain.data.rows.contract import Split
-from raytrain.data.rows.map_style import DatasetSplit, PartlyKept
+from raytrain.data.rows.map_style import DatasetSplit, PartialDataset
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
-from raytrain.data.rows.residency import PartTensor, StreamSplit, place
+from raytrain.data.rows.residency import PartialTensor, StreamSplit, place_split
 from raytrain.data.rows.splits import TextSplit
 from raytrain.data.sources.in_memory import object_split
 
@@ -76,23 +76,23 @@ def equal_batches(one: Split, other: Split) -> None:
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_part_on_the_device_gives_the_batches_of_the_whole(name: str, rows: int) -> None:
     split = SPLITS[name]()
-    equal_batches(split, place(split, "partial", "cpu", resident_rows=rows))
+    equal_batches(split, place_split(split, "partial", "cpu", resident_rows=rows))
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_stream_gives_the_batches_of_the_whole(name: str) -> None:
     split = SPLITS[name]()
-    streamed = place(split, "pinned", "cpu")
+    streamed = place_split(split, "pinned", "cpu")
     assert isinstance(streamed, StreamSplit) and not streamed.pinned, "on a CPU there is nothing to pin for"
     equal_batches(split, streamed)
-    again = place(streamed, "stream", "cpu")
+    again = place_split(streamed, "stream", "cpu")
     assert isinstance(again, StreamSplit) and again.split is split
 
 
 def test_only_rows_that_are_not_kept_are_read_again() -> None:
     items = Items()
-    kept = place(DatasetSplit(items), "partial", "cpu", resident_rows=30)
-    assert isinstance(kept, PartlyKept) and sorted(items.asked) == list(range(30))
+    kept = place_split(DatasetSplit(items), "partial", "cpu", resident_rows=30)
+    assert isinstance(kept, PartialDataset) and sorted(items.asked) == list(range(30))
     items.asked.clear()
     for epoch in (0, 1):
         kept.gather(kept.order(0, epoch))
@@ -101,7 +101,7 @@ def test_only_rows_that_are_not_kept_are_read_again() -> None:
 
 def test_rows_are_taken_from_the_part_they_are_in_alone() -> None:
     values = torch.arange(20.0).reshape(10, 2)
-    column = PartTensor(values[:6], values[6:])
+    column = PartialTensor(values[:6], values[6:])
     for index in ([0, 5], [6, 9], [9, 0, 7, 3, 3], []):
         assert torch.equal(column.take(np.array(index, dtype=np.int64)), values[index])
     assert torch.equal(column.take(np.array([[1, 8], [9, 0]])), values[torch.tensor([[1, 8], [9, 0]])])

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from raytrain.data.rows.contract import holdout
 from raytrain.data.rows.map_style import DatasetSplit, ItemSplit
 from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.rows.residency import place
+from raytrain.data.rows.residency import place_split
 from raytrain.data.rows.splits import TensorSplit, TextSplit
 from raytrain.data.sources.in_memory import object_split
 from raytrain.data.transfer import to_device
@@ -105,7 +105,7 @@ def test_a_text_shorter_than_one_window_is_refused() -> None:
 
 def test_resident_on_the_cpu_shares_memory() -> None:
     rows = TensorSplit({"x": torch.ones(4)})
-    assert rows.to("cpu") is rows and place(rows, "resident", "cpu") is rows
+    assert rows.to("cpu") is rows and place_split(rows, "resident", "cpu") is rows
     tokens = text()
     assert tokens.to("cpu") is tokens
     array = np.zeros((5, 2), np.float32)
@@ -257,8 +257,8 @@ LISTS = [{"input_ids": list(range(1 + i % 3)), "labels": [1] * (1 + i % 3), "w":
 )
 def test_resident_and_stream_give_the_same_batches_bit_for_bit(items: list[Any], kind: type) -> None:
     dataset = Counting(items)
-    streamed = place(DatasetSplit(dataset), "stream", "cpu")
-    resident = place(DatasetSplit(dataset), "resident", "cpu")
+    streamed = place_split(DatasetSplit(dataset), "stream", "cpu")
+    resident = place_split(DatasetSplit(dataset), "resident", "cpu")
     assert isinstance(resident, kind) and dataset.asked == 9, "each item is converted once"
     assert np.array_equal(streamed.order(3, 1), resident.order(3, 1))
     order = streamed.order(3, 1)
@@ -269,12 +269,12 @@ def test_resident_and_stream_give_the_same_batches_bit_for_bit(items: list[Any],
 
 def test_text_and_tables_stream_as_they_are_resident() -> None:
     for split in (text(), TensorSplit({"x": torch.rand(20, 3), "labels": torch.arange(20) % 4})):
-        streamed, resident = place(split, "stream", "cpu"), place(split, "resident", "cpu")
+        streamed, resident = place_split(split, "stream", "cpu"), place_split(split, "resident", "cpu")
         rows = streamed.order(1, 2)[:7]
         assert np.array_equal(rows, resident.order(1, 2)[:7])
         assert_same(streamed.gather(rows), resident.gather(rows))
         assert streamed.weights(rows) == resident.weights(rows) and len(streamed) == len(resident)
-    assert place(text(), "stream", "meta").gather(np.array([1]))["labels"].device.type == "meta"
+    assert place_split(text(), "stream", "meta").gather(np.array([1]))["labels"].device.type == "meta"
 
 
 def test_a_dataset_that_fetches_many_items_at_once_is_asked_once() -> None:

@@ -12,7 +12,7 @@ from lab import GPT, Rows, make_session, token_rows
 
 from raytrain.autotune.probe.rows import RowChoice
 from raytrain.data.rows.batches import Cursor, StepBatches
-from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, waste_of
+from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, padding_waste
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
@@ -47,17 +47,17 @@ def test_the_ranks_share_a_window_by_tokens_and_its_divisor_stays_exact(world_si
     feeds = []
     for rank in range(world_size):
         batches = StepBatches(
-            split, seed=1, global_batch=64, micro_batch=64, rank=rank, world_size=world_size, tokens_per_batch=512
+            split, seed=1, global_batch_size=64, micro_batch=64, rank=rank, world_size=world_size, tokens_per_batch=512
         )
         feeds.append(BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32))
-    indices = feeds[0].window(Cursor()).indices
+    indices = feeds[0].global_batch(Cursor()).indices
     shares = [list(loader.micro_batches(indices)) for loader in feeds]
     sizes = [micro.batch["input_ids"].numel() for share in shares for micro in share]
     assert max(sizes) <= 512 and max(len(share) for share in shares) == feeds[0].passes(indices)
     weights = sum(micro.weight for share in shares for micro in share)
     assert weights == feeds[0].global_weight(indices) == int(LENGTHS[indices].sum()), "tokens that count, not padding"
-    windows = [LENGTHS[feeds[0].batches.window(Cursor(0, at)).indices] for at in range(0, 256, 64)]
-    waste = waste_of(windows, budget=512, most_rows=64, fixed_rows=16)
+    windows = [LENGTHS[feeds[0].batches.global_batch(Cursor(0, at)).indices] for at in range(0, 256, 64)]
+    waste = padding_waste(windows, budget=512, most_rows=64, fixed_rows=16)
     assert 0 < waste.budget < 0.2 < waste.fixed, "a third of a batch by rows is padding, a tenth of one by tokens"
     scored = [micro for loader in feeds for micro in loader.eval_batches(split, limit=None)]
     assert sum(micro.weight for micro in scored) == LENGTHS.sum()
@@ -87,7 +87,7 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
     data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": 48}
     session = make_session(GPT, data, loop={"micro_batch_size": 16})
     memory = ShortageRetry(session.step, session.loader, sizing=MicroBatchSize(16, grow_after=1), reporter=Rows())
-    indices, sizes = session.loader.window(Cursor()).indices, []
+    indices, sizes = session.loader.global_batch(Cursor()).indices, []
 
     def work() -> None:
         sizes.append(max(len(micro.batch["input_ids"]) for micro in session.loader.micro_batches(indices)))

@@ -15,18 +15,13 @@ import pytest
 import torch
 
 from raytrain.config.sections import DataConfig
+from raytrain.data.rows.contract import Source
 from raytrain.data.rows.splits import TensorSplit
-from raytrain.data.sources.open import (
-    Source,
-    describe_shapes,
-    describe_source,
-    hand_over,
-    handed_over,
-    open_source,
-    path_keys,
-    read_stdlib,
-    text_source,
-)
+from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.keys import path_keys
+from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver
+from raytrain.data.sources.stdlib import read_stdlib
+from raytrain.data.sources.text import text_source
 from raytrain.errors import InputError
 from raytrain.runs.storage import locate, read_bytes
 
@@ -179,12 +174,12 @@ def test_the_standard_library_is_the_same_text_each_time_and_handed_over() -> No
     assert text.startswith(read_stdlib(1000)) and b"import" in text
     data = DataConfig(source="stdlib", max_bytes=200_000)
     facts = describe_source(data, context=64)
-    sent = hand_over(data)
+    sent = read_on_driver(data)
     assert sent == text
-    there, here = handed_over(sent, data, context=64), open_source(data, context=64, seed=1)
+    there, here = source_from_driver(sent, data, context=64), open_source(data, context=64, seed=1)
     assert torch.equal(there.train.tokens, here.train.tokens) and there.facts == here.facts
     assert (facts.train_rows, facts.eval_rows) == (here.facts.train_rows, here.facts.eval_rows)
-    assert hand_over(DataConfig(train=b"x" * 99)) is None and handed_over(None, data, context=64) is None
+    assert read_on_driver(DataConfig(train=b"x" * 99)) is None and source_from_driver(None, data, context=64) is None
 
 
 # -- IDX -------------------------------------------------------------------------------------------
@@ -412,11 +407,12 @@ def test_describing_imports_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
 from raytrain.config.sections import DataConfig
-from raytrain.data.sources.open import describe_shapes, describe_source, hand_over
+from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.open import read_on_driver
 for data in (DataConfig(source="text", path={text!r}), DataConfig(source="stdlib", max_bytes=9000),
              DataConfig(source="idx", **{files!r}), DataConfig(source="csv", path={table!r}, label="b"),
              DataConfig(source="mine:rows"), DataConfig(train=b"x" * 400)):
-    print(describe_source(data, context=16), describe_shapes(data), hand_over(data) is None)
+    print(describe_source(data, context=16), describe_shapes(data), read_on_driver(data) is None)
 assert "torch" not in sys.modules and "ray" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=REPOSITORY)

@@ -15,13 +15,14 @@ import torch
 from pyarrow import parquet
 
 from raytrain.config.sections import DataConfig
-from raytrain.data.loading.pinned_upload import Uploads
+from raytrain.data.loading.pinned_upload import BatchUploader
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.longest import longest_row
-from raytrain.data.rows.residency import place
+from raytrain.data.rows.residency import place_split
 from raytrain.data.sources import parquet as parquet_folder
-from raytrain.data.sources.open import describe_shapes, describe_source, open_source
+from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.open import open_source
 from raytrain.data.sources.row_groups import GroupOrder, GroupSplit, Piece, held_out
 from raytrain.errors import InputError, RunError
 from raytrain.train.loader import BatchLoader
@@ -60,10 +61,10 @@ def rows_of(split: Any, indices: np.ndarray) -> list[int]:
 
 
 def epoch_rows(split: Any, *, epoch: int = 0) -> list[int]:
-    batches = StepBatches(split, seed=5, global_batch=64, micro_batch=64, storage=None)
+    batches = StepBatches(split, seed=5, global_batch_size=64, micro_batch=64, storage=None)
     cursor, found = Cursor(epoch), []
     while cursor.epoch == epoch:
-        indices, cursor = batches.window(cursor)
+        indices, cursor = batches.global_batch(cursor)
         found += rows_of(split, indices)
     return found
 
@@ -97,7 +98,7 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, window
 
 def test_rows_kept_in_memory_come_in_the_same_order(folder: Path) -> None:
     split = opened(folder).train
-    kept = place(split, "resident", "cpu")
+    kept = place_split(split, "resident", "cpu")
     for epoch in (0, 1):
         assert epoch_rows(kept, epoch=epoch) == epoch_rows(split, epoch=epoch)
     indices = np.array([899, 0, 61, 60, 59, 5, 700])
@@ -115,9 +116,9 @@ def test_any_position_is_reached_without_what_came_before(folder: Path) -> None:
         parts = []
         for rank in range(world_size):
             own = StepBatches(
-                fresh, seed=5, global_batch=64, micro_batch=8, rank=rank, world_size=world_size, storage=None
+                fresh, seed=5, global_batch_size=64, micro_batch=8, rank=rank, world_size=world_size, storage=None
             )
-            indices = own.window(Cursor(2, 448)).indices
+            indices = own.global_batch(Cursor(2, 448)).indices
             parts += [rows_of(fresh, part) for part in own.rank_indices(indices)]
         assert [row for part in parts for row in part] == walked[448:512]
 
@@ -150,13 +151,13 @@ def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeyp
     split, read = in_windows_of_two(folder), []
     table_to_split = split._read._make
     monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
-    batches = StepBatches(split, seed=5, global_batch=16, micro_batch=16, storage="pinned")
-    uploads = Uploads[MicroBatch](torch.device("cpu"), parts=lambda micro: micro.batch)
+    batches = StepBatches(split, seed=5, global_batch_size=16, micro_batch=16, storage="pinned")
+    uploads = BatchUploader[MicroBatch](torch.device("cpu"), parts=lambda micro: micro.batch)
     loader = BatchLoader(batches, device=torch.device("cpu"), weight=None, dtype=torch.float32, uploads=uploads)
     found: dict[int, list[int]] = {epoch: [] for epoch in range(5)}
     cursor = Cursor()
     while cursor.epoch < len(found):
-        indices, following = loader.window(cursor)
+        indices, following = loader.global_batch(cursor)
         for micro in loader.micro_batches(indices):
             found[cursor.epoch] += micro.batch["x"][:, 0].long().tolist()
         cursor = following

@@ -13,8 +13,10 @@ import torch
 from pyarrow import csv, parquet
 
 from raytrain.config.sections import DataConfig
+from raytrain.data.rows.contract import Source
 from raytrain.data.rows.ragged import RaggedSplit
-from raytrain.data.sources.open import Source, describe_shapes, describe_source, open_source
+from raytrain.data.sources.describe import describe_shapes, describe_source
+from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
 
 
@@ -37,7 +39,7 @@ def opened(**section: Any) -> Source:
     return open_source(DataConfig(**section), context=None, seed=1)
 
 
-def whole(source: Source) -> dict[str, torch.Tensor]:
+def full_tensor(source: Source) -> dict[str, torch.Tensor]:
     parts = [split.gather(split.eval_order()) for split in (source.train, source.eval) if split is not None]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -47,7 +49,7 @@ def test_numbers_are_stacked_and_the_label_is_a_class(tmp_path: Path, kind: str)
     data = table(y=pa.array(np.arange(50) % 3))
     section = {"source": kind, "path": write(data, tmp_path / f"t.{kind}"), "label": "y"}
     source = opened(**section, eval_fraction=0.0)
-    batch = whole(source)
+    batch = full_tensor(source)
     assert batch["x"].shape == (50, 3) and batch["x"].dtype == torch.float32 and source.classes == 3
     assert torch.equal(batch["x"][:, 0], torch.from_numpy(data["a"].to_numpy().astype(np.float32)))
     assert batch["x"][:4, 1:].tolist() == [[0, 1], [1, 0], [2, 1], [3, 0]]
@@ -63,7 +65,7 @@ def test_numbers_are_stacked_and_the_label_is_a_class(tmp_path: Path, kind: str)
 def test_chosen_features_come_in_the_order_given(tmp_path: Path) -> None:
     path = write(table(y=np.linspace(0, 1, 50)), tmp_path / "t.parquet")
     source = opened(source="parquet", path=path, features=["flag", "b"], label="y", eval_fraction=0.0)
-    batch = whole(source)
+    batch = full_tensor(source)
     assert batch["x"][:3].tolist() == [[1, 0], [0, 1], [1, 2]]
     assert batch["labels"].dtype == torch.float32 and source.classes is None, "fractions: regression"
 
@@ -83,7 +85,7 @@ def test_string_labels_become_the_numbers_of_their_sorted_names(tmp_path: Path) 
 def test_files_are_joined_in_the_order_given(tmp_path: Path) -> None:
     paths = [write(table(rows), tmp_path / f"{rows}.parquet") for rows in (7, 3)]
     source = opened(source="parquet", path=paths, eval_fraction=0.0)
-    assert whole(source)["b"].tolist() == [*range(7), *range(3)]
+    assert full_tensor(source)["b"].tolist() == [*range(7), *range(3)]
     assert describe_source(DataConfig(source="parquet", path=paths, eval_fraction=0.0), context=None).train_rows == 10
 
 
@@ -245,5 +247,7 @@ def test_a_zipped_csv_and_a_uri_are_read(tmp_path: Path) -> None:
     plain = write(bad(), tmp_path / "t.csv")
     with pa.CompressedOutputStream(str(tmp_path / "t.csv.gz"), "gzip") as out:
         out.write(Path(plain).read_bytes())
-    batches = [whole(opened(source="csv", path=path, label="y")) for path in (plain, f"{plain}.gz", f"file://{plain}")]
+    batches = [
+        full_tensor(opened(source="csv", path=path, label="y")) for path in (plain, f"{plain}.gz", f"file://{plain}")
+    ]
     assert all(torch.equal(batch["x"], batches[0]["x"]) for batch in batches)

@@ -14,7 +14,9 @@ from folders import SENTENCES, make_folder, texts, write_lines
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
-from raytrain.data.sources.open import Source, describe_source, hand_over, handed_over, open_source
+from raytrain.data.rows.contract import Source
+from raytrain.data.sources.describe import describe_source
+from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver
 from raytrain.errors import InputError
 from raytrain.models.huggingface.tokenizer import encode_text, open_tokenizer
 from raytrain.plan.choice import Resolved
@@ -37,7 +39,7 @@ def lines(tmp_path: Path) -> Path:
 def opened(folder: Path, data: dict[str, Any], *, builder: str = LM, **model: Any) -> Source:
     spec = resolved(load_spec(mapping={"model": {"builder": builder, "path": str(folder), **model}, "data": data}).spec)
     source = open_source(spec.data, context=spec.model.keys.get("context"), seed=1)
-    there = handed_over(hand_over(spec.data), spec.data, context=spec.model.keys.get("context"))
+    there = source_from_driver(read_on_driver(spec.data), spec.data, context=spec.model.keys.get("context"))
     assert there is not None and there.facts == source.facts, "what the driver hands over is the same"
     return source
 
