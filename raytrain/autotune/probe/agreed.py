@@ -1,7 +1,8 @@
-"""Work of a measurement that may fail on one worker or where parts of the model live: tried by all, and agreed on.
+"""Runs a part of a measurement on all workers, and has them agree on the outcome.
 
-Whoever fails in the middle of passes leaves them to the others (`RemoteState.end_passes`), so that a failure is a
-result for everybody and not the end of the attempt.
+It may fail on one worker, or on a host that holds a part of the model. A worker that fails in the middle of its
+passes tells the hosts (`RemoteState.end_passes`), so that the failure is a result on every worker and does not end
+the attempt.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ def run_agreed(
     meets: bool = False,
     budget: int | None = None,
 ) -> tuple[Outcome, str]:
-    """Do it, and agree with the others on whether it went well: the outcome, the same on every worker, and why. Where
-    it did not, the passes in it are forgotten, also where they ran elsewhere. Collective.
+    """Run `work`; the outcome, the same on every worker, and the reason of a failure, after which its passes are
+    discarded, also on remote hosts. Collective.
 
-    What is tried meets the other workers nowhere but in the passes of a model of which parts live elsewhere, and
-    everybody begins as many of those.
+    `work` contains no collective except the passes of a model with remote state, and every worker starts equally many
+    of those.
 
     Args:
-        meets: workers meet inside their passes in a way that nobody can leave (`fsdp`): a failure is raised, and ends
-            the attempt.
+        meets: passes contain collectives that no worker can leave (`fsdp`): a failure is raised, and ends the attempt.
         budget: bytes that this process may have, see `is_out_of_memory`.
     """
     outcome: Outcome = "ok"

@@ -1,6 +1,6 @@
-"""What layers in half precision do to a micro-batch, one at a time and all but a few, measured on the real model.
+"""Measures on the real model what half precision changes in a micro-batch: layer by layer, and with some in fp32.
 
-Everything that is measured is put back. What follows from it is `raytrain.autotune.search.layers`.
+Changes nothing that it measures. `raytrain.autotune.search.layers` decides from the results.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch
 
 MOST_LAYERS = 128
-"""Where a model has more, its repeated blocks are measured as wholes."""
+"""In a model with more layers each of its repeated blocks is measured as one."""
 
 
 class LayerProbe:
-    """Measures on one micro-batch, the same on every worker; what rank 0 measured counts for all. Collective.
+    """Measures on one micro-batch, the same on every worker; rank 0's results are used by all. Collective.
 
     Args:
-        step: its trainable, gradients and workers are used; its policy is not.
+        step: whose trainable, gradients and workers are used, but not its policy.
     """
 
     def __init__(self, step: TrainingStep, layers: LayerPrecision, micro: MicroBatch, *, precision: str) -> None:
@@ -42,30 +42,30 @@ class LayerProbe:
         self._loss = self._norm = math.nan
 
     def run(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
-        """Each layer alone, then the whole with more and more of them kept in fp32; nothing is left changed.
+        """Each layer alone in half precision, then the model with more and more layers kept in fp32.
 
         Raises:
-            OutOfMemory: a worker has no room for a pass; all raise it together.
-            RunError: a pass in fp32 cannot be taken at all.
+            OutOfMemory: a worker has no memory for a pass; all workers raise it.
+            RunError: a pass in fp32 fails.
         """
         with preserve_model(self._step.trainable, self._step.device):
             try:
-                return self._held(names)
+                return self._compare(names)
             except OutOfMemory as error:
                 short = error
             finally:
                 self._layers.keep([])
-        raise short  # not inside: what has been computed is forgotten first
+        raise short  # here, after the results of the passes have been discarded
 
-    def _held(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
-        why = self._tried(self._take_reference)
+    def _compare(self, names: Sequence[str]) -> tuple[Resolved, list[LayerChange]]:
+        why = self._attempt(self._measure_reference)
         if why:
-            raise RunError(f"a pass in fp32, which layers are held against, cannot be taken: {why}")
-        changes = self._agreed([self._alone(name) for name in names])
+            raise RunError(f"the pass in fp32 that layers are compared with failed: {why}")
+        changes = self._rank_zeros([self._alone(name) for name in names])
         return choose_layers(changes, self._refusal, precision=self._half.name), changes
 
-    def _tried(self, work: Callable[[], object]) -> str:
-        """Why it cannot be done, "" where it was, by every worker; that memory ran out is raised."""
+    def _attempt(self, work: Callable[[], object]) -> str:
+        """Why it failed on any worker, or ""; an out-of-memory is raised."""
         step = self._step
         outcome, reason = run_agreed(
             work, workers=step.workers, device=step.device, remote=step.trainable.remote, meets=step.meets
@@ -74,31 +74,31 @@ class LayerProbe:
             raise OutOfMemory(reason)
         return reason
 
-    def _take_reference(self) -> None:
+    def _measure_reference(self) -> None:
         self._loss, self._norm = self._pass(self._full)
         self._reference = [flat.clone() for flat in self._step.gradients.buffers]
 
     def _alone(self, name: str) -> LayerChange:
         assert self._half.autocast_dtype is not None
-        made: list[tuple[float, float]] = []
+        results: list[tuple[float, float]] = []
         with self._layers.alone_in(name, self._half.autocast_dtype):
-            why = self._tried(lambda: made.append(self._pass(self._full)))
-        if why:  # an operation without a kernel in this dtype: that is a result
+            why = self._attempt(lambda: results.append(self._pass(self._full)))
+        if why:  # such as an operation without a kernel in this dtype: a result
             return LayerChange(name, math.nan, math.nan, why)
-        loss, _ = made[0]
+        loss, _ = results[0]
         return LayerChange(name, abs(loss - self._loss) / max(abs(self._loss), 1e-12), self._difference())
 
     def _difference(self) -> float:
-        """Norm of the gradient's difference from fp32's, relative to fp32's norm."""
+        """Norm of the difference between the gradient and that of fp32, relative to the norm of the latter."""
         pairs = zip(self._step.gradients.buffers, self._reference, strict=True)
         squares = sum(float((now - then).double().square().sum()) for now, then in pairs)
         return math.sqrt(squares) / max(self._norm, 1e-12)
 
     def _refusal(self, kept: list[str]) -> str:
         self._layers.keep(kept)
-        made: list[tuple[float, float]] = []
-        why = self._tried(lambda: made.append(self._pass(self._half)))
-        for loss, norm in made:
+        results: list[tuple[float, float]] = []
+        why = self._attempt(lambda: results.append(self._pass(self._half)))
+        for loss, norm in results:
             why = why or outside_band(
                 loss, norm, self._difference(), reference_loss=self._loss, reference_norm=self._norm
             )
@@ -107,7 +107,7 @@ class LayerProbe:
     def _pass(self, policy: PrecisionPolicy) -> tuple[float, float]:
         """(loss, gradient norm) of the micro-batch; the gradient stays in the step's buffers."""
         step, weight = self._step, max(1, self._micro.weight)
-        set_rng_state(self._generators, step.device)  # the same dropout every time
+        set_rng_state(self._generators, step.device)  # the same dropout in every pass
         step.gradients.zero_()
         with policy.autocast(step.device):
             extra = {"num_items_in_batch": weight} if step.trainable.takes_global_count else {}
@@ -116,6 +116,6 @@ class LayerProbe:
         total.backward()
         return float(total.detach()), float(step.gradients.sum_of_squares().sqrt())
 
-    def _agreed(self, changes: list[LayerChange]) -> list[LayerChange]:
+    def _rank_zeros(self, changes: list[LayerChange]) -> list[LayerChange]:
         rows = self._step.workers.broadcast_object([asdict(change) for change in changes])
         return [LayerChange(**row) for row in rows]

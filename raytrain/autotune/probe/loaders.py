@@ -1,5 +1,5 @@
-"""Micro-batches a second with 0 to so many processes reading the data: the run's own feed, opened anew for each count,
-feeds the real step. Changes nothing it measures.
+"""Measures micro-batches per second by the number of processes that read the data: the run's loader, opened once for
+each number, feeds the real step. Changes nothing that it measures.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from raytrain.train.device import seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.session import Session
 
-#: Seconds of timed batches for each count, at least, and so many batches for each that is read ahead. Of a dataset
-#: that is slower than that two for each process must do, beyond so many seconds.
+#: At least so many seconds of timed batches for each count, `LEAST` batches, and `ROUNDS` for each batch that is read
+#: ahead. With a dataset too slow for that, `ROUNDS` batches for each process are enough after `MOST_S` seconds.
 TIMED_S, ROUNDS, LEAST = 1.0, 2, 4
 MOST_S = 10.0
 
 
 def measure_loaders(probe: StepProbe, candidate: Candidate, *, most: int, passes: int) -> LoaderRates:
-    """Batches a second of one worker with the counts that `next_count` asks for.
+    """Batches per second of one worker with the counts that `next_count` asks for.
 
     Args:
         probe: of a session with one worker, whose rows are streamed from a dataset that is read item by item.
@@ -46,12 +46,12 @@ def _rate(probe: StepProbe, candidate: Candidate, count: int, passes: int) -> Lo
         loader = _loader(session, candidate.micro_batch_size, count)
         try:
             ahead = 0 if loader.pool is None else loader.pool.depth
-            batches = _through(probe, loader, passes)
+            batches = _computed(probe, loader, passes)
             for _ in range(max(1, ahead)):
                 next(batches)
             began, taken, seconds = seconds_of(session.device), 0, 0.0
             while not _enough(taken, seconds, count=count, ahead=ahead):
-                for _ in range(max(1, count)):  # whole rounds: batches come in as many at a time
+                for _ in range(max(1, count)):  # whole rounds: the processes deliver so many at a time
                     taken += next(batches)
                 seconds = seconds_of(session.device) - began
         finally:
@@ -60,7 +60,7 @@ def _rate(probe: StepProbe, candidate: Candidate, count: int, passes: int) -> Lo
 
 
 def _loader(session: Session, rows: int, count: int) -> BatchLoader:
-    """The run's, with so many processes and windows of one micro-batch."""
+    """The run's loader, with so many processes and global batches of one micro-batch."""
     choices = {"global_batch_size": rows, "micro_batch_size": rows, "loader_workers": count}
     planned = {name: Resolved(value, "measured") for name, value in choices.items()}
     job = replace(session.job, plan=replace(session.job.plan, **planned))
@@ -68,8 +68,8 @@ def _loader(session: Session, rows: int, count: int) -> BatchLoader:
                      weight=session.trainable.weight, dtype=session.policy.master_dtype)  # fmt: skip
 
 
-def _through(probe: StepProbe, loader: BatchLoader, passes: int) -> Iterator[int]:
-    """Windows go through the model without end; the micro-batches of each."""
+def _computed(probe: StepProbe, loader: BatchLoader, passes: int) -> Iterator[int]:
+    """Compute global batches without end; yields the number of micro-batches of each."""
     cursor, done = probe.session.state.cursor, 0
     while True:
         indices, cursor = loader.global_batch(cursor)

@@ -1,7 +1,7 @@
-"""The numeric gate: real optimizer steps in two precisions from one state on the same rows; everything is put back.
+"""The numeric gate: real optimizer steps in two precisions, from one state and on the same rows. Changes nothing.
 
-One batch shows whether a precision computes nearly the same gradient. Whether it trains as well shows only over steps,
-where rounding adds up, weights move by less than the format can hold, and a loss scale finds its place.
+One batch shows whether a precision computes nearly the same gradient. Whether it trains as well shows only over several
+steps: rounding errors add up, updates may be smaller than the format can represent, and a loss scale has to adapt.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from raytrain.train.step import StepOutput
 def run_gate(
     session: Session, candidate: Candidate, *, reference: str, steps: int, budget: int | None = None
 ) -> GateReport:
-    """Train `steps` steps in the candidate's precision and in the reference's, each from where the session stands.
+    """Train `steps` steps in the candidate's precision and in the reference's, each from the session's current state.
 
     A step is one micro-batch of the candidate's size on each worker; rows, dropout and learning rate are those of the
-    run. Collective over the workers. Weights, optimizer state, buffers, generators and the order of the data are the
-    same afterwards.
+    run. Weights, optimizer state, buffers, generators and the order of the data are restored. Collective.
 
     Args:
         session: prepared in a precision that keeps weights in the same format as both.
         budget: bytes that this process may have (`is_out_of_memory`).
 
     Raises:
-        RunError: parts of the model live in other processes, which cannot be put back.
+        RunError: parts of the model are in other processes, whose state cannot be restored.
     """
     if session.trainable.remote is not None:
         raise RunError("the numeric gate needs the whole model in the workers: experts.hosts=0")
@@ -48,7 +47,7 @@ def run_gate(
     rows = np.split(taken, steps)
     try:
         wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
-    except (RuntimeError, MemoryError, OutOfMemory) as error:  # no kernel in this dtype, or no memory: a result
+    except (RuntimeError, MemoryError, OutOfMemory) as error:  # such as an operation without a kernel in this dtype
         short = is_out_of_memory(error, device=session.device, budget=budget)
         let_go(error, session.device)
         return GateReport(candidate.precision, reference, error=first_line(error), out_of_memory=short)
@@ -67,11 +66,11 @@ def run_gate(
 def _trained(
     session: Session, precision: str, rows: list[np.ndarray]
 ) -> tuple[tuple[float, ...], tuple[float, ...], int]:
-    """Losses and gradient norms of the steps taken, and how many steps were skipped; the same on every worker."""
+    """Losses and gradient norms of the steps, and how many steps were skipped; the same on every worker."""
     step, loader, workers, first = session.step, session.loader, session.workers, session.state.step
     last = int(session.job.planned("max_steps"))
     outputs: list[StepOutput] = []
-    with _as_it_was(session), _computing_in(session, precision):
+    with _restored(session), _computing_in(session, precision):
         for number, part in enumerate(rows, start=1):
             cut = [loader.batches.cut(share) for share in np.split(part, workers.world_size)]
             weight = max(1, loader.weight(part))
@@ -101,8 +100,8 @@ def _computing_in(session: Session, precision: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_it_was(session: Session) -> Iterator[None]:
-    """Real steps inside leave everything that a checkpoint holds as it was."""
+def _restored(session: Session) -> Iterator[None]:
+    """After real steps inside, everything that a checkpoint holds is restored."""
     trainable = session.trainable
     parts = trainable.state_parts() if trainable.state_parts else {}
     kept = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}

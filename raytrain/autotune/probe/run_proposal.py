@@ -1,4 +1,4 @@
-"""What a search proposes, done on a session: one measurement, the numeric gate, or the last contenders in turn."""
+"""Runs what a search proposes: one measurement, the numeric gate, or the final comparison in alternating rounds."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from raytrain.autotune.search.space import LEAST_PASSES, Proposal
 
 @dataclass(frozen=True)
 class ProposalResult:
-    """What came of a proposal; of a contest whose winner does not fit only the measurement that says so."""
+    """The results of a proposal; if the leader of a contest does not fit, only the measurement that shows it."""
 
     measurement: Measurement | None = None
     gate: GateReport | None = None
     contest: HeadToHead | None = None
 
 
-def run_proposal(probe: StepProbe, wanted: Proposal, *, reference: str, budget: int | None) -> ProposalResult:
-    """Measure what is wanted; changes nothing that it measures. Collective over the probe's workers.
+def run_proposal(probe: StepProbe, proposal: Proposal, *, reference: str, budget: int | None) -> ProposalResult:
+    """Measure what is proposed; changes nothing that it measures. Collective.
 
     Args:
-        reference: the precision that a gate compares with.
-        budget: bytes above which a peak counts as out of memory; None: memory is not judged.
+        reference: the precision that the numeric gate compares with.
+        budget: bytes above which a peak counts as out of memory; None: no limit.
     """
-    one = wanted.candidate
-    if wanted.gate_steps:
+    one = proposal.candidate
+    if proposal.gate_steps:
         return ProposalResult(
-            gate=run_gate(probe.session, one, reference=reference, steps=wanted.gate_steps, budget=budget)
+            gate=run_gate(probe.session, one, reference=reference, steps=proposal.gate_steps, budget=budget)
         )
-    passes = 0 if wanted.against else wanted.passes
+    passes = 0 if proposal.against else proposal.passes
     alone = None
-    if passes or wanted.with_memory:
-        alone = probe.measure(one, budget=budget, passes=passes, least=LEAST_PASSES, with_memory=wanted.with_memory)
-    if not wanted.against or (alone is not None and alone.outcome != "ok"):
+    if passes or proposal.with_memory:
+        alone = probe.measure(one, budget=budget, passes=passes, least=LEAST_PASSES, with_memory=proposal.with_memory)
+    if not proposal.against or (alone is not None and alone.outcome != "ok"):
         return ProposalResult(measurement=alone)
-    rounds = probe.measure_in_turn((one, *wanted.against), budget=budget, rounds=wanted.passes)
+    rounds = probe.measure_in_turn((one, *proposal.against), budget=budget, rounds=proposal.passes)
     return ProposalResult(measurement=alone, contest=HeadToHead(rounds))

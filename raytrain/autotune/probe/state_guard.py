@@ -1,4 +1,7 @@
-"""What leaves a run as it was, whatever passes and steps are taken inside (DESIGN 4.9; a test hashes both sides)."""
+"""Context managers that restore a run's state after the passes and steps of a measurement.
+
+A measurement changes nothing (DESIGN 4.9; a test compares hashes of the state).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from raytrain.trainable import Trainable
 
 @contextlib.contextmanager
 def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = False) -> Iterator[None]:
-    """Whatever runs inside leaves buffers, generators and gradients of the model as they were.
+    """Restores the model's buffers, generators, gradients (to zero) and train modes.
 
     Args:
-        worst: what depends on the data (the routing of a mixture of experts) takes the most memory inside.
+        worst: inside, what depends on the data (the routing of a mixture of experts) needs the most memory it can.
     """
     module = trainable.module
     saved = SavedState(module, device)
@@ -39,16 +42,16 @@ def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = 
             part.training = training
     if trainable.interval_log is not None:
         trainable.interval_log.forget()
-    if trainable.remote is not None:  # after a failure nothing: the others may wait in the middle of an exchange
+    if trainable.remote is not None:  # not after a failure: the hosts may be in the middle of an exchange
         trainable.remote.discard()
 
 
 @contextlib.contextmanager
 def preserve_skipped(optimizers: list[Any]) -> Iterator[None]:
-    """Steps that are skipped inside, by a flag on the device, leave the optimizers as they were.
+    """Restores the optimizers after steps that a flag on the device skips.
 
-    They allocate the optimizer's state, which is why they are taken; what was not there before is gone afterwards. An
-    optimizer that cannot skip on the device is snapshot and put back, with its weights.
+    Such steps allocate the optimizer's state; what was not there before is deleted. An optimizer that cannot skip on
+    the device is copied and restored with its weights.
     """
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
@@ -59,7 +62,7 @@ def preserve_skipped(optimizers: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_optimizers(optimizers: list[Any]) -> Iterator[None]:
-    """Real steps inside leave the optimizers and their weights as they were: both are copied to host memory."""
+    """Restores the optimizers and their weights after real steps; both are copied to host memory."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     weights = [_on_host(parameter) for parameter in parameters]
     plain = [optimizer for optimizer in optimizers if not isinstance(optimizer, torch.optim.Optimizer)]
@@ -84,7 +87,7 @@ def preserve_optimizers(optimizers: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_entries(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The same entries of state and the same group settings afterwards; values of tensors are not looked at."""
+    """Restores which entries of state and group settings there are; the values of tensors are not copied."""
     state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     flags = {name: getattr(optimizer, name) for name in ("found_inf", "grad_scale") if hasattr(optimizer, name)}

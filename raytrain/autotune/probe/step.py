@@ -1,11 +1,11 @@
-"""One candidate of a search measured with the real step, in the real process group; changes nothing.
+"""Measures candidates of a search with the real step, in the real process group; changes nothing.
 
-Two phases, since what is exact about memory is slow. Memory: the longest rows and the worst routing, two passes that
-accumulate, the reduction, the norm, the clip, a step of the optimizer that is skipped but allocates its state, and an
-evaluation batch. Time: rows as they come, each pass and each update by itself, the first of them dropped.
+There are two phases, since an exact reading of memory is slow. Memory: the longest rows and the worst-case routing, two
+passes that accumulate, the all-reduce, the norm, the clip, an optimizer step that is skipped but allocates its state,
+and an evaluation batch. Time: the next rows of the run; each pass and each update is timed, the first of them dropped.
 
-Every worker measures the same candidates in the same order and returns the same measurement: it does not fit where it
-does not fit on one of them; the slowest one's seconds, the largest peak.
+Every worker returns the same measurement: the slowest worker's seconds, the largest peak, and out of memory if one of
+them runs out.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ import numpy as np
 import torch
 
 from raytrain.autotune.probe.agreed import run_agreed
-from raytrain.autotune.probe.rows import RowChoice
 from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers, preserve_skipped
 from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, alike
+from raytrain.data.rows.batches import Cursor
+from raytrain.data.rows.contract import Split
+from raytrain.data.rows.longest import longest_row
 from raytrain.plan.text import size_text
 from raytrain.train.device import device_name, seconds_of
-from raytrain.train.loader import EVAL_MICRO_BATCHES
+from raytrain.train.loader import EVAL_MICRO_BATCHES, BatchLoader
 from raytrain.train.memory.device import PeakMeter, exact_memory
+from raytrain.train.parallel.collectives import Workers
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.session import Session
 from raytrain.trainable import GlobalStep, MicroBatch
 
-#: Micro-batches that accumulate while memory is read (from the second on, gradients are there already), and rows that
-#: warm a CPU up before that: what a larger size takes for good is part of its own peak.
+#: Micro-batches that accumulate while memory is read (from the second on, gradients exist already), and rows of the
+#: warm-up on a CPU: memory that a larger size allocates permanently is part of its own peak.
 ACCUMULATED = FEW_ROWS = 2
-#: Steps over which the optimizer alone is timed, once in the life of a probe.
+#: Steps over which the optimizer alone is timed, once for each probe.
 OPTIMIZER_STEPS = 3
-#: Times that a new loss scale of fp16 is halved before a gradient counts as not finite.
+#: How often a new loss scale of fp16 is halved before a gradient counts as not finite.
 HALVINGS = 24
 
 
 @dataclass
 class _Readings:
-    """What the phases of one measurement leave behind, on this worker."""
+    """What one measurement has read on this worker."""
 
     pass_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
@@ -53,6 +56,49 @@ class _Readings:
     norm: float = math.nan
     outcome: Outcome = "ok"
     reason: str = ""
+
+
+class RowChoice:
+    """Which rows a worker measures with: those that training would use next, and with them the longest ones.
+
+    Args:
+        cursor: position in the data of the first row; it is not moved.
+        eval_split: placed, or None where nothing is evaluated.
+    """
+
+    def __init__(self, loader: BatchLoader, *, cursor: Cursor, workers: Workers, eval_split: Split | None) -> None:
+        self._loader, self._cursor, self._workers = loader, cursor, workers
+        self._longest = {id(split): longest_row(split) for split in (loader.batches.split, eval_split) if split}
+
+    def rows(self, micro: int, *, passes: int, longest: bool) -> list[np.ndarray]:
+        """This worker's micro-batches: rows of the epoch from the cursor on, continued from its start where it ends.
+
+        `passes` times `micro` rows; under a token budget each of them is several micro-batches, equally many on every
+        worker. `longest`: only the two largest possible ones, that with the longest row and that with most tokens.
+        """
+        batches, world_size, rank = self._loader.batches, self._workers.world_size, self._workers.rank
+        taken = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
+        own = slice(rank * passes, (rank + 1) * passes)
+        cut = [batches.cut(part) for part in taken]
+        if longest:
+            first = [self.longest_first(batches.split, part) for part in taken[own]]
+            if batches.tokens_per_batch is None:
+                return first
+            heavy = [max(parts, key=self._tokens) for parts in cut[own]]
+            return [part for pair in zip(first, heavy, strict=True) for part in pair]
+        most = max(map(len, cut))
+        return [part for parts in cut[own] for part in [*parts, *parts[:1] * (most - len(parts))]]
+
+    def _tokens(self, rows: np.ndarray) -> int:
+        lengths = self._loader.batches.split.lengths(rows)
+        return 0 if lengths is None else len(rows) * int(lengths.max())
+
+    def longest_first(self, split: Split, rows: np.ndarray, *, times: int = 1) -> np.ndarray:
+        """These rows with the longest row of the split among them, to which the others are padded; no more rows than
+        `times` the token budget allows."""
+        longest = self._longest[id(split)]
+        rows = rows if longest is None else np.concatenate([[longest.index], rows[1:]])
+        return self._loader.batches.fitting(rows, split, times=times)
 
 
 class StepProbe:
@@ -108,9 +154,10 @@ class StepProbe:
     def measure_in_turn(
         self, candidates: Sequence[Candidate], *, budget: int | None, rounds: int
     ) -> tuple[Measurement, ...]:
-        """Several, a pass and an update of each in every round, after one round that is dropped; where one fails, all
-        end, and of those that had not begun there is nothing. Of the others what `measure` gives, pass i of all of them
-        from round i. Collective; changes nothing."""
+        """Measure several candidates in alternating rounds of one pass and one update each; the first round is dropped.
+
+        If one fails the comparison ends, and candidates that had not started are missing from the result. Pass i of all
+        measurements is from round i. Collective; changes nothing."""
         readings: list[_Readings] = []
         scales = [LossScale(self.device, enabled=policy_for(one.precision).scales_loss) for one in candidates]
         rows = [self._choice.rows(one.micro_batch_size, passes=1, longest=False) for one in candidates]
@@ -129,7 +176,7 @@ class StepProbe:
 
     @contextlib.contextmanager
     def computing_as(self, candidate: Candidate, scale: LossScale | None = None) -> Iterator[None]:
-        """The step in a candidate's precision and micro-batches of its size; as they were afterwards."""
+        """The step computes in the candidate's precision and with micro-batches of its size; both are restored."""
         step, batches = self.step, self.loader.batches
         kept = step.policy, step.scale, batches.micro_batch
         policy = policy_for(candidate.precision)
@@ -151,7 +198,7 @@ class StepProbe:
 
     def _read_memory(self, micro: int, readings: _Readings, *, budget: int | None) -> None:
         with exact_memory(self.device):
-            # once before the meter is made: what the model and its kernels take for good is no part of a row
+            # before the meter starts: what the model and its kernels allocate permanently is not due to rows
             rows = self._choice.rows(micro, passes=ACCUMULATED, longest=True)
             few = rows[0] if self.device.type == "cuda" else rows[0][:FEW_ROWS]
             if not self._try(partial(self._warm_up, few), readings, budget):
@@ -174,7 +221,7 @@ class StepProbe:
 
     def _evaluate(self, micro: int) -> None:
         split, module = self.eval_split, self.step.trainable.module
-        assert split is not None, "asked for where there is one only"
+        assert split is not None, "called only where there is one"
         rows = split.eval_order()[: EVAL_MICRO_BATCHES * micro]
         rows = self._choice.longest_first(split, rows, times=EVAL_MICRO_BATCHES)
         batch = self.loader.one(rows, split=split)
@@ -204,16 +251,16 @@ class StepProbe:
         return self._first(rows, readings, budget) and self._try_update(readings, budget)
 
     def _pass(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
-        """A pass and an update that are."""
+        """A timed pass and update."""
         passed = self._try(partial(self._timed_pass, rows, readings.pass_s), readings, budget)
         return passed and self._try_update(readings, budget, timed=True)
 
     def _all_alike(self, seconds: list[float]) -> bool:
-        """Whether the last two passes took the same time on every worker."""
+        """Whether the last two passes took about the same time on every worker."""
         return not self.workers.all_reduce_ints([int(not alike(seconds))])[0]
 
     def _timed_pass(self, rows: list[np.ndarray], seconds: list[float]) -> None:
-        """Without the reading where processes read beside the run (`raytrain.autotune.probe.loaders` is of those)."""
+        """Rows that processes read are read before the clock starts; `raytrain.autotune.probe.loaders` times those."""
         read = [self.loader.one(part) for part in rows] if self.loader.pool else None
         self._timed(partial(self._backward, rows, read), seconds)
 
@@ -223,8 +270,8 @@ class StepProbe:
         seconds.append(seconds_of(self.device) - begin)
 
     def _optimizer_seconds(self) -> float:
-        """Of one real step of the optimizers, where `_update` takes skipped ones, which compute nothing; the same for
-        every candidate, so it is taken once."""
+        """Seconds of one real optimizer step, which `_update` lacks where it skips on the device. They do not depend on
+        the candidate, so they are measured once."""
         if not self.step.skips_on_device:
             return 0.0
         if self._optimizer_s is None:
@@ -239,8 +286,8 @@ class StepProbe:
     # -- the parts of a step ----------------------------------------------------------------------
 
     def _first(self, rows: list[np.ndarray], readings: _Readings, budget: int | None) -> bool:
-        """Passes that also say what the loss is; under fp16 again, by all workers, until the loss scale is one that
-        works for each of them. Whether they went well for everybody."""
+        """The first passes, which also give the loss; under fp16 all workers repeat them with a lower loss scale until
+        every worker's gradient is finite. Returns whether they succeeded on every worker."""
         scale = self.step.scale
         for _ in range(HALVINGS if scale.enabled else 1):
             if not self._try(partial(self._scored, rows, readings), readings, budget):
@@ -255,19 +302,18 @@ class StepProbe:
         readings.loss = self._backward(rows)
 
     def _backward(self, rows: list[np.ndarray], read: list[MicroBatch] | None = None) -> float:
-        """Forward and backward of these micro-batches, accumulating; the loss, a mean over this worker's rows."""
+        """Accumulate forward and backward of these micro-batches; the mean loss over this worker's rows."""
         weight = sum(self.loader.weight(part) for part in rows) if read is None else sum(one.weight for one in read)
         micros = (self.loader.one(part) for part in rows) if read is None else iter(read)
         loss, aux = self.step.backward(micros, global_weight=max(1, weight), passes=len(rows))
         return float(loss + aux)
 
     def _update(self, readings: _Readings) -> None:
-        readings.norm = (
-            float(self.update()) / self.workers.world_size
-        )  # each worker's gradient is of a mean over its own rows
+        # divided, since each worker's gradient is of the mean over its own rows
+        readings.norm = float(self.update()) / self.workers.world_size
 
     def update(self) -> torch.Tensor:
-        """Norm and clip of the sum, and the optimizers' step, skipped where they can skip on the device; the norm."""
+        """Norm and clip of the summed gradient, and the optimizers' step, skipped where the device can; the norm."""
         step = self.step
         step.scale.unscale_(step.gradients.buffers)
         norm = step.gradients.sum_of_squares().sqrt()
@@ -277,7 +323,7 @@ class StepProbe:
     # -- agreement --------------------------------------------------------------------------------
 
     def _try(self, work: Callable[[], object], readings: _Readings, budget: int | None) -> bool:
-        """Whether it went well for everybody; else `readings` says what went wrong."""
+        """Whether it succeeded on every worker; if not, `readings` has the outcome and the reason."""
         outcome, reason = run_agreed(
             work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
             meets=self.step.meets, budget=budget,
@@ -287,12 +333,12 @@ class StepProbe:
             readings.pass_s, readings.update_s = (
                 [],
                 [],
-            )  # whoever came through has one more: nobody could put them together
+            )  # lengths differ between workers
         return outcome == "ok"
 
     def _try_update(self, readings: _Readings, budget: int | None, *, timed: bool = False) -> bool:
-        """Reduction, norm, clip and the optimizers' step. All workers have come through their passes, so that all join
-        the reduction; what may fail on one of them comes behind it."""
+        """All-reduce, norm, clip and the optimizers' step. Every worker's passes have succeeded, so all join the
+        all-reduce; what can fail on a single worker follows it."""
         seconds: list[float] = []
         self._timed(partial(self.step.workers.all_reduce, self.step.gradients.buffers), seconds)
         if not self._try(partial(self._timed, partial(self._update, readings), seconds), readings, budget):
@@ -302,7 +348,7 @@ class StepProbe:
         return True
 
     def _agreed(self, candidate: Candidate, readings: _Readings, *, budget: int | None) -> Measurement:
-        """What everybody knows now. A peak that an error cut short says nothing, and is left out."""
+        """The measurement over all workers. A peak that an error interrupted is left out."""
         sizes = [float(readings.peak or 0), float(readings.floor or 0), time.time(), readings.loss]
         rows = self.workers.all_gather_floats([*sizes, *readings.pass_s, *readings.update_s])
         slowest = [max(column) for column in zip(*rows, strict=True)][len(sizes) :]

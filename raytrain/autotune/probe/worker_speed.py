@@ -1,5 +1,5 @@
-"""How fast each worker is: all of them compute the same rows at the same time, for as long as the slowest needs for a
-few passes. Changes nothing it measures.
+"""Measures how fast each worker is: all compute the same rows at the same time, for as long as the slowest one needs
+for a few passes. Changes nothing that it measures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch
 
-#: Seconds of timed passes for each size, at least; more where the slowest worker has not done `PASSES` by then.
+#: At least so many seconds of timed passes for each size; more if the slowest worker needs them for `PASSES` passes.
 TIMED_S = 1.0
 PASSES = 4
 
@@ -34,32 +34,32 @@ def measure_worker_speeds(
 ) -> list[WorkerSpeed]:
     """Seconds of a forward and backward pass on every worker, in the order of the ranks; collective.
 
-    Nobody waits for anybody between passes: a worker that shares its processor is measured as it will be in training,
-    while the others are busy too. Seconds are the time spent by the passes done in it, not a median: of a processor
-    that comes and goes a median would see only the one or the other.
+    The workers do not wait for each other between passes: one that shares its processor is measured as it will be in
+    training, while the others compute too. The result is the mean, total time divided by passes: on a processor that is
+    available only part of the time a median would show just one of its two speeds.
 
     Args:
-        micro_batch: the same rows on every worker, so many of them.
-        sizes: of a pass; only the first must fit.
-        room: bytes that passes of the others may take on this worker's device, None = what it gives.
+        micro_batch: returns so many rows, the same on every worker.
+        sizes: rows of a pass; only the first must fit.
+        room: bytes that passes of the other sizes may use on this worker's device; None = as many as it allocates.
     """
-    found: dict[int, float] = {}
+    pass_s: dict[int, float] = {}
     with preserve_model(step.trainable, device):
         for size in sizes:
             fits = size == sizes[0] or _fits(step, micro_batch(size), device, room)
             seconds = _pass_s(step, micro_batch(size), workers, device, fits=fits)
-            found[size] = seconds
+            pass_s[size] = seconds
             if workers.all_reduce_ints([int(seconds == float("inf"))])[0] == workers.world_size:
-                break  # nobody has room for a larger one
+                break  # a larger size fits on no worker
     for size in sizes:
-        found.setdefault(size, float("inf"))
-    rows = workers.all_gather_floats([found[size] for size in sizes])
+        pass_s.setdefault(size, float("inf"))
+    rows = workers.all_gather_floats([pass_s[size] for size in sizes])
     kinds = workers.all_gather_object(device_name(device))
     return [WorkerSpeed(kind, dict(zip(sizes, row, strict=True))) for kind, row in zip(kinds, rows, strict=True)]
 
 
 def _fits(step: TrainingStep, micro: MicroBatch, device: torch.device, room: int | None) -> bool:
-    """Whether a pass takes no more than there is room for."""
+    """Whether a pass stays within `room`."""
     with exact_memory(device):
         meter = PeakMeter(device)
         try:
@@ -81,7 +81,7 @@ def _one_pass(step: TrainingStep, micro: MicroBatch, device: torch.device) -> fl
 
 
 def _pass_s(step: TrainingStep, micro: MicroBatch, workers: Workers, device: torch.device, *, fits: bool) -> float:
-    """Mean seconds of this worker's passes of these rows; infinite where they do not fit, and others are measured."""
+    """Mean seconds of this worker's passes; infinite if the rows do not fit, while other workers are measured."""
     warm = 0.0
     for _ in range(2 if fits else 0):  # kernels and the allocator first
         warm = _one_pass(step, micro, device)
