@@ -205,13 +205,11 @@ def make_plan(
     doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
     settled = micro_batch_under_fsdp(loop, batches) if sharded else defer_micro_batch(loop, batches, doubt=doubt)
     warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
-    warnings += advise_activation_checkpointing(
-        model_facts, estimates["memory"], allowed, loop, rows=_rows_kept(batches, inflight)
-    )
+    rows = _rows_kept(batches, inflight)
+    warnings += advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
-    shares = choose_shares(
-        scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=cluster.memory_fraction
-    )
+    fraction = cluster.memory_fraction
+    shares = choose_shares(scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=fraction)
     known |= {} if shares is None else {"shares": shares}
     return Plan(
         **choices, **settled, **length, **estimates, shares=shares,

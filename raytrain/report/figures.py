@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from raytrain.report.experts import loads_of, names_of
-from raytrain.report.findings.compile import compile_figures
 from raytrain.report.records import Row, RunRecords, first_text, listed, number, percentile, series, values
 
 TIME_PARTS = (
@@ -266,6 +265,24 @@ def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, 
     return [
         {"label": label, "x": [x for x, _ in points], "y": [y for _, y in points]} for label, points in named if points
     ]
+
+
+COMPILE_FIELDS = ("achieved", "seconds", "graphs", "graph_breaks", "recompiles", "reasons")
+"""Fields of a `compile` event that become figures."""
+
+
+def compile_figures(records: RunRecords) -> dict[str, Any]:
+    """`compile_achieved`, `compile_seconds` (time.compile leaves out those of probes before the first step), graphs,
+    graph breaks, recompiles, why something runs eager, and each part's status; nothing where nobody asked for it."""
+    rows = records.of_kind("compile")
+    if not rows:
+        return {}
+    last = rows[-1]
+    figures = {f"compile_{name}": last.get(name) for name in COMPILE_FIELDS}
+    figures["compile_reasons"] = "; ".join(map(str, last.get("reasons") or [])) or None
+    parts = last.get("parts")
+    listed = parts if isinstance(parts, list) else []
+    return {**figures, "compile_parts": {str(part.get("name")): part.get("achieved") for part in listed}}
 
 
 def summarise(records: RunRecords) -> dict[str, Any]:

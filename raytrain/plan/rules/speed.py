@@ -17,7 +17,7 @@ def choose_speed(
 ) -> dict[str, Any]:  # fmt: skip
     """The choices of this module by name; arguments and errors as `choose_compile`."""
     return {
-        "optimizer_impl": choose_optimizer_impl(optim, machines, strategy),
+        "optimizer_impl": choose_optimizer_kernels(optim, machines, strategy),
         "compile": choose_compile(loop, strategy, missing=missing, warnings=warnings),
         "cudnn_benchmark": choose_cudnn_benchmark(loop, machines),
     }
@@ -76,7 +76,7 @@ def choose_cudnn_benchmark(loop: LoopConfig, machines: DevicePool) -> Resolved |
     return Resolved(loop.cudnn_benchmark, "loop.cudnn_benchmark")
 
 
-def choose_optimizer_impl(optim: OptimConfig, machines: DevicePool, strategy: Choice) -> Resolved:
+def choose_optimizer_kernels(optim: OptimConfig, machines: DevicePool, strategy: Choice) -> Resolved:
     """The implementation of the optimizer: "fused" or "plain"."""
     if optim.fused is False:
         return Resolved("plain", "optim.fused false: each step reads a value from the device")

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raytrain.report.findings.compile import graph_breaks
 from raytrain.report.findings.experts import experts
 from raytrain.report.findings.failures import failure, fall_backs, restarts
 from raytrain.report.findings.finding import SEVERITIES, Finding
 from raytrain.report.findings.memory import shortages
-from raytrain.report.findings.speed import limiting_part, step_times
+from raytrain.report.findings.speed import graph_breaks, limiting_part, step_times
 from raytrain.report.findings.training import clipping, loss_trend, non_finite, overfitting
 from raytrain.report.records import RunRecords
 

@@ -1,16 +1,10 @@
-"""Findings about time: what limits the run, and step times that vary."""
+"""Findings about time: what limits the run, step times that vary, and breaks in compiled code."""
 
 from __future__ import annotations
 
-from raytrain.report.figures import (
-    seconds,
-    step_ms,
-    time_account,
-)
+from raytrain.report.figures import seconds, step_ms, time_account
 from raytrain.report.findings.finding import Finding
-from raytrain.report.records import (
-    RunRecords,
-)
+from raytrain.report.records import RunRecords, number
 
 SAVE_BUDGET = 0.03
 
@@ -74,3 +68,15 @@ def step_times(records: RunRecords) -> list[Finding]:
     seen = f"p50 {seconds(low / 1000)}, p95 {seconds(high / 1000)} ({high / low:.1f} times)"
     remedy = "Other load, uneven samples or too many threads: see scale.threads and the telemetry."
     return [Finding("warning" if high / low >= 2 else "info", "Step times scatter", seen, remedy)]
+
+
+def graph_breaks(records: RunRecords) -> list[Finding]:
+    """Where Python goes on between compiled graphs: how often, and why."""
+    rows = records.of_kind("compile")
+    last = rows[-1] if rows else {}
+    breaks = int(number(last.get("graph_breaks")) or 0)
+    if not breaks:
+        return []
+    why = "; ".join(map(str, last.get("breaks_at") or [])) or "torch does not say why"
+    seen = f"{breaks} times in {last.get('achieved', 'its parts')}: {why}"
+    return [Finding("info", "Compiled code is cut by Python", seen, "`raytrain bench compile` tells whether it pays.")]

@@ -10,7 +10,7 @@ from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, choose_optimizer_impl
+from raytrain.plan.rules.speed import choose_compile, choose_cudnn_benchmark, choose_optimizer_kernels
 
 PARALLEL = Resolved("data_parallel", "one GPU each")
 
@@ -73,7 +73,7 @@ def test_cudnn_searches_where_there_is_a_gpu_and_nothing_forbids_it() -> None:
 
 def test_fused_is_the_rule_and_plain_a_choice() -> None:
     def value(strategy: Resolved = PARALLEL, **optim: Any) -> Any:
-        return choose_optimizer_impl(OptimConfig(**optim), machines("cpu"), strategy).value
+        return choose_optimizer_kernels(OptimConfig(**optim), machines("cpu"), strategy).value
 
     assert value() == "fused" and value(fused=False) == "plain"
     shards = Resolved("fsdp", "scale.strategy")
