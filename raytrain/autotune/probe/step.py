@@ -97,7 +97,7 @@ class RowChoice:
         """These rows with the longest row of the split among them, to which the others are padded; no more rows than
         `times` the token budget allows."""
         longest = self._longest[id(split)]
-        rows = rows if longest is None else np.concatenate([[longest.index], rows[1:]])
+        rows = rows if longest is None else np.concatenate([[longest.row], rows[1:]])
         return self._loader.batches.fitting(rows, split, times=times)
 
 

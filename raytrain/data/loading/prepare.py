@@ -90,7 +90,7 @@ def _placed(
     split: Split, storage: Storage, plan: DataPlan, *, device: torch.device, report: Callable[[int, int], None]
 ) -> Split:
     if storage == "resident" and type(split) is DatasetSplit:
-        return read_whole(split, seed=plan.seed, report=report).to(device)
+        return read_dataset(split, seed=plan.seed, report=report).to(device)
     if storage == "partial" and type(split) is DatasetSplit:
         with generators_kept():
             seeds = partial(seed_item, plan.seed, 0)
@@ -111,7 +111,7 @@ def _kept_bytes(placed: dict[str, Split], plan: DataPlan) -> float:
     return 0.0
 
 
-def read_whole(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> RowSplit:
+def read_dataset(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> RowSplit:
     """Every item asked for and converted once: a table of tensors where their shapes allow it.
 
     What an item draws at random is drawn once and for all, from (seed, row); the generators of this process are put

@@ -1,4 +1,4 @@
-"""What splits and sources give, and the two pure rules they share: order and hold-out. Torch-free."""
+"""The interfaces of splits and sources, and the two pure rules they share: order and hold-out. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOLDOUT_SEED = 0
 
 
 class Order(Protocol):
-    """The indices of an epoch in their order; an array, or what computes the slices that are asked for."""
+    """The row indices of an epoch in their order: an array, or an object that computes slices on demand."""
 
     def __len__(self) -> int:
         """Rows of the epoch."""
@@ -69,7 +69,7 @@ class Split(Protocol):
         ...
 
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
-        """Tokens of each of these rows; None where nobody knows without reading them."""
+        """Tokens of each of these rows; None where only reading them tells."""
         ...
 
     def to(self, device: torch.device | str) -> Split:
@@ -77,15 +77,52 @@ class Split(Protocol):
         ...
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
-        """The same split, its first `rows` rows kept on `device`, the others on the host until they are asked for."""
+        """The same split with its first `rows` rows kept on `device`; the others stay on the host."""
         ...
 
 
+class SplitView:
+    """A split that forwards to the split inside it; subclasses replace what differs."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        self.tokens_per_row = split.tokens_per_row
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows as they are stored."""
+        return self.split.nbytes
+
+    def order(self, seed: int, epoch: int) -> Order:
+        return self.split.order(seed, epoch)
+
+    def eval_order(self) -> np.ndarray:
+        return self.split.eval_order()
+
+    def gather(self, indices: np.ndarray) -> Batch:
+        return self.split.gather(indices)
+
+    def weights(self, indices: np.ndarray) -> int | None:
+        return self.split.weights(indices)
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray | None:
+        return self.split.lengths(indices)
+
+    def to(self, device: torch.device | str) -> Split:
+        return self.split.to(device)
+
+    def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
+        return self.split.to_partial(device, rows=rows)
+
+
 class RowSplit(Split, Protocol):
-    """A split whose rows stand alone, so that some of them can be held out."""
+    """A split of independent rows, so that some of them can be held out."""
 
     def select(self, rows: np.ndarray) -> Self:
-        """These rows alone."""
+        """A split of these rows only."""
         ...
 
 
@@ -101,15 +138,15 @@ class Source:
         eval: the evaluation split, or None where there is none.
         vocab_size: number of tokens for text, else None.
         facts: the sizes, for the plan.
-        decode: tokens to text, for text alone.
-        encode: text to tokens, for text alone.
+        decode: tokens to text, for text only.
+        encode: text to tokens, for text only.
         describe: one line for people.
         classes: number of classes where the labels are class numbers.
         class_names: names of the classes where the labels were strings, in the order of their numbers.
-        worker_data: what workers get in place of the source, where opening it left something; else None.
+        worker_data: what the driver sends to the workers instead of the source, else None.
         placed: whether the splits are where training reads them (`raytrain.data.loading.prepare`).
         tokenizer: folder of the tokenizer that made the tokens.
-        first_labels_ignored: the first label of each row is -100, as a model that shifts inside does not look at it.
+        first_labels_ignored: the first label of each row is -100: a model that shifts labels itself never reads it.
     """
 
     train: Split
@@ -128,7 +165,7 @@ class Source:
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """The generator of one epoch; the bit generator is pinned, so that no default can change the order."""
+    """The generator of one epoch; its bit generator is fixed, so that a change of numpy's default changes no order."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, epoch])))
 
 
@@ -149,7 +186,7 @@ def holdout(rows: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_off(split: Rows, fraction: float) -> tuple[Rows, Rows | None]:
-    """(train, eval) of a split of rows; eval is None where `fraction` of the rows is less than one row."""
+    """(train, eval) of a split of rows; eval is None if `fraction` of the rows is less than one row."""
     train_rows, eval_rows = holdout(len(split), fraction)
     if not len(eval_rows):
         return split, None
@@ -170,7 +207,7 @@ def facts_of(train: Split, evaluation: Split | None, *, reason: str, vocab_size:
 
 
 def nonfinite(key: str, *, value: float, column: str, row: int) -> InputError:
-    """The one message for NaN, infinity or a null among the numbers."""
+    """The error for NaN or infinity in a column."""
     seen = "NaN" if value != value else ("inf" if value > 0 else "-inf")
     return InputError(
         key,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raytrain.data.loading import prepare as prepared
-from raytrain.data.loading.prepare import DataPlan, prepare_source, read_whole
+from raytrain.data.loading.prepare import DataPlan, prepare_source, read_dataset
 from raytrain.data.rows.map_style import DatasetSplit, ItemSplit
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.in_memory import memory_source, object_split
@@ -71,15 +71,15 @@ def test_what_stays_on_the_device_is_counted(storage: Any, megabytes: int) -> No
 def test_what_is_drawn_while_rows_are_prepared_leaves_the_generators_alone() -> None:
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     split = DatasetSplit(Slow())
-    first, second = (read_whole(split, seed=3, report=lambda done, of: None) for _ in range(2))
+    first, second = (read_dataset(split, seed=3, report=lambda done, of: None) for _ in range(2))
     assert isinstance(first, TensorSplit) and isinstance(second, TensorSplit)
     assert torch.equal(first.columns["x"], second.columns["x"]), "drawn from (seed, row)"
-    other = read_whole(split, seed=4, report=lambda done, of: None)
+    other = read_dataset(split, seed=4, report=lambda done, of: None)
     assert isinstance(other, TensorSplit) and not torch.equal(first.columns["x"], other.columns["x"])
     assert before[0] == random.getstate() and before[1] == np.random.get_state()[1].tolist()
     assert torch.equal(before[2], torch.get_rng_state())
     odd = [{"x": torch.zeros(2), "name": str(i)} for i in range(3)]
-    assert isinstance(read_whole(DatasetSplit(odd), seed=0, report=lambda done, of: None), ItemSplit)
+    assert isinstance(read_dataset(DatasetSplit(odd), seed=0, report=lambda done, of: None), ItemSplit)
 
 
 @pytest.mark.covers("DATA-08")
