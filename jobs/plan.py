@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import narrow_visible
 from experts.plan.bytes import check_room, idle_keys, shared_out
-from jobs.driver.facts import facts_of_data, facts_of_model, shapes_of_data
 from jobs.job.named_devices import warn_of_named_devices
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
@@ -81,22 +80,19 @@ def plan_job(
 
     Args:
         inventory: the machines, by default this one as this process may use it.
-        build: open the data and build the model for what is not given below; else what only that can tell
-            is left to the start.
-        model_facts, data_facts: for whoever has opened and built them already (`jobs.driver.build.facts_from`).
+        build: check the job as `train` does, which opens the data and builds the model; without it, what only that
+            can tell is left to the start.
+        model_facts, data_facts: where `check_on_driver` has found them already.
 
     Raises:
         InputError: what the job asks for cannot be had, or its data cannot be read; it names the key.
     """
     spec = resolved(loaded.spec)
-    if build and (model_facts is None or data_facts is None):
-        from jobs.driver.build import check_experts, facts_from, opened
-        from raytrain.train.build import source_facts
+    if build:
+        from jobs.driver.checks import check_on_driver  # imports torch
 
-        source = opened(spec)
-        built, read = facts_from(spec, source)
-        check_experts(spec, source_facts(source), remote=uses_hosts(spec))
-        model_facts, data_facts = model_facts or built, data_facts or read
+        checked = check_on_driver(spec)
+        model_facts, data_facts = checked.model_facts, checked.data_facts
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
@@ -128,6 +124,41 @@ def plan_job(
     warnings = [*plan.warnings, *idle, *warn_of_named_devices(spec)]
     hosts = _told_of_own(plan.hosts, spec, seen=model_facts is not None)
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
+
+
+def facts_of_data(spec: JobSpec) -> DataFacts | None:
+    """Sizes of the data without reading all of it; None where only opening it can tell."""
+    from raytrain.data.sources.describe import describe_source
+
+    return describe_source(spec.data, context=spec.model.keys.get("context"))
+
+
+def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
+    """The facts of the data that a builder may take (vocab_size, ...), where they are known without opening it."""
+    from raytrain.data.sources.describe import describe_shapes
+
+    shapes = describe_shapes(spec.data)
+    if data_facts is not None and data_facts.vocab_size is not None:
+        shapes["vocab_size"] = data_facts.vocab_size
+    return shapes
+
+
+def formula_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
+    """Sizes of a built-in model by formula; None for other models, and where `shapes` lacks what it needs."""
+    from experts.plan.sizes import expert_facts
+    from raytrain.models.sizes import model_facts
+
+    builder, keys = spec.model.builder, spec.model.keys
+    if builder is None:
+        return None
+    return model_facts(builder, keys, shapes) or expert_facts(builder, keys, shapes, spec.experts)
+
+
+def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
+    """Sizes of a built-in model by formula, or of a Hugging Face model by the headers of its files."""
+    from raytrain.models.huggingface.folder import folder_facts
+
+    return formula_facts(spec, shapes) or folder_facts(spec.model.builder, spec.model.keys)
 
 
 def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:

@@ -1,10 +1,12 @@
-"""The verb `train`, and its Python door. Reads like the story it tells:
+"""The verb `train`, and the function `train` for Python.
 
-spec -> checks on the driver -> machines -> plan -> run folder -> Ray -> fit -> result -> report
+The order: load the job -> check it on the driver -> inventory -> plan -> run folder -> Ray -> fit, while watching it ->
+result -> report.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +14,22 @@ from typing import Any
 
 from rich.console import Console
 
-from jobs.driver.command import Result, TrainCommand, result_of
-from jobs.driver.resume import open_resumed
-from jobs.driver.runtime import StopSignals
-from jobs.job.spec import load_spec, refuse_later
-from raytrain.errors import RunError
+from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from jobs.driver.result import Result, close_run, result_of
+from jobs.driver.resume import Resumed, open_resumed
+from jobs.driver.run_folder import OpenRun, open_run
+from jobs.driver.runtime import Interrupted, StopSignals, cluster_address, cluster_size, connected
+from jobs.job.paths import resolved
+from jobs.job.spec import LoadedSpec, load_spec, refuse_later
+from jobs.plan import plan_job, visible_devices
+from raytrain.errors import RaytrainError, RunError
+from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RunFolder
 
-__all__ = ["Result", "run_train", "train"]
+__all__ = ["Result", "run_train", "train", "train_loaded"]
+
+#: Exit codes by which `SystemExit` stands for a signal: `ray.init` turns a SIGTERM that it receives into one.
+SIGNAL_EXIT_CODES = (15, 130, 143)
 
 
 def train(
@@ -34,11 +44,11 @@ def train(
     """Train a job from Python, in a script or a notebook.
 
     Args:
-        job: the YAML as a mapping (objects allowed as `model.module`, `data.train`, `data.eval`), a path to one or
-            a recipe's name; None is the recipe `default`.
+        job: the job as a mapping (with objects allowed as `model.module`, `data.train`, `data.eval`), the path of a
+            JOB.yaml, or the name of a recipe; None is the recipe `default`.
         workers: short for `scale.workers`.
         overrides: `section.key=value` strings, as on the command line.
-        resume: a run folder to go on with, or "auto".
+        resume: the run folder to resume, or "auto".
 
     Raises:
         InputError: the input is wrong; nothing was started.
@@ -63,7 +73,7 @@ def run_train(
     verbose: bool = False,
     console: Console,
 ) -> Result:
-    """Everything between the command line and the exit code."""
+    """Load a job, or the run to resume, and train it."""
     began = time.time()
     signals = StopSignals()
     signals.install()
@@ -72,20 +82,80 @@ def run_train(
         if resume is not None and resume != "auto":
             resumed = open_resumed(resume, path, overrides)
             if resumed is not None and resumed.finished:
-                return _finished(resumed.run, console)
+                return _nothing_left(resumed.run, console)
         loaded = resumed.loaded if resumed else load_spec(path, overrides, mapping=mapping)
         refuse_later(loaded.spec, "train")
         if resume == "auto":
             resumed = open_resumed("auto", path, overrides, loaded=loaded)
-            say = f"going on with {resumed.run.path}" if resumed else "no unfinished run of exactly this job: a new one"
-            console.print(say, markup=False, soft_wrap=True)
-        return TrainCommand(
-            loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began
-        ).run()
+            found = f"resuming {resumed.run.path}" if resumed else "no unfinished run of this job: starting a new one"
+            console.print(found, markup=False, soft_wrap=True)
+        return train_loaded(loaded, resumed=resumed, signals=signals, verbose=verbose, console=console, began=began)
     finally:
         signals.restore()
 
 
-def _finished(run: RunFolder, console: Console) -> Result:
+def train_loaded(
+    loaded: LoadedSpec,
+    *,
+    resumed: Resumed | None,
+    signals: StopSignals,
+    verbose: bool,
+    console: Console,
+    began: float,
+) -> Result:
+    """Train a loaded job: everything from the checks on the driver to the report.
+
+    Args:
+        resumed: the run to resume; None starts a new one.
+        signals: stops the run.
+        began: when the command started, in unix seconds.
+
+    Raises:
+        InputError: the job or the machines are wrong; no run folder was made.
+        Interrupted: a signal arrived before the run folder was made.
+    """
+    from jobs.driver.checks import check_on_driver  # imports torch
+    from jobs.driver.watch import fit_watched
+
+    spec = resolved(loaded.spec)
+    address = cluster_address(spec.cluster.address)
+    checked = check_on_driver(spec, initial=resumed is None or not resumed.has_checkpoint())
+
+    def open_planned(inventory: Inventory) -> OpenRun:
+        plan = plan_job(loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=checked.data_facts)
+        return open_run(loaded, spec, plan, inventory, resumed=resumed, began=began, console=console)
+
+    opened: OpenRun | None = None
+    result = AttemptResult("interrupted", "interrupted before the first step")
+    try:
+        if address == "local":  # planned before Ray starts: the plan says how large the private cluster is
+            inventory = local_inventory()
+            opened = open_planned(inventory)
+            visible = visible_devices(opened.plan, inventory)
+            if visible is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        cpus, gpus = cluster_size(None if opened is None else opened.plan)
+        with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=verbose) as cluster:
+            signals.install()
+            if opened is None:  # a running cluster: Ray knows its machines
+                opened = open_planned(inventory_from_ray())
+            result = fit_watched(spec, opened, cluster, data=checked.handed, signals=signals, console=console)
+            if result.workers_running:  # write the result before Ray shuts down, which may take long
+                return close_run(opened.run, result, console=console)
+    except KeyboardInterrupt:  # includes `Interrupted`; what the workers returned before it stays the result
+        pass
+    except SystemExit as stop:
+        if stop.code not in SIGNAL_EXIT_CODES:
+            raise
+    except RaytrainError as error:
+        if opened is None:
+            raise
+        result = AttemptResult("failed", str(error))
+    if opened is None:
+        raise Interrupted("before the run folder was made")
+    return close_run(opened.run, result, console=console)
+
+
+def _nothing_left(run: RunFolder, console: Console) -> Result:
     console.print(f"{run.path} is done; nothing is left to train", markup=False, soft_wrap=True)
     return result_of(run, run.read_json(run.result))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jobs.driver.facts import formula_facts
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import resolve
@@ -17,8 +16,7 @@ from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, takes, to_trainable
-from raytrain.plan.facts import DataFacts, ModelFacts
-from raytrain.train.build import source_facts
+from raytrain.plan.facts import ModelFacts
 from raytrain.trainable import Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
@@ -33,30 +31,6 @@ def opened(spec: JobSpec) -> Source:
     """
     settled = resolved(spec)
     return open_source(settled.data, context=settled.model.keys.get("context"), seed=settled.seed)
-
-
-def facts_from(spec: JobSpec, source: Source) -> tuple[ModelFacts, DataFacts]:
-    """Exact sizes of the model and the data; the model is built unless a formula knows it.
-
-    Raises:
-        InputError: the builder cannot be found or called, or fails.
-    """
-    shapes = source_facts(source)
-    if spec.scale.strategy == "fsdp":
-        check_shards(build(spec, shapes)[0])
-    return formula_facts(spec, shapes) or built_facts(spec, shapes), source.facts
-
-
-def built_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts:
-    """Builds the job's model on the meta device, or on the CPU where it cannot be, and counts it.
-
-    Args:
-        shapes: what the source fills in where the builder asks for it, such as vocab_size.
-
-    Raises:
-        InputError: the builder cannot be found or called, or fails.
-    """
-    return counted(spec, *build(spec, shapes))
 
 
 def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:

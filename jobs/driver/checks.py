@@ -8,10 +8,10 @@ from typing import Any
 
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened
-from jobs.driver.facts import formula_facts
 from jobs.job.spec import JobSpec
-from jobs.plan import uses_hosts
+from jobs.plan import formula_facts, uses_hosts
 from raytrain.config.user_code import check_shadowing, make_importable, resolve
+from raytrain.data.rows.contract import Source
 from raytrain.data.rows.token_budget import check_budget
 from raytrain.data.sources.open import read_on_driver, source_from_driver
 from raytrain.errors import InputError
@@ -31,9 +31,16 @@ from raytrain.train.precision.layers import parts_named
 
 @dataclass(frozen=True)
 class Checked:
-    """What the driver learned: exact sizes, the data to hand over (None where workers open it themselves), and what
-    the data tells a builder (`shapes`)."""
+    """What the driver found out about a job.
 
+    Attributes:
+        source: the opened data.
+        handed: the data to hand to the workers; None where they open it themselves.
+        model_facts, data_facts: exact sizes.
+        shapes: facts of the data that a builder may take (`source_facts`).
+    """
+
+    source: Source
     handed: Any
     model_facts: ModelFacts
     data_facts: DataFacts
@@ -76,7 +83,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
-    return Checked(sent or source.worker_data, model_facts, source.facts, shapes)
+    return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes)
 
 
 def train_job(

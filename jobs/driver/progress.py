@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live bar on a terminal, one plain line every 10 s elsewhere."""
+"""The progress of a run: a live bar on a terminal, one plain line every 10 s where the output is no terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class TrainingDisplay:
-    """Shows pushed status mappings ({"phase", "max_steps", "row"}); a context manager."""
+    """Shows the progress that rank 0 reports ({"phase", "max_steps", "step", "row"}); a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -50,17 +50,17 @@ class TrainingDisplay:
         if self._live:
             self._bar.stop()
 
-    def say(self, text: str) -> None:
-        """Lines that rank 0's code printed, each as it is."""
+    def print_lines(self, text: str) -> None:
+        """Print the lines of rank 0's code, without any formatting."""
         for line in text.splitlines():
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, status: dict[str, Any]) -> None:
-        """The newest status; call often, it prints seldom."""
-        phase = str(status.get("phase", "starting workers"))
-        row = status.get("row") or {}
-        step = int(row.get("step") or status.get("step") or 0)
-        total = int(status.get("max_steps") or 1)
+    def show(self, progress: dict[str, Any]) -> None:
+        """Show the newest progress; may be called often, it prints rarely."""
+        phase = str(progress.get("phase", "starting workers"))
+        row = progress.get("row") or {}
+        step = int(row.get("step") or progress.get("step") or 0)
+        total = int(progress.get("max_steps") or 1)
         if self._live:
             self._bar.update(self._task, description=phase, total=total, completed=step, figures=figures(row))
             return

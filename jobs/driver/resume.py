@@ -30,7 +30,7 @@ class Resumed:
 
         return any(info.complete for info in list_checkpoints(self.run))
 
-    def under(self, plan: Plan) -> RunFolder:
+    def checked_against(self, plan: Plan) -> RunFolder:
         """The run, where this plan can take what its newest checkpoint holds.
 
         Raises:

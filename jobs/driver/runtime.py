@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import secrets
@@ -20,6 +19,8 @@ from typing import Any
 
 from cluster.environment import ray_environment
 from raytrain.errors import InputError
+from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.rules.hosts import separate_hosts
 
 #: Ray sets this in the driver of a submitted job: there the cluster is the one the job was submitted to.
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -55,6 +56,15 @@ def cluster_address(configured: str | None) -> str:
     if os.environ.get(JOB_ENVIRONMENT):
         return os.environ.get("RAY_ADDRESS") or "auto"
     return "local"
+
+
+def cluster_size(plan: Plan | None) -> tuple[int, int]:
+    """(CPUs, GPUs) that a private cluster declares: what the plan needs, not what the machine has."""
+    if plan is None:
+        return 1, 0
+    assert isinstance(plan.workers, Resolved) and isinstance(plan.device, Resolved)  # never deferred
+    processes = int(plan.workers.value) + separate_hosts(plan.hosts)
+    return processes + 1, processes if plan.device.value == "cuda" else 0
 
 
 @contextlib.contextmanager
@@ -104,14 +114,15 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
 
 def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
     import ray
-    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]  (of a compiled module)
 
-    Config.initialize("")  # who imported Ray (or ray.data) before us has had it read the environment before it was set
+    from raytrain.execution.ray_private import own_process_groups, reread_environment
+
+    reread_environment()
     # while Ray's daemons start: what takes longest of Ray Train's imports, and imports nothing of Ray
     meanwhile = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True, name="imports")
     try:
         meanwhile.start()
-        with _own_process_groups():
+        with own_process_groups():
             ray.init(address=address, ignore_reinit_error=True, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "local":
@@ -124,23 +135,6 @@ def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
 
     if not verbose:
         quiet_ray()
-
-
-@contextlib.contextmanager
-def _own_process_groups() -> Iterator[None]:
-    """Inside, Ray starts its daemons in process groups of their own.
-
-    A shell, `timeout` and service managers signal a whole group; the daemons would die of it before the workers
-    could save. They still end with this process: the kernel tells them of its death.
-    """
-    from ray._private import services
-
-    original = services.ConsolePopen
-    services.ConsolePopen = functools.partial(original, process_group=0)  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = original  # type: ignore[misc]
 
 
 def _already_connected(*, verbose: bool) -> Iterator[Cluster]:

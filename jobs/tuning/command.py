@@ -87,7 +87,7 @@ class TuneCommand:
         from jobs.tuning.space.trial import WholeOrders, WholeTrial
         from jobs.tuning.space.trials import TRIAL_RESOURCES, WholeTrials
         from jobs.tuning.sweep import close_channel, make_tuner, run_trials
-        from raytrain.execution.trainer import open_channel
+        from raytrain.execution.driver_channel import open_channel
 
         sweep, keys = self.the_sweep, list(points.trials[0].values)
         at_a_time = self._at_a_time(points, inventory)

@@ -109,6 +109,6 @@ def run_trials(
 def close_channel(channel: Any) -> None:
     """Ask, by the `DriverChannel`, every whole trial to save and return; quietly where the cluster is gone."""
     try:
-        channel.stop.remote()
+        channel.request_stop.remote()
     except ray.exceptions.RayError as error:
         raise Interrupted("the cluster is gone") from error

@@ -1,4 +1,4 @@
-"""How an attempt begins: its number, what the failure rules say, and the checkpoint that everybody starts from."""
+"""How an attempt starts: its number, the decision of the failure rules, and the checkpoint that all workers load."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from raytrain.train.parallel.collectives import Workers
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """What all workers know before they build anything.
+    """What every worker knows before it builds anything.
 
     Attributes:
-        attempt: its number.
-        decision: after the newest fault.
-        loaded: the checkpoint to start from, None for the start.
-        step: of that checkpoint, 0 for the start; where nothing could be read, the last that an attempt began with.
-        cursor: where the data goes on, if a roll-back has skipped some that the checkpoint does not know of.
-        refused: why newer checkpoints were passed over.
+        attempt: the attempt number.
+        decision: of the failure rules after the newest fault.
+        checkpoint: to restore; None starts at step 0.
+        from_step: step of that checkpoint, 0 without one; where no checkpoint could be read, the last step that an
+            attempt started from.
+        cursor: where the data continues, if a rollback skipped data after the checkpoint was written.
+        refused_checkpoints: why newer checkpoints were not used.
     """
 
     attempt: int
     decision: RecoveryDecision
-    loaded: LoadedCheckpoint | None
-    step: int
+    checkpoint: LoadedCheckpoint | None
+    from_step: int
     cursor: Cursor | None
-    refused: list[str]
+    refused_checkpoints: list[str]
 
 
-def attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int:
-    """The number the driver took, for its first attempt; a new one after each restart by Ray. Rank 0's.
+def take_attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int:
+    """Rank 0: the number that the driver took, for its first attempt; the next free one after a restart by Ray.
 
     Raises:
-        Superseded: another command has taken the run folder over.
+        Superseded: another command has taken over the run folder.
     """
     first, newest = job.first_attempt, run.current_attempt()
     if newest > first and run.owner_of(newest) != job.owner:
@@ -50,14 +51,16 @@ def attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int
     return run.next_attempt(job.owner)
 
 
-def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faults: list[Fault]) -> AttemptStart:
-    """Rank 0 reads and decides, the others hear of it; then all have the same checkpoint. Collective.
+def agree_on_start(
+    job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faults: list[Fault]
+) -> AttemptStart:
+    """Rank 0 reads the run folder and decides, then all workers load the same checkpoint. Collective.
 
     Args:
-        attempt, faults: rank 0's.
+        attempt, faults: rank 0's; the other ranks' are not used.
 
     Raises:
-        OSError: a checkpoint could not be read, which says nothing about it: nothing is given up for that.
+        OSError: a checkpoint could not be read. That does not make it invalid, so no older one is used in its place.
     """
     message, loaded = None, None
     place = place_of(job, rank=workers.rank, world_size=workers.world_size)
@@ -67,7 +70,7 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         try:
             loaded, refused = newest_valid(run, place=place)
             step = loaded.step if loaded else 0
-        except OSError as error:  # who has tried often enough ends all the same: no attempt gets any further than this
+        except OSError as error:  # raised below, unless the failure rules stop the run
             refused, unread = [], error
             step = max((row["from_step"] for row in rows if row["kind"] == "attempt"), default=0)
         starts = origins(faults, rows, step=step)
@@ -75,11 +78,17 @@ def begin(job: TrainJob, run: RunFolder, *, workers: Workers, attempt: int, faul
         if unread is not None and decision.action != "stop":
             raise unread
         cursor = skipped_to(rows, step)
-        message = {"attempt": attempt, "step": step, "cursor": cursor and asdict(cursor), "refused": refused}
-        message["decision"] = vars(decision)
-    told = workers.broadcast_object(message)
-    if workers.rank and told["step"] and told["decision"]["action"] != "stop":  # rank 0 has verified every byte of it
-        loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
-    told["decision"] = RecoveryDecision(**told["decision"])
-    told["cursor"] = Cursor(**told["cursor"]) if told["cursor"] else None
-    return AttemptStart(**told, loaded=loaded)
+        message = {"attempt": attempt, "decision": vars(decision), "from_step": step}
+        message |= {"cursor": cursor and asdict(cursor), "refused_checkpoints": refused}
+    agreed = workers.broadcast_object(message)
+    step, decision = agreed["from_step"], RecoveryDecision(**agreed["decision"])
+    if workers.rank and step and decision.action != "stop":  # rank 0 has verified every byte
+        loaded = load(run.checkpoint_dir(step), check_hashes=False, place=place)
+    return AttemptStart(
+        attempt=agreed["attempt"],
+        decision=decision,
+        checkpoint=loaded,
+        from_step=step,
+        cursor=Cursor(**agreed["cursor"]) if agreed["cursor"] else None,
+        refused_checkpoints=agreed["refused_checkpoints"],
+    )

@@ -1,7 +1,7 @@
-"""What runs in Ray Train's controller process: how the workers meet, how many they are, and who died without a word.
+"""What runs in Ray Train's controller process: forming the process group, and recording workers that died.
 
-The controller starts between Ray and the workers, and everybody waits for it: nothing here imports torch at its head,
-which would take it longer than all the rest.
+The workers start only after the controller has: nothing here imports torch at module level, which would take longer
+than the rest of its start.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from ray.train import UserCallback
+import ray.train
+from ray.train import UserCallback, WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2._internal.util import TrainingFramework
-from ray.train.v2.api.exceptions import WorkerGroupError
 
 from raytrain.errors import RunError
+from raytrain.execution.ray_private import DEATH_ERRORS, end_workers
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
-#: Deaths in a row before any worker came as far as taking an attempt number: the workers cannot start at all.
+#: Failures in a row before any worker took an attempt number: the workers cannot start at all.
 START_FAILURES = 5
-#: A group that does not come together in a process group (a worker died meanwhile) is tried again so many times.
-MEETING_FAILURES = 2
-#: So long may workers take to leave their process group, as Ray's own backend has it.
+#: Retries of forming the process group; it fails when a worker dies meanwhile.
+RENDEZVOUS_RETRIES = 2
+#: Timeout for leaving the process group, the same as in Ray's own backend.
 LEAVING_S = 30.0
 
 
 class FaultWriter(UserCallback):
-    """Runs in Ray's controller process: records a worker that died without a word.
+    """Records a worker that died without writing a fault record. Runs in Ray's controller process.
 
     Args:
         run_path: the run folder.
-        owner: the driver; once another has taken an attempt number there, nothing is written and Ray gives up.
+        owner: the driver; once another driver has taken an attempt number, nothing is written and Ray gives up.
     """
 
     def __init__(self, run_path: str, owner: dict[str, Any]) -> None:
@@ -57,12 +56,12 @@ class FaultWriter(UserCallback):
         self._start_failures = self._start_failures + 1 if attempt == self._last_attempt else 0
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
-            raise RunError(f"the workers failed {START_FAILURES} times before they could begin: {worker_exceptions}")
+            raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
         known = {entry.name for entry in run.store.entries("faults")}
         for rank, error in worker_exceptions.items():
             if f"{attempt:04d}-rank{rank:05d}.json" in known:
                 continue
-            died = type(error).__name__ in ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
+            died = type(error).__name__ in DEATH_ERRORS
             fault = Fault(
                 attempt=attempt,
                 rank=rank,
@@ -79,22 +78,12 @@ class FaultWriter(UserCallback):
             write_fault(run, fault)
 
 
-class PlannedWorkers(FixedScalingPolicy):
-    """As many workers as were planned, without asking an autoscaler, for which Ray starts a process and waits."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Nobody is told."""
-
-    def _maybe_send_resource_request(self) -> None:
-        """Nothing is asked for."""
-
-
 @dataclass
 class Collectives(BackendConfig):
-    """Ray's torch backend with a store of our own: on a local cluster it listens on loopback alone.
+    """Configuration of the process group, in place of Ray's `TorchConfig`: on a local cluster, loopback only.
 
-    torch's `env://` store and `TCPStore(host)` listen on every interface, whatever host they are given; only a store
-    on a socket that we bound does not. One worker needs no process group at all.
+    torch's `env://` store and `TCPStore(host)` listen on every interface, whichever host they are given; a store on a
+    socket that is already bound to loopback does not. One worker needs no process group.
     """
 
     backend: str | None = None
@@ -105,54 +94,58 @@ class Collectives(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Ray instantiates this on the controller."""
-        return _Backend
+        """Ray instantiates this in the controller."""
+        return LoopbackBackend
 
     @property
     def train_func_context(self) -> Any:
-        """What Ray's workers are in while they train."""
-        from ray.train.torch.config import TorchConfigContextManager
-
-        return TorchConfigContextManager
+        """The context manager in which Ray's workers train."""
+        return _torch_config().train_func_context
 
     @property
     def framework(self) -> Any:
         """What Ray shows of the run."""
-        return TrainingFramework.TORCH
+        return _torch_config().framework
 
 
-class _Backend(Backend):
-    """Lives in Ray's controller for the whole run, over all restarts."""
+def _torch_config() -> Any:
+    from ray.train.torch import TorchConfig
+
+    return TorchConfig()
+
+
+class LoopbackBackend(Backend):
+    """Forms the workers' process group. One object in Ray's controller for the whole run, over all restarts."""
 
     share_cuda_visible_devices = True
     _failures = 0
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Bring a new group of workers together; one that dies meanwhile is lost like any other, and Ray restarts."""
+        """Form the process group of new workers; Ray restarts them if one dies meanwhile."""
         try:
-            self._bring_together(worker_group, backend_config)
+            self._form_process_group(worker_group, backend_config)
         except ray.exceptions.RayError as error:
-            _end(worker_group)
+            end_workers(worker_group)
             self._failures += 1
             why = str(error).strip().splitlines()[-1]
-            if self._failures > MEETING_FAILURES:
-                raise RunError(f"{self._failures} times in a row the workers did not come together: {why}") from error
-            raise WorkerGroupError(why, {}) from error  # what else is raised here ends the run
+            if self._failures > RENDEZVOUS_RETRIES:
+                raise RunError(
+                    f"the workers could not form a process group {self._failures} times in a row: {why}"
+                ) from error
+            raise WorkerGroupError(why, {}) from error  # Ray retries after this error; any other ends the run
         self._failures = 0
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """The workers leave their group before Ray ends their processes, which it does whether they have or not."""
+        """The workers leave their process group before Ray ends their processes, which it does in any case."""
         if len(worker_group) > 1:
             with contextlib.suppress(ray.exceptions.GetTimeoutError):
                 ray.get(worker_group.execute_async(_leave_group), timeout=LEAVING_S)
 
-    def _bring_together(self, worker_group: Any, backend_config: Any) -> None:
+    def _form_process_group(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_set_interface, backend_config.interface)
         world_size = len(worker_group)
         if world_size > 1 and not backend_config.loopback:
-            from ray.train.torch.config import _TorchBackend
-
-            _TorchBackend().on_start(worker_group, backend_config)
+            _torch_config().backend_cls().on_start(worker_group, backend_config)
             return
         worker_group.execute(_set_environment)
         if world_size == 1:
@@ -174,13 +167,6 @@ class _Backend(Backend):
         )
 
 
-def _end(worker_group: Any) -> None:
-    """Ray 2.60 forgets a group that did not come together, and the next one would wait for its processes for ever."""
-    for worker in worker_group.get_workers():
-        ray.kill(worker.actor)
-    worker_group.shutdown()
-
-
 _STORE: dict[str, Any] = {}
 
 
@@ -190,13 +176,20 @@ def _set_interface(interface: str | None) -> None:
 
 
 def _set_environment() -> None:
-    from ray.train.torch.config import _set_torch_distributed_env_vars
+    """The variables that torchrun sets, and Accelerate's, as Ray's own backend sets them."""
+    from ray.train.torch import get_device
 
-    _set_torch_distributed_env_vars()
+    context = ray.train.get_context()
+    os.environ["LOCAL_RANK"] = str(context.get_local_rank())
+    os.environ["LOCAL_WORLD_SIZE"] = str(context.get_local_world_size())
+    os.environ["NODE_RANK"] = str(context.get_node_rank())
+    os.environ["RANK"] = str(context.get_world_rank())
+    os.environ["WORLD_SIZE"] = str(context.get_world_size())
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(get_device())
 
 
 def _leave_group() -> None:
-    """A worker's part in torch's default process group, where there is one."""
+    """Worker: destroy the default process group, where there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -204,8 +197,8 @@ def _leave_group() -> None:
 
 
 def _open_store(world_size: int) -> int:
-    """Worker 0: a store on a socket bound to loopback; returns its port."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
+    """Worker 0: open a store on a socket bound to loopback; returns its port."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))

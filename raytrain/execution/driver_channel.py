@@ -1,54 +1,108 @@
-"""The line between the driver and rank 0: a flag one way, progress the other. An asyncio object, made a Ray actor
-by `trainer.py` (no CPU reserved); nothing here imports Ray."""
+"""What passes between the driver and rank 0: a stop request, progress, printed lines, and the result of an attempt.
+
+`DriverChannel` is an asyncio object that `open_channel` makes a Ray actor. Importing this module loads neither Ray nor
+torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How an attempt ended, as rank 0 returns it or as the driver knows it.
+
+    Attributes:
+        status: the `status` of result.json.
+        reason: why, in words.
+        steps: optimizer steps of the run so far; 0 where the driver does not know.
+        workers_running: the driver left without waiting for the workers.
+    """
+
+    status: Literal["done", "failed", "interrupted"]
+    reason: str
+    steps: int = 0
+    workers_running: bool = False
 
 
 class DriverChannel:
-    """Runs in an actor of its own. Every method is async, so that a long poll blocks nobody."""
+    """Runs in an actor of its own. Every method is async, so that a waiting call blocks no other."""
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
-        self._status: dict[str, Any] = {}
-        self._said: dict[str, dict[int, str]] = {}
+        self._progress: dict[str, Any] = {}
+        self._lines: dict[str, dict[int, str]] = {}
         self._next: dict[str, int] = {}
 
-    async def stop(self) -> None:
-        """Driver: ask the workers to save at the next step boundary and return."""
+    async def request_stop(self) -> None:
+        """Driver: ask the workers to save after the current step and return."""
         self._stop.set()
 
     async def wait_for_stop(self) -> bool:
-        """Rank 0: returns when a stop is asked for (a thread waits in this call)."""
+        """Rank 0: return True once a stop is requested (`on_stop_request` waits in this call)."""
         await self._stop.wait()
         return True
 
-    async def push(self, status: dict[str, Any]) -> None:
-        """Rank 0: the newest progress: {"phase", "step", "row", ...}."""
-        self._status.update(status)
+    async def report_progress(self, progress: dict[str, Any]) -> None:
+        """Rank 0: update the progress shown by the driver: {"phase", "step", "row", ...}."""
+        self._progress.update(progress)
 
-    async def status(self) -> dict[str, Any]:
-        """Driver: what was pushed last."""
-        return self._status
+    async def progress(self) -> dict[str, Any]:
+        """Driver: the newest value of every progress field."""
+        return self._progress
 
-    async def say(self, life: str, number: int, text: str) -> None:
-        """Rank 0: lines its code printed, for the driver's terminal; numbered, since calls may overtake each other.
-        Each attempt is another `life`, and begins at 0 again."""
-        self._said.setdefault(life, {})[number] = text
+    async def print_lines(self, attempt_id: str, number: int, text: str) -> None:
+        """Rank 0: lines its code printed, for the driver's terminal.
 
-    async def printed(self, *, last: bool = False) -> str:
-        """Driver: what was printed since the last call, in order; what an overtaken call holds comes with it. Of an
-        attempt that another has followed, and of all in a `last` call, nothing is waited for."""
-        heard = []
-        newest = next(reversed(self._said), None)
-        for life, said in self._said.items():
-            at = self._next.get(life, 0)
-            while at in said:
-                heard.append(said.pop(at))
-                at += 1
-            self._next[life] = at
-            if last or life != newest:
-                heard += [said.pop(number) for number in sorted(said)]
-        return "".join(heard)
+        Args:
+            attempt_id: unique for each attempt.
+            number: counts the calls of an attempt from 0, since Ray may run them out of order.
+            text: complete lines.
+        """
+        self._lines.setdefault(attempt_id, {})[number] = text
+
+    async def printed_lines(self, *, last: bool = False) -> str:
+        """Driver: the lines printed since the last call, in order.
+
+        A text whose predecessor has not arrived is held back, except of an attempt that another one has followed,
+        and except in the `last` call.
+        """
+        texts = []
+        newest = next(reversed(self._lines), None)
+        for attempt_id, waiting in self._lines.items():
+            number = self._next.get(attempt_id, 0)
+            while number in waiting:
+                texts.append(waiting.pop(number))
+                number += 1
+            self._next[attempt_id] = number
+            if last or attempt_id != newest:
+                texts += [waiting.pop(number) for number in sorted(waiting)]
+        return "".join(texts)
+
+
+def open_channel() -> Any:
+    """Start the `DriverChannel` actor; it reserves no CPU and dies with the driver."""
+    import ray
+
+    return ray.remote(DriverChannel).options(num_cpus=0, max_concurrency=64).remote()
+
+
+def on_stop_request(channel: Any, then: Callable[[], None]) -> None:
+    """Call `then` in a background thread once the driver requests a stop through the `DriverChannel` actor."""
+
+    def wait() -> None:
+        import ray
+        import ray.exceptions
+
+        try:
+            if ray.get(channel.wait_for_stop.remote()):
+                then()
+        except ray.exceptions.RayError:
+            return  # the driver has exited, and the cluster with it
+
+    threading.Thread(target=wait, daemon=True, name="stop-request").start()

@@ -1,4 +1,4 @@
-"""Each rank's own log file, size-bounded; what rank 0 prints also reaches the driver's terminal, once."""
+"""Each rank's own log file, bounded in size; the lines that rank 0 prints also reach the driver's terminal, once."""
 
 from __future__ import annotations
 
@@ -14,76 +14,79 @@ from typing import Any, TextIO
 
 from raytrain.runs.folder import RunFolder
 
-#: A rank's log is turned over at this size; the one before it is kept.
+#: A log file is rotated at this size; one older file is kept.
 LOG_BYTES = 8 * 2**20
+#: At the end `rank_log` waits for this many of the latest calls of `print_lines`, for at most this many seconds.
+UNCONFIRMED_CALLS, CONFIRM_TIMEOUT_S = 64, 5.0
 
-
-#: Calls whose arrival is asked for at the end, and for how long; those before them have arrived long since.
-UNCONFIRMED, ARRIVING_S = 64, 5.0
-
-Say = Callable[[str, int, str], Any]
-"""(life, number, text): takes lines for the driver; `life` is another one for each attempt."""
+PrintLines = Callable[[str, int, str], Any]
+"""(attempt_id, number, text): sends lines to the driver, as `DriverChannel.print_lines` takes them."""
 
 
 def last_state(line: str) -> str:
-    """What is to be seen of a line that was written over, as progress bars are, by carriage returns."""
+    """What a terminal shows of a line that is overwritten with carriage returns, as progress bars do."""
     return next((part for part in reversed(line.split("\r")) if part), "").rstrip(" ") if "\r" in line else line
 
 
-def split_lines(begun: str, text: str) -> tuple[str, str]:
-    """(whole lines, with their ends; what is begun of the next). Of what was written over only the last state is kept;
-    where that is a line's beginning, it begins with a carriage return still."""
-    *whole, begun = (begun + text).replace("\r\n", "\n").split("\n")
-    if "\r" in begun:
-        begun = f"\r{last_state(begun)}" + ("\r" if begun.endswith("\r") else "")
-    return "".join(f"{last_state(line)}\n" for line in whole), begun
+def split_lines(pending: str, text: str) -> tuple[str, str]:
+    """(complete lines, with their ends; the incomplete last line). Of an overwritten line only the last state is kept.
+
+    An incomplete line that is being overwritten keeps a carriage return at its start.
+    """
+    *complete, pending = (pending + text).replace("\r\n", "\n").split("\n")
+    if "\r" in pending:
+        pending = f"\r{last_state(pending)}" + ("\r" if pending.endswith("\r") else "")
+    return "".join(f"{last_state(line)}\n" for line in complete), pending
 
 
-class _Said:
-    """Whole lines for the driver, numbered from 0 in the order they were printed: calls to an actor may overtake each
-    other, and a line is often written in two pieces, by several threads."""
+class _DriverLines:
+    """Sends complete lines to the driver, numbered from 0 in the order in which they were printed.
 
-    def __init__(self, say: Say, wait: Callable[..., Any] | None) -> None:
-        self._say, self._wait, self._life = say, wait, uuid.uuid4().hex
-        self._sent: deque[Any] = deque(maxlen=UNCONFIRMED)
-        self._lock = threading.RLock()  # `say` may print itself, a signal's handler may in the middle of a line
-        self._begun: dict[tuple[int, int], str] = {}
+    Numbered, since actor calls may run out of order; complete, since a line is often written in two pieces, and by
+    several threads at once.
+    """
+
+    def __init__(self, print_lines: PrintLines, wait: Callable[..., Any] | None) -> None:
+        self._print_lines, self._wait, self._attempt_id = print_lines, wait, uuid.uuid4().hex
+        self._calls: deque[Any] = deque(maxlen=UNCONFIRMED_CALLS)
+        self._lock = threading.RLock()  # `print_lines` may print itself, and a signal handler in the middle of a line
+        self._pending: dict[tuple[int, int], str] = {}
         self._number = 0
 
     def write(self, stream: int, text: str) -> None:
         with self._lock:
             line = (stream, threading.get_ident())
-            whole, begun = split_lines(self._begun.pop(line, ""), text)
-            if begun:
-                self._begun[line] = begun
-            if whole:
-                self._send(whole)
+            complete, pending = split_lines(self._pending.pop(line, ""), text)
+            if pending:
+                self._pending[line] = pending
+            if complete:
+                self._send(complete)
 
     def close(self) -> None:
-        """What never got its line's end is told too; returns when all of it has arrived."""
+        """Send the incomplete lines too, and wait until the driver has everything."""
         with self._lock:
-            for begun in self._begun.values():
-                self._send(last_state(begun) + "\n")
-            self._begun = {}
-            if self._wait is not None and self._sent:  # not for ever: the driver may be gone
-                self._wait(list(self._sent), num_returns=len(self._sent), timeout=ARRIVING_S)
+            for pending in self._pending.values():
+                self._send(last_state(pending) + "\n")
+            self._pending = {}
+            if self._wait is not None and self._calls:  # with a timeout: the driver may have exited
+                self._wait(list(self._calls), num_returns=len(self._calls), timeout=CONFIRM_TIMEOUT_S)
 
     def _send(self, text: str) -> None:
         number = self._number
         self._number += 1
-        self._sent.append(self._say(self._life, number, text))
+        self._calls.append(self._print_lines(self._attempt_id, number, text))
 
 
 class _Tee:
-    """A text stream that also writes to the rank's log file, and says rank 0's lines to the driver."""
+    """A text stream that also writes to the rank's log file, and sends rank 0's lines to the driver."""
 
-    def __init__(self, stream: TextIO, path: str, said: _Said | None) -> None:
+    def __init__(self, stream: TextIO, path: str, driver_lines: _DriverLines | None) -> None:
         self._stream = stream
         self._path = path
-        self._said = said
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long as the rank
+        self._driver_lines = driver_lines
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the rank runs
         self._size = self._file.tell()
-        self._begun, self._open = "", False
+        self._pending, self._mid_line = "", False
 
     def write(self, text: str) -> int:
         if self._file.closed:
@@ -94,25 +97,25 @@ class _Tee:
             self._file = open(self._path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
             self._size = 0
         self._size += self._file.write(self._for_file(text))
-        if self._said is not None:
-            self._said.write(id(self), text)
+        if self._driver_lines is not None:
+            self._driver_lines.write(id(self), text)
         return self._stream.write(text)
 
     def _for_file(self, text: str) -> str:
-        """What the file gets of it now: of a line that is written over nothing until it ends."""
-        over = "\r" in text.replace("\r\n", "\n").partition("\n")[0]
-        before = "\n" if self._open and over else ""
-        whole, begun = split_lines(self._begun, text)
-        held = "\r" in begun
-        self._begun = begun if held else ""
-        wanted = before + whole + ("" if held else begun)
-        self._open = not wanted.endswith("\n") if wanted else self._open
+        """What the file receives now: of a line that is being overwritten, nothing until it ends."""
+        overwrites = "\r" in text.replace("\r\n", "\n").partition("\n")[0]
+        before = "\n" if self._mid_line and overwrites else ""
+        complete, pending = split_lines(self._pending, text)
+        held_back = "\r" in pending
+        self._pending = pending if held_back else ""
+        wanted = before + complete + ("" if held_back else pending)
+        self._mid_line = not wanted.endswith("\n") if wanted else self._mid_line
         return wanted
 
     def end(self) -> None:
-        """Close the log file; whoever still holds this stream writes to the one below."""
-        if self._begun and not self._file.closed:
-            self._file.write(last_state(self._begun) + "\n")
+        """Close the log file; later writes to this stream go to the original one only."""
+        if self._pending and not self._file.closed:
+            self._file.write(last_state(self._pending) + "\n")
         self._file.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -120,18 +123,23 @@ class _Tee:
 
 
 @contextlib.contextmanager
-def rank_log(run: RunFolder, rank: int, *, say: Say | None, wait: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Inside: prints and log records of this process go to `logs/rank_00000.log` of a local run folder as well, and
-    where `say` is given its whole lines to it. What the latest calls of `say` returned is waited for in the end by
-    `wait(calls, num_returns=, timeout=)`, as Ray's does."""
+def rank_log(
+    run: RunFolder, rank: int, *, print_lines: PrintLines | None, wait: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Inside, prints and log records of this process also go to `logs/rank_00000.log` of a local run folder.
+
+    Args:
+        print_lines: receives the complete lines as well, on rank 0.
+        wait: `ray.wait`, called at the end with what the latest calls of `print_lines` returned.
+    """
     if not run.is_local:
         yield
         return
     os.makedirs(run.logs_dir, exist_ok=True)
     path = os.path.join(run.logs_dir, f"rank_{rank:05d}.log")
     streams = sys.stdout, sys.stderr
-    said = None if say is None else _Said(say, wait)
-    tees = _Tee(streams[0], path, said), _Tee(streams[1], path, said)
+    driver_lines = None if print_lines is None else _DriverLines(print_lines, wait)
+    tees = _Tee(streams[0], path, driver_lines), _Tee(streams[1], path, driver_lines)
     sys.stdout, sys.stderr = tees  # type: ignore[assignment]
     logs = logging.StreamHandler(sys.stderr)
     logs.setLevel(logging.WARNING)
@@ -143,5 +151,5 @@ def rank_log(run: RunFolder, rank: int, *, say: Say | None, wait: Callable[..., 
         sys.stdout, sys.stderr = streams
         for tee in tees:
             tee.end()
-        if said is not None:
-            said.close()
+        if driver_lines is not None:
+            driver_lines.close()

@@ -1,9 +1,9 @@
-"""Where rows of a run go: rank 0's reporter writes them to the run folder and shows them to observers and driver."""
+"""Where the rows of a run go: rank 0 writes them to the run folder and passes them to observers and driver."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raytrain.errors import RunError
@@ -11,16 +11,21 @@ from raytrain.execution.observers import Observers
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
-SAID = ("death",)
-"""Kinds of events whose reason also reaches the terminal, as what rank 0 prints does."""
+PRINTED = ("death",)
+"""Kinds of events whose reason is also printed, and so reaches the terminal."""
 
 
 class Superseded(RunError):
-    """A newer attempt owns the run folder; this worker must end without writing."""
+    """A newer attempt owns the run folder; this worker ends without writing."""
 
 
 class SilentReporter:
-    """Every rank but 0."""
+    """The reporter of every rank but 0; writes nothing."""
+
+    last_row: Mapping[str, Any] = {}
+
+    def fence(self) -> None:
+        """Never raises: what is not written needs no fence."""
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Nothing is written."""
@@ -36,13 +41,13 @@ class SilentReporter:
 
 
 class RankZeroReporter:
-    """Writes metrics.jsonl, experts.jsonl and events.jsonl, tells observers, pushes progress to the driver.
+    """Writes metrics.jsonl, experts.jsonl and events.jsonl, calls observers, reports progress to the driver.
 
     Args:
         run: the run folder.
-        attempt: number of this attempt; a newer one in the folder ends this worker before it writes.
+        attempt: number of this attempt; this worker ends before it writes once a newer one is in the folder.
         observers: objects for `Observers`.
-        push: sends a status mapping to the driver, at most twice a second; None without a driver.
+        report_progress: sends a progress mapping to the driver, at most twice a second; None without a driver.
     """
 
     def __init__(
@@ -51,45 +56,45 @@ class RankZeroReporter:
         *,
         attempt: int,
         observers: list[Any],
-        push: Callable[[dict[str, Any]], None] | None,
+        report_progress: Callable[[dict[str, Any]], None] | None,
     ) -> None:
         self.run = run
         self.attempt = attempt
         self._observers = Observers(observers, on_failure=self._observer_failed)
-        self._push = push
-        self._pushed = 0.0
+        self._report_progress = report_progress
+        self._reported = 0.0
         self.last_row: dict[str, Any] = {}
 
     def fence(self) -> None:
-        """Raise `Superseded` if a newer attempt has taken the run folder."""
+        """Raise `Superseded` if a newer attempt has taken over the run folder."""
         newest = self.run.current_attempt()
         if newest != self.attempt:
             raise Superseded(f"attempt {newest} has taken over {self.run.path}; attempt {self.attempt} ends")
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """One row of metrics.jsonl; it reaches the file at once."""
+        """Write one row of metrics.jsonl, immediately."""
         self.fence()
         self.run.writer(self.run.metrics).write(row)
         self._observers.metrics(row)
         self.last_row = row
         now = time.monotonic()
-        if self._push is not None and now - self._pushed > 0.5:
-            self._pushed = now
-            self._push({"row": row})
+        if self._report_progress is not None and now - self._reported > 0.5:
+            self._reported = now
+            self._report_progress({"row": row})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One row of events.jsonl."""
+        """Write one row of events.jsonl."""
         self.fence()
         row = event(kind, attempt=self.attempt, **fields)
         self.run.append_event(row)
-        if kind in SAID:
+        if kind in PRINTED:
             print(row["reason"])
         self._observers.event(row)
         if kind == "out_of_memory":
             print(f"out of memory: {row['reason']}")
 
     def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        """One row of experts.jsonl, and routing traces by step."""
+        """Write one row of experts.jsonl, and routing traces by step."""
         self.fence()
         self.run.writer(self.run.experts).write(row)
         for step, data in traces.items():
@@ -99,7 +104,10 @@ class RankZeroReporter:
         self.run.append_event(event("observer_failed", attempt=self.attempt, observer=name, traceback=trace))
 
     def close(self) -> None:
-        """Close observers and flush what an object store still waits for. Raises Superseded, having closed them."""
+        """Close the observers, then upload what an object store does not have yet. Raises Superseded."""
         self._observers.close()
         self.fence()
         self.run.flush()
+
+
+RankReporter = RankZeroReporter | SilentReporter

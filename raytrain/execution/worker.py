@@ -1,8 +1,9 @@
-"""`train_loop_per_worker`: what runs inside each Ray Train worker. The adapter between Ray and `session.py`.
+"""`train_loop_per_worker`: what runs inside each Ray Train worker. It connects Ray to `raytrain/train/session.py`.
 
-Order: sums over the workers -> rank 0 takes an attempt number and applies the failure rules -> everybody builds,
-restores the same checkpoint, trains -> rank 0 exports weights and a sample. A failure is written to the run folder
-before it is raised; Ray then restarts the whole group and rank 0 decides anew.
+An attempt, in order: rank 0 takes an attempt number and applies the failure rules; all workers build the model,
+resolve what only a measurement can decide, restore the same checkpoint and train; rank 0 exports the weights and a
+sample. A failure is written to the run folder before it is raised. Ray then restarts all workers, and rank 0 of the
+next attempt decides how to continue.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, Literal
 
 import ray
-import ray.exceptions
 import ray.train
 from ray import cloudpickle
 
@@ -24,12 +24,13 @@ from raytrain.config.user_code import make_importable, resolve
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import source_from_driver
 from raytrain.errors import CollectiveFailed, OutOfMemory, RaytrainError, StateLost
-from raytrain.execution.attempt import AttemptStart, attempt_number, begin
+from raytrain.execution.attempt import AttemptStart, agree_on_start, take_attempt_number
 from raytrain.execution.checkpointer import CheckpointSaver
+from raytrain.execution.driver_channel import AttemptResult, on_stop_request
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
-from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
+from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, Superseded
 from raytrain.execution.rollback import Rewinds, RollBacks
 from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
@@ -44,30 +45,35 @@ from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 
 
-def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any] | None:
+def train_loop_per_worker(config: dict[str, Any]) -> AttemptResult | None:
     """Entry point of a Ray Train worker.
 
     Args:
-        config: {"job": reference to a pickled TrainJob, "import_path", "run_path", "link": handle of the DriverChannel
-            actor, "data": reference to handed-over data or None}.
+        config: {"job": reference to a pickled TrainJob, "import_path", "run_path", "channel": handle of the
+            DriverChannel actor, "data": reference to the data that the driver read, or None}.
 
     Returns:
-        Rank 0's ending ({"status", "reason", ...}); None elsewhere.
+        Rank 0's result; None on the other ranks.
     """
     keep_freed_memory()
     make_importable(config["import_path"])  # the job names the user's classes: importable before it is unpickled
-    context = ray.train.get_context()
     workers = Workers()
-    say = config["link"].say.remote if workers.rank == 0 else None
-    with rank_log(RunFolder(config["run_path"]), workers.rank, say=say, wait=ray.wait):
+    channel = config["channel"]
+    print_lines = channel.print_lines.remote if workers.rank == 0 else None
+    with rank_log(RunFolder(config["run_path"]), workers.rank, print_lines=print_lines, wait=ray.wait):
         job: TrainJob = cloudpickle.loads(ray.get(config["job"]))
         data = None if config["data"] is None else ray.get(config["data"])
-        worker = Worker(job, workers=workers, local_rank=context.get_local_rank(), channel=config["link"])
-        return worker.run(data)
+        local_rank = ray.train.get_context().get_local_rank()
+        return Worker(job, workers=workers, local_rank=local_rank, channel=channel).run(data)
 
 
 class Worker:
-    """One attempt on one worker, with its connections to the run folder, the driver and Ray."""
+    """One attempt on one worker.
+
+    Args:
+        local_rank: rank among the workers of this machine.
+        channel: the `DriverChannel` actor, used by rank 0.
+    """
 
     def __init__(self, job: TrainJob, *, workers: Workers, local_rank: int, channel: Any) -> None:
         self.job = job
@@ -80,17 +86,21 @@ class Worker:
         self.from_step = 0
         self._new_faults: list[Fault] = []
         self._rewinds = Rewinds(self.run_folder, limit=job.retry.restarts_without_progress)
-        self._stop = threading.Event()
+        self._stop_requested = threading.Event()
 
-    def run(self, data: Any) -> dict[str, Any] | None:
-        """Decide, train, end. Exceptions leave a fault record behind."""
+    def run(self, data: Any) -> AttemptResult | None:
+        """Decide how to start, train, and return the result; an exception leaves a fault record behind.
+
+        Args:
+            data: what the driver read for all workers; None where each opens the source itself.
+        """
         try:
-            begun = self._begin()
-            reporter = self._reporter(begun)  # the last fault and this decision belong to the record
+            start = self._start()
+            reporter = self._open_reporter(start)  # records the last fault and this decision first
             try:
-                if begun.decision.action == "stop":
-                    return self._ending("failed", begun.decision.reason)
-                return self._train(begun, data, reporter)
+                if start.decision.action == "stop":
+                    return self._result("failed", start.decision.reason)
+                return self._train(start, data, reporter)
             finally:
                 reporter.close()
         except Superseded:
@@ -103,38 +113,49 @@ class Worker:
             if self.session is not None:
                 self.session.close()
 
-    def _begin(self) -> AttemptStart:
-        """Rank 0 takes the attempt number first: where no checkpoint can be read, that is this attempt's failure."""
+    # -- the start of an attempt ------------------------------------------------------------------
+
+    def _start(self) -> AttemptStart:
+        """Rank 0 takes the attempt number before it reads checkpoints, so a failure to read is this attempt's fault."""
         faults: list[Fault] = []
         if self.workers.rank == 0:
             faults = read_faults(self.run_folder, since=self.job.first_attempt)
-            self.attempt = attempt_number(self.job, self.run_folder, faults=faults)
+            self.attempt = take_attempt_number(self.job, self.run_folder, faults=faults)
             events = self.run_folder.read_rows(self.run_folder.events)
-            told = {row["failed_attempt"] for row in events if row["kind"] == "fault"}
-            self._new_faults = [fault for fault in faults if fault.attempt not in told]
-        begun = begin(self.job, self.run_folder, workers=self.workers, attempt=self.attempt, faults=faults)
-        self.attempt, self.from_step = begun.attempt, begun.step
-        return begun
+            recorded = {row["failed_attempt"] for row in events if row["kind"] == "fault"}
+            self._new_faults = [fault for fault in faults if fault.attempt not in recorded]
+        start = agree_on_start(self.job, self.run_folder, workers=self.workers, attempt=self.attempt, faults=faults)
+        self.attempt, self.from_step = start.attempt, start.from_step
+        return start
 
-    def _train(self, begun: AttemptStart, data: Any, reporter: Any) -> dict[str, Any] | None:
-        decision, loaded = begun.decision, begun.loaded
-        if decision.micro_batch is not None:
-            self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
-        source: Source | None = source_from_driver(data, self.job.data, context=self.job.model.keys.get("context"))
-        self.session = session = Session(
-            self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
+    def _open_reporter(self, start: AttemptStart) -> RankReporter:
+        if self.workers.rank:
+            return SilentReporter()
+        observers: list[Any] = load_observers(self.job.observers, resolve)
+        if self.job.tensorboard and self.run_folder.is_local:
+            observers.append(TensorBoard(self.run_folder.tensorboard_dir))
+        reporter = RankZeroReporter(
+            self.run_folder, attempt=self.attempt, observers=observers, report_progress=self._report_progress
         )
-        session.say = reporter.event
-        resolve_choices(
-            Calibration(session, self.run_folder, reporter, self._push), forced=decision.precision, loaded=loaded
-        )
-        if loaded is not None:
-            session.restore(loaded)
-        session.state.cursor = begun.cursor or session.state.cursor
+        for fault in self._new_faults:
+            row = fault.to_json()
+            reporter.event("fault", failed_attempt=row.pop("attempt"), failed_at=row.pop("time"), **row)
+        for reason in start.refused_checkpoints:
+            reporter.event("checkpoint_refused", reason=reason)
+        if self.attempt > self.job.first_attempt:
+            made = start.decision
+            reporter.event("decision", what="recovery", value=made.action, precision=made.precision, reason=made.reason)
+            print(f"attempt {self.attempt}: {made.reason}")
+        return reporter
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def _train(self, start: AttemptStart, data: Any, reporter: RankReporter) -> AttemptResult | None:
+        session = self._prepare(start, data, reporter)
         if self.workers.rank == 0:
             self.run_folder.truncate_metrics(session.state.step)
             discard_after(self.run_folder, session.state.step)
-            threading.Thread(target=self._watch, daemon=True, name="stop-watch").start()
+            on_stop_request(self.channel, self._stop_requested.set)
         reporter.event(
             "attempt",
             from_step=session.state.step,
@@ -143,66 +164,68 @@ class Worker:
             matmul=session.matmul,
             device=str(session.device),
             platform=platform().to_json(),
-            reason=decision.reason,
+            reason=start.decision.reason,
             **session.strategy.facts(),
         )
-        self.run_folder.flush()  # an object store is told now where this attempt began
+        self.run_folder.flush()  # an object store has the start of this attempt before its first step
         outcome = self._loop(reporter)
-        session = self.session  # after a rollback another one
+        session = self.session  # a rollback replaces it
+        assert session is not None
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
         if outcome.kind == "failed":
-            return self._ending("failed", outcome.reason)
-        if outcome.kind != "interrupted":
-            self._push({"phase": "exporting", "row": getattr(reporter, "last_row", {})})
-            module = session.whole_module()
-            if self.workers.rank == 0 and module is not None:
-                export(session, module, self.run_folder)
-        return self._ending("interrupted" if outcome.kind == "interrupted" else "done", outcome.reason)
+            return self._result("failed", outcome.reason)
+        if outcome.kind == "interrupted":
+            return self._result("interrupted", outcome.reason)
+        self._report_progress({"phase": "exporting", "row": reporter.last_row})
+        module = session.whole_module()
+        if self.workers.rank == 0 and module is not None:
+            export(session, module, self.run_folder)
+        return self._result("done", outcome.reason)
 
-    def _reporter(self, begun: AttemptStart) -> RankZeroReporter | SilentReporter:
-        if self.workers.rank:
-            return SilentReporter()
-        observers: list[Any] = load_observers(self.job.observers, resolve)
-        if self.job.tensorboard and self.run_folder.is_local:
-            observers.append(TensorBoard(self.run_folder.tensorboard_dir))
-        reporter = RankZeroReporter(self.run_folder, attempt=self.attempt, observers=observers, push=self._push)
-        for fault in self._new_faults:
-            row = fault.to_json()
-            reporter.event("fault", failed_attempt=row.pop("attempt"), failed_at=row.pop("time"), **row)
-        for reason in begun.refused:
-            reporter.event("checkpoint_refused", reason=reason)
-        if self.attempt > self.job.first_attempt:
-            made = begun.decision
-            reporter.event("decision", what="recovery", value=made.action, precision=made.precision, reason=made.reason)
-            print(f"attempt {self.attempt}: {made.reason}")
-        return reporter
+    def _prepare(self, start: AttemptStart, data: Any, reporter: RankReporter) -> Session:
+        """Build the session, resolve the deferred choices, restore the checkpoint."""
+        decision, loaded = start.decision, start.checkpoint
+        if decision.micro_batch is not None:
+            self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
+        source: Source | None = source_from_driver(data, self.job.data, context=self.job.model.keys.get("context"))
+        self.session = session = Session(
+            self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
+        )
+        session.say = reporter.event
+        calibration = Calibration(session, self.run_folder, reporter, self._report_progress)
+        resolve_choices(calibration, forced=decision.precision, loaded=loaded)
+        if loaded is not None:
+            session.restore(loaded)
+        session.state.cursor = start.cursor or session.state.cursor
+        return session
 
-    # -- training ---------------------------------------------------------------------------------
+    def _loop(self, reporter: RankReporter) -> LoopOutcome:
+        """Run the loop until it ends.
 
-    def _loop(self, reporter: Any) -> LoopOutcome:
-        """Run the loop; after non-finite steps in a row roll back, skip the window, raise the precision."""
+        After a loss of remote state it continues from the newest checkpoint with the same data; after non-finite
+        steps in a row, with later data and the next higher precision.
+        """
         session = self.session
         assert session is not None
         clock, roll_backs = Clock(session.state.step), RollBacks(self.run_folder, limit=self.job.retry.rollbacks)
         while True:
-            loop = session.loop(reporter=reporter, should_stop=self._stop.is_set, clock=clock)
-            saver = CheckpointSaver(
+            loop = session.loop(reporter=reporter, should_stop=self._stop_requested.is_set, clock=clock)
+            loop.saver = saver = CheckpointSaver(
                 session,
                 self.run_folder,
                 every=self._checkpoint_every(),
                 keep=self.job.save.keep,
                 asynchronous=self.job.save.asynchronous,
                 reporter=reporter,
-                clock=loop.clock,
-                fence=getattr(reporter, "fence", None),
+                clock=clock,
+                fence=reporter.fence,
             )
-            loop.saver = saver
-            self._push({"phase": "training", "max_steps": loop.limits.max_steps, "step": session.state.step})
+            self._report_progress({"phase": "training", "max_steps": loop.limits.max_steps, "step": session.state.step})
             try:
                 outcome = loop.run(session.state)
             except StateLost as error:
                 saver.abandon()
-                self._push({"phase": "recovering"})
+                self._report_progress({"phase": "recovering"})
                 self.session, decision = self._rewinds.back(session, error)
                 session = self.session
                 clock.rewind(session.state.step, restart_s=decision["seconds"])
@@ -212,7 +235,7 @@ class Worker:
                 saver.close()
                 raise
             saver.close()
-            reporter.event("account", seconds=loop.clock.seconds, step=session.state.step)
+            reporter.event("account", seconds=clock.seconds, step=session.state.step)
             if outcome.kind != "rollback":
                 return outcome
             after = roll_backs.back(session, outcome)
@@ -223,25 +246,16 @@ class Worker:
     def _checkpoint_every(self) -> int | str:
         return self.job.plan.checkpoint_every.value_or("auto")
 
-    # -- ending -----------------------------------------------------------------------------------
+    # -- the end of an attempt --------------------------------------------------------------------
 
-    def _ending(self, status: str, reason: str) -> dict[str, Any] | None:
+    def _result(self, status: Literal["done", "failed", "interrupted"], reason: str) -> AttemptResult | None:
         if self.workers.rank:
             return None
-        state = self.session.state if self.session else None
-        return {
-            "status": status,
-            "reason": reason,
-            "steps": state.step if state else self.from_step,
-            "final_loss": state.final_loss if state else None,
-            "best_eval_loss": state.best_eval_loss if state else None,
-            "best_step": state.best_step if state else None,
-            "ended": time.time(),
-        }
+        return AttemptResult(status, reason, steps=self.session.state.step if self.session else self.from_step)
 
     def _record_fault(self, error: Exception) -> None:
         if not self.attempt:
-            return  # rank 0 has not said which it is, or could not take one: the controller writes it
+            return  # no attempt number reached this worker: the controller records the fault
         session = self.session
         fault = fault_of(
             error,
@@ -254,19 +268,9 @@ class Worker:
         )
         write_fault(self.run_folder, fault)
 
-    # -- the driver -------------------------------------------------------------------------------
-
-    def _push(self, status: dict[str, Any]) -> None:
+    def _report_progress(self, progress: dict[str, Any]) -> None:
         if self.workers.rank == 0:
-            self.channel.push.remote(status)
-
-    def _watch(self) -> None:
-        """Thread of rank 0: one long poll; ends with the link's actor."""
-        try:
-            if ray.get(self.channel.wait_for_stop.remote()):
-                self._stop.set()
-        except ray.exceptions.RayError:
-            return  # the driver is gone, and the cluster with it
+            self.channel.report_progress.remote(progress)
 
 
 def fault_of(
@@ -279,7 +283,7 @@ def fault_of(
     from_step: int,
     micro_batch: int | None = None,
 ) -> Fault:
-    """The record of an exception that is being handled now; what raytrain explains itself will not go away."""
+    """The record of the exception that is being handled. raytrain's own errors are `final`: a restart repeats them."""
     return Fault(
         attempt=attempt,
         rank=rank,

@@ -96,7 +96,7 @@ def test_the_file_of_a_run_is_a_trace_for_bench_placement(tmp_path: Path) -> Non
     run = RunFolder.create(str(tmp_path), "traced")
     loop = {"max_steps": 8, "log_every": 2, "micro_batch_size": 8}
     session = make_session(MOE, DATA, loop=loop, experts={"num_experts": 4, "top_k": 2})
-    reporter = RankZeroReporter(run, attempt=run.next_attempt(this_process()), observers=[], push=None)
+    reporter = RankZeroReporter(run, attempt=run.next_attempt(this_process()), observers=[], report_progress=None)
     session.loop(reporter=reporter, should_stop=lambda: False).run(session.state)
     rows = run.read_rows(run.experts)
     assert [row["step"] for row in rows] == [2, 4, 6, 8]

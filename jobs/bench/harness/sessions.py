@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from jobs.driver.build import facts_from, opened
-from jobs.driver.checks import train_job
+from jobs.driver.checks import check_on_driver, train_job
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
 from raytrain.autotune.startup.precision import measure_precision
@@ -31,15 +30,14 @@ def session_of(job: Mapping[str, Any], *, connection: Any = None) -> tuple[Sessi
             process.
     """
     loaded = load_spec(mapping=job)
-    source = opened(loaded.spec)
-    model_facts, data_facts = facts_from(loaded.spec, source)
-    plan = plan_job(loaded, model_facts=model_facts, data_facts=data_facts)
+    checked = check_on_driver(loaded.spec)
+    plan = plan_job(loaded, model_facts=checked.model_facts, data_facts=checked.data_facts)
     run = RunFolder(os.path.join(loaded.spec.save.dir, loaded.spec.name))  # a name only: nothing is written there
     orders = train_job(loaded.spec, plan, run, attempt=1)
     if connection is not None:
         experts = orders.builder_sections["experts"].connected(connection)
         orders = replace(orders, builder_sections={**orders.builder_sections, "experts": experts})
-    return Session(orders, workers=Workers(), source=source), plan
+    return Session(orders, workers=Workers(), source=checked.source), plan
 
 
 class SessionArm:

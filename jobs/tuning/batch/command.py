@@ -224,7 +224,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
 
     from jobs.tuning.batch.trial import BatchOrders, batch_trial
     from jobs.tuning.sweep import close_channel, make_tuner, run_trials
-    from raytrain.execution.trainer import open_channel
+    from raytrain.execution.driver_channel import open_channel
 
     sweep = command.the_sweep
     say_search(command, search)

@@ -5,9 +5,7 @@ It is one worker without Ray Train, experts in-process; `train` confirms what is
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +24,7 @@ from raytrain.autotune.search.noise_scale import noise_scale
 from raytrain.autotune.startup.confirm import signature_of
 from raytrain.config.user_code import make_importable
 from raytrain.data.sources.open import source_from_driver
+from raytrain.execution.driver_channel import on_stop_request
 from raytrain.train.job import TrainJob
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.parallel.collectives import Workers
@@ -48,7 +47,7 @@ class BatchOrders:
         budgets: kind of device -> what a process may take there; None: nobody knows.
         workers: of the run that the figures are for.
         goodput: the noise scale decides, and is not advice alone.
-        link: the `DriverChannel` actor by which the driver has trials leave.
+        channel: the `DriverChannel` actor by which the driver has trials leave.
     """
 
     job: Any
@@ -66,7 +65,7 @@ def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
     """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"}, {"noise"}, {"loaders"}, a contest with the
     measurement of its winner's peak where that was wanted; running out of memory is a measurement."""
     keep_freed_memory()
-    threading.Thread(target=leave_when_asked, args=(orders.channel,), daemon=True, name="stop-watch").start()
+    on_stop_request(orders.channel, lambda: os._exit(1))  # an unfinished measurement is worth nothing
     if os.path.isdir(orders.folder):
         os.chdir(orders.folder)
     make_importable(orders.folder)
@@ -95,13 +94,6 @@ def _measured(session: Session, wanted: TrialRequest, orders: BatchOrders) -> di
     )
     found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
     return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
-
-
-def leave_when_asked(channel: Any) -> None:
-    """A measurement that was broken off is worth nothing: the process ends at once."""
-    with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
-        if ray.get(channel.wait_for_stop.remote()):
-            os._exit(1)
 
 
 def await_freed_memory(device: torch.device) -> None:

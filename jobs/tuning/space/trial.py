@@ -4,7 +4,6 @@ next to nothing, since the trainer reserves for its workers itself (a trial that
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -13,17 +12,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import ray
-import ray.exceptions
 from ray import tune
 from rich.console import Console
 
-from jobs.driver.command import Result, TrainCommand, result_of
+from jobs.driver.result import Result, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.runtime import StopSignals
 from jobs.job.spec import load_spec
+from jobs.train import train_loaded
 from raytrain.config.user_code import make_importable
 from raytrain.errors import InputError, RunError
+from raytrain.execution.driver_channel import on_stop_request
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.sweep import SweepFolder
 
@@ -42,7 +41,7 @@ class WholeOrders:
         sweep: path of the sweep's folder.
         folder: the directory of the command, where users' code is.
         visible: CUDA_VISIBLE_DEVICES of the command; None where it is not set. Ray hides the GPUs from a trial.
-        link: the `DriverChannel` actor by which the driver asks trials to stop.
+        channel: the `DriverChannel` actor by which the driver asks trials to stop.
     """
 
     mapping: dict[str, Any]
@@ -66,7 +65,7 @@ class WholeTrial(tune.Trainable):
         self._orders = orders
         self._trial = _Trial(orders, int(config["number"]), list(config["overrides"]))
         self._rows = self._trial.evaluations()
-        _stop_when_asked(orders.channel, self._trial.signals)
+        on_stop_request(orders.channel, self._trial.signals.asked.set)
 
     def step(self) -> dict[str, Any]:
         """{"step", "eval_loss"} of the next evaluation; at the end with all there is to know.
@@ -157,11 +156,10 @@ class _Trial:
                 return
             own = [*self.overrides, f"save.dir={self.sweep.runs}", f"name={self.name}", "telemetry.tensorboard=false"]
             loaded = before.loaded if before is not None else load_spec(mapping=self.mapping, overrides=own)
-            command = TrainCommand(
+            self._outcome["result"] = train_loaded(
                 loaded, resumed=before, signals=self.signals, verbose=False, console=Console(quiet=True),
                 began=time.time(),
             )  # fmt: skip
-            self._outcome["result"] = command.run()
         except BaseException as error:  # handed to Ray's thread, which owns the trial
             self._outcome["error"] = error
 
@@ -189,14 +187,3 @@ def _as_on_the_driver(orders: WholeOrders) -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     if orders.visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = orders.visible
-
-
-def _stop_when_asked(channel: Any, signals: StopSignals) -> None:
-    """Have the driver's word reach the run."""
-
-    def wait() -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # the driver is gone, and the cluster with it
-            if ray.get(channel.wait_for_stop.remote()):
-                signals.asked.set()
-
-    threading.Thread(target=wait, daemon=True, name="stop-watch").start()

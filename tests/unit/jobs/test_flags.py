@@ -36,7 +36,6 @@ from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
-from jobs.driver.build import facts_from
 from jobs.driver.checks import check_on_driver, train_job
 from jobs.driver.runtime import Cluster, StopSignals
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
@@ -48,6 +47,7 @@ from raytrain.config.decode import dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError
+from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.failure_policy import decide
 from raytrain.models.weights.stored import export_weights
 from raytrain.plan.choice import Deferred, Resolved
@@ -342,8 +342,8 @@ def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
 
 def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """A whole command that is stopped while its workers train; Ray itself and the workers are played."""
-    from jobs.driver import command
-    from raytrain.execution import trainer
+    from jobs import train
+    from raytrain.execution import driver_channel, trainer
 
     signals, stopped, seen = StopSignals(), threading.Event(), {}
     signals.training = True
@@ -355,7 +355,8 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         def fit(self) -> Any:
             signals.asked.set()
             assert stopped.wait(60)
-            return SimpleNamespace(return_value={"status": "interrupted", "reason": "saved in time", "leave": True})
+            saved = AttemptResult("interrupted", "saved in time", workers_running=True)  # writes no report
+            return SimpleNamespace(return_value=saved)
 
     @contextmanager
     def connected(address: str, **_: Any) -> Iterator[Cluster]:
@@ -363,26 +364,22 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         yield Cluster(local=address == "local", address=address, folder=str(place.folder))
 
     channel = SimpleNamespace(
-        stop=SimpleNamespace(remote=stopped.set), status=SimpleNamespace(remote=str),
-        printed=SimpleNamespace(remote=lambda *, last: ""),
+        request_stop=SimpleNamespace(remote=stopped.set), progress=SimpleNamespace(remote=str),
+        printed_lines=SimpleNamespace(remote=lambda *, last: ""),
     )  # fmt: skip
     place.patch.chdir(place.folder)
     place.patch.setattr(sys, "path", list(sys.path))
-    place.patch.setattr(command, "connected", connected)
-    place.patch.setattr(command, "inventory_from_ray", lambda: BOX)
-    place.patch.setattr(trainer, "open_channel", lambda: channel)
-    place.patch.setattr(
-        "experts.hosts.reserve.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s)
-    )
-    for name in ("TorchTrainer", "LocalTrainer"):
-        place.patch.setattr(trainer, name, Trains)
+    place.patch.setattr(train, "connected", connected)
+    place.patch.setattr(train, "inventory_from_ray", lambda: BOX)
+    place.patch.setattr(driver_channel, "open_channel", lambda: channel)
+    place.patch.setattr("jobs.driver.watch.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s))
+    place.patch.setattr(trainer, "TorchTrainer", Trains)
+    place.patch.setattr(trainer, "local_trainer", lambda: Trains)
     place.patch.setattr("ray.put", lambda value: value)
     place.patch.setattr("ray.get", lambda *_, **__: ({}, ""))
     try:
         quiet = Console(quiet=True)
-        result = command.TrainCommand(
-            loaded, resumed=None, signals=signals, verbose=False, console=quiet, began=0.0
-        ).run()
+        result = train.train_loaded(loaded, resumed=None, signals=signals, verbose=False, console=quiet, began=0.0)
     finally:
         signals.restore()
     run = Path(result.run)
@@ -719,9 +716,7 @@ def job_of(*flags: str, **sections: Any) -> LoadedSpec:
 
 def plan_of(*flags: str, inventory: Inventory = BOX, **sections: Any) -> Plan:
     loaded = job_of(*flags, **sections)
-    source = open_source(loaded.spec.data, context=None, seed=loaded.spec.seed)
-    model_facts, data_facts = facts_from(loaded.spec, source)
-    return plan_job(loaded, inventory=inventory, model_facts=model_facts, data_facts=data_facts)
+    return plan_job(loaded, inventory=inventory, build=True)
 
 
 def value_of(plan: Plan, name: str) -> Any:
@@ -845,7 +840,7 @@ import jobs.__main__, jobs.train
 print(loaded())
 import raytrain.train.loop, raytrain.train.session
 print(loaded())
-import jobs.driver.checks, jobs.driver.command, raytrain.execution.trainer, raytrain.execution.worker
+import jobs.driver.checks, jobs.driver.watch, raytrain.execution.trainer, raytrain.execution.worker
 import torch
 print(loaded(), torch.cuda.is_initialized(), torch.cuda.is_available(), asked)
 """

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.result import last_sign_of_life, process_start, say_ending, write_result
+from jobs.driver.result import last_sign_of_life, print_result, process_start, write_result
+from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.time_account import PURPOSES
 
@@ -52,7 +53,7 @@ def test_the_result_is_read_from_the_files_of_all_attempts(run: RunFolder) -> No
     checkpoint(run, 5, eval_loss=2.5)
     checkpoint(run, 10, eval_loss=2.75)
     checkpoint(run, 12, eval_loss=0.5, complete=False)
-    record = write_result(run, {"status": "done", "reason": "10 steps", "steps": 10})
+    record = write_result(run, AttemptResult("done", "10 steps", steps=10))
     assert record == run.read_json(run.result)
     assert record["status"] == "done" and record["steps"] == 10 and record["final_loss"] == 1.25
     assert record["best_eval_loss"] == 2.5 and record["best_checkpoint"] == "step_00000005"
@@ -62,7 +63,7 @@ def test_the_result_is_read_from_the_files_of_all_attempts(run: RunFolder) -> No
 
 
 def test_a_run_that_never_stepped_has_a_result_too(run: RunFolder) -> None:
-    record = write_result(run, {"status": "interrupted"})
+    record = write_result(run, AttemptResult("interrupted", ""))
     assert record["steps"] == 0 and record["reason"] == ""
     for name in ("final_loss", "best_eval_loss", "best_checkpoint", "weights"):
         assert record[name] is None
@@ -71,12 +72,12 @@ def test_a_run_that_never_stepped_has_a_result_too(run: RunFolder) -> None:
 def test_without_evaluations_the_newest_checkpoint_is_the_best(run: RunFolder) -> None:
     checkpoint(run, 3, eval_loss=None)
     checkpoint(run, 9, eval_loss=None)
-    assert write_result(run, {"status": "failed", "reason": "why"})["best_checkpoint"] == "step_00000009"
+    assert write_result(run, AttemptResult("failed", "why"))["best_checkpoint"] == "step_00000009"
 
 
 def test_steps_are_those_of_the_last_row_where_the_workers_could_not_say(run: RunFolder) -> None:
     rows(run, {"kind": "train", "step": 7, "loss": 1.0})
-    assert write_result(run, {"status": "failed", "reason": "killed", "steps": None})["steps"] == 7
+    assert write_result(run, AttemptResult("failed", "killed"))["steps"] == 7
 
 
 def test_the_last_sign_of_life_is_the_newest_of_event_row_and_heartbeat(run: RunFolder) -> None:
@@ -105,10 +106,10 @@ def test_the_last_lines_say_how_it_ended_and_where_things_are(run: RunFolder, st
         "status": status, "steps": 12, "wall_s": 61.6, "final_loss": 1.23456, "best_eval_loss": 2.0,
         "reason": "[red]the cause[/red]", "weights": "w.safetensors" if status == "done" else None,
     }  # fmt: skip
-    say_ending(Console(file=out, width=40), run, record, "report.html")
+    print_result(Console(file=out, width=40), run, record, report="report.html")
     lines = out.getvalue().splitlines()
     text = " ".join(lines)
     assert f"{status} after 12 steps in 62 s, loss 1.2346, best eval loss 2.0000" in text.replace("  ", " ")
     assert f"run     {run.path}" in lines and "report  report.html" in lines  # a path is never broken
-    assert ("why: [red]the cause[/red]" in lines) == (status == "failed")
+    assert ("reason: [red]the cause[/red]" in lines) == (status == "failed")
     assert ("weights w.safetensors" in lines) == (status == "done")

@@ -99,15 +99,15 @@ def test_experts_stay_inside_the_model_or_apart_from_it(
     """A checkpoint of any number of hosts goes on with any other; found before anything starts."""
     run = run_in(tmp_path)
     resumed, plan = open_resumed(run.path, None, []), cast(Plan, SimpleNamespace(hosts=Resolved(hosts, "asked")))
-    assert resumed is not None and resumed.under(plan) is resumed.run, "nothing was saved yet"
+    assert resumed is not None and resumed.checked_against(plan) is resumed.run, "nothing was saved yet"
     for step in (5, 10):
         run.write_json(f"checkpoints/step_{step:08d}/manifest.json", {} if experts is None else {"experts": experts})
         run.write_text(f"checkpoints/step_{step:08d}/COMPLETE", "")
     if expected is None:
-        assert resumed.under(plan) is resumed.run
+        assert resumed.checked_against(plan) is resumed.run
         return
     with pytest.raises(InputError, match="step 10") as told:
-        resumed.under(plan)
+        resumed.checked_against(plan)
     assert (told.value.key, told.value.expected) == ("experts.hosts", expected) and "asked" in told.value.seen
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.driver.build import facts_from, opened
+from jobs.driver.checks import check_on_driver
 from jobs.job.spec import load_spec, refuse_later
 from raytrain.errors import InputError
 
@@ -47,10 +47,10 @@ def test_what_cannot_be_sharded_is_said_before_a_start(
     job = {"model": {"builder": "shard_guest:build", "kind": kind}, "data": {"source": "shard_guest:rows"}}
     spec = load_spec(None, mapping={**job, "scale": {"strategy": "fsdp"}}).spec
     with pytest.raises(InputError) as caught:
-        facts_from(spec, opened(spec))
+        check_on_driver(spec)
     assert caught.value.key == key and words in str(caught.value)
     alone = load_spec(None, mapping=job).spec
-    assert facts_from(alone, opened(alone))[0].parameters > 0, "data parallel does without blocks"
+    assert check_on_driver(alone).model_facts.parameters > 0, "data parallel does without blocks"
 
 
 def test_a_search_shards_nothing_and_says_so() -> None:

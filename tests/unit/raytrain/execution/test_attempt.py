@@ -13,7 +13,7 @@ from lab import MLP, class_rows, make_job
 from raytrain.checkpoint.reader import list_checkpoints
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.data.rows.batches import Cursor
-from raytrain.execution.attempt import attempt_number, begin
+from raytrain.execution.attempt import agree_on_start, take_attempt_number
 from raytrain.execution.worker import fault_of
 from raytrain.runs import storage
 from raytrain.runs.faults import read_faults, write_fault
@@ -30,14 +30,14 @@ def run(tmp_path: Path) -> RunFolder:
     return made
 
 
-def begun(run: RunFolder, **sections: Any) -> Any:
+def started_attempt(run: RunFolder, **sections: Any) -> Any:
     """As a worker does: a number, the checkpoint; what goes wrong is a fault of that attempt."""
     job, _ = make_job(MLP, {"train": class_rows(64)}, run=run, **sections)
     job.owner.update({"pid": 1})
     faults = read_faults(run, since=1)
-    attempt = attempt_number(job, run, faults=faults)
+    attempt = take_attempt_number(job, run, faults=faults)
     try:
-        return begin(job, run, workers=Workers(), attempt=attempt, faults=faults)
+        return agree_on_start(job, run, workers=Workers(), attempt=attempt, faults=faults)
     except OSError as error:
         write_fault(run, fault_of(error, attempt=attempt, rank=0, step=0, precision="", from_step=0))
         return error
@@ -51,22 +51,22 @@ def test_what_cannot_be_read_ends_attempts_and_after_so_many_the_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(storage.LocalStore, "local_copy", stale)
-        came = [begun(run) for _ in range(4)]
-        assert [type(one) for one in came[:3]] == [OSError] * 3 and run.current_attempt() == 4
-        assert came[3].decision.action == "stop" and came[3].loaded is None
-        assert "3 restarts without progress" in came[3].decision.reason and "Stale" in came[3].decision.reason
+        started = [started_attempt(run) for _ in range(4)]
+        assert [type(one) for one in started[:3]] == [OSError] * 3 and run.current_attempt() == 4
+        assert started[3].decision.action == "stop" and started[3].checkpoint is None
+        assert "3 restarts without progress" in started[3].decision.reason and "Stale" in started[3].decision.reason
     assert [info.step for info in list_checkpoints(run)] == [5]
 
 
 def test_after_a_passing_error_it_goes_on_from_the_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(storage.LocalStore, "read_head", lambda *_: (_ for _ in ()).throw(OSError(5, os.strerror(5))))
-        assert isinstance(begun(run), OSError)
-    came = begun(run)
-    assert (came.attempt, came.decision.action, came.step, came.loaded.step) == (2, "go_on", 5, 5)
+        assert isinstance(started_attempt(run), OSError)
+    started = started_attempt(run)
+    assert (started.attempt, started.decision.action, started.from_step, started.checkpoint.step) == (2, "go_on", 5, 5)
 
 
 def test_a_roll_back_that_no_checkpoint_knows_of_is_heard(run: RunFolder) -> None:
-    assert begun(run).cursor is None
+    assert started_attempt(run).cursor is None
     run.append_event({"kind": "decision", "what": "rollback", "value": 5, "epoch": 1, "position": 16})
-    assert begun(run).cursor == Cursor(1, 16)
+    assert started_attempt(run).cursor == Cursor(1, 16)

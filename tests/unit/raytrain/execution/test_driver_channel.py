@@ -13,9 +13,9 @@ def test_a_stop_ends_every_wait_and_stays_asked_for() -> None:
         waits = [asyncio.create_task(channel.wait_for_stop()) for _ in range(2)]
         await asyncio.sleep(0)
         assert not any(wait.done() for wait in waits)
-        await channel.push({"phase": "training"})  # a long poll blocks nobody
-        assert (await channel.status())["phase"] == "training"
-        await channel.stop()
+        await channel.report_progress({"phase": "training"})  # a long poll blocks nobody
+        assert (await channel.progress())["phase"] == "training"
+        await channel.request_stop()
         assert await asyncio.gather(*waits) == [True, True] and await channel.wait_for_stop() is True
 
     asyncio.run(story())
@@ -24,11 +24,11 @@ def test_a_stop_ends_every_wait_and_stays_asked_for() -> None:
 def test_progress_is_laid_over_what_was_known() -> None:
     async def story() -> None:
         channel = DriverChannel()
-        assert await channel.status() == {}
-        await channel.push({"phase": "training", "step": 0})
-        await channel.push({"row": {"step": 3}})
-        await channel.push({"row": {"step": 4}})
-        assert await channel.status() == {"phase": "training", "step": 0, "row": {"step": 4}}
+        assert await channel.progress() == {}
+        await channel.report_progress({"phase": "training", "step": 0})
+        await channel.report_progress({"row": {"step": 3}})
+        await channel.report_progress({"row": {"step": 4}})
+        assert await channel.progress() == {"phase": "training", "step": 0, "row": {"step": 4}}
 
     asyncio.run(story())
 
@@ -36,16 +36,16 @@ def test_progress_is_laid_over_what_was_known() -> None:
 def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_each_other() -> None:
     async def story() -> None:
         channel = DriverChannel()
-        assert await channel.printed() == ""
+        assert await channel.printed_lines() == ""
         for number, word in ((0, "one\n"), (2, "three\n")):
-            await channel.say("a", number, word)
-        assert await channel.printed() == "one\n" and await channel.printed() == ""
-        await channel.say("a", 1, "two\n")
-        assert await channel.printed() == "two\nthree\n" and await channel.printed() == ""
-        await channel.say("b", 1, "a new attempt's second\n")
-        assert await channel.printed() == ""
-        await channel.say("b", 0, "a new attempt's first\n")
-        assert await channel.printed() == "a new attempt's first\na new attempt's second\n"
+            await channel.print_lines("a", number, word)
+        assert await channel.printed_lines() == "one\n" and await channel.printed_lines() == ""
+        await channel.print_lines("a", 1, "two\n")
+        assert await channel.printed_lines() == "two\nthree\n" and await channel.printed_lines() == ""
+        await channel.print_lines("b", 1, "a new attempt's second\n")
+        assert await channel.printed_lines() == ""
+        await channel.print_lines("b", 0, "a new attempt's first\n")
+        assert await channel.printed_lines() == "a new attempt's first\na new attempt's second\n"
 
     asyncio.run(story())
 
@@ -54,12 +54,12 @@ def test_the_last_lines_of_an_attempt_are_heard_though_another_has_begun_or_one_
     async def story() -> None:
         channel = DriverChannel()
         for number, word in ((0, "one\n"), (1, "two\n"), (3, "four\n")):  # it died, and its third call with it
-            await channel.say("a", number, word)
-        await channel.say("b", 0, "again\n")
-        await channel.say("b", 2, "the last\n")
-        assert await channel.printed() == "one\ntwo\nfour\nagain\n"
-        await channel.say("a", 2, "three, late\n")
-        assert await channel.printed() == "three, late\n", "late, but told"
-        assert await channel.printed(last=True) == "the last\n" and await channel.printed(last=True) == ""
+            await channel.print_lines("a", number, word)
+        await channel.print_lines("b", 0, "again\n")
+        await channel.print_lines("b", 2, "the last\n")
+        assert await channel.printed_lines() == "one\ntwo\nfour\nagain\n"
+        await channel.print_lines("a", 2, "three, late\n")
+        assert await channel.printed_lines() == "three, late\n", "late, but told"
+        assert await channel.printed_lines(last=True) == "the last\n" and await channel.printed_lines(last=True) == ""
 
     asyncio.run(story())

@@ -13,15 +13,15 @@ from raytrain.runs.folder import RunFolder
 
 def test_lines_of_several_threads_reach_the_driver_whole_and_numbered(tmp_path: Path) -> None:
     told: list[tuple[int, str]] = []
-    lives: set[str] = set()
+    attempt_ids: set[str] = set()
 
-    def say(life: str, number: int, text: str) -> str:
-        lives.add(life)
+    def send(attempt_id: str, number: int, text: str) -> str:
+        attempt_ids.add(attempt_id)
         told.append((number, text))
         return f"call {number}"
 
     waited: list[Any] = []
-    with rank_log(RunFolder(str(tmp_path)), 0, say=say, wait=lambda calls, **how: waited.append((calls, how))):
+    with rank_log(RunFolder(str(tmp_path)), 0, print_lines=send, wait=lambda calls, **how: waited.append((calls, how))):
         print("begun,", end="")
         other = threading.Thread(target=lambda: print("another thread's", "line"))
         other.start()
@@ -31,7 +31,7 @@ def test_lines_of_several_threads_reach_the_driver_whole_and_numbered(tmp_path: 
         assert told == [(0, "another thread's line\n"), (1, "begun, and ended\n"), (2, "to stderr\n")]
         print("without an end", end="")
         assert len(told) == 3
-    assert told[3:] == [(3, "without an end\n")] and len(lives) == 1
+    assert told[3:] == [(3, "without an end\n")] and len(attempt_ids) == 1
     assert waited == [([f"call {number}" for number in range(4)], {"num_returns": 4, "timeout": 5.0})]
     assert "another thread's line\n" in (tmp_path / "logs" / "rank_00000.log").read_text()
 
@@ -39,19 +39,19 @@ def test_lines_of_several_threads_reach_the_driver_whole_and_numbered(tmp_path: 
 def test_what_telling_the_driver_prints_itself_is_told_too(tmp_path: Path) -> None:
     told: list[tuple[int, str]] = []
 
-    def say(life: str, number: int, text: str) -> None:
+    def send(attempt_id: str, number: int, text: str) -> None:
         if number == 0:
             print("a warning")
         told.append((number, text))
 
-    with rank_log(RunFolder(str(tmp_path)), 0, say=say):
+    with rank_log(RunFolder(str(tmp_path)), 0, print_lines=send):
         print("a line")
     assert sorted(told) == [(0, "a line\n"), (1, "a warning\n")]
 
 
 def test_of_a_line_that_is_written_over_the_last_state_is_kept(tmp_path: Path, capsys: Any) -> None:
     told: list[str] = []
-    with rank_log(RunFolder(str(tmp_path)), 0, say=lambda life, number, text: told.append(text)):
+    with rank_log(RunFolder(str(tmp_path)), 0, print_lines=lambda attempt_id, number, text: told.append(text)):
         for part in range(1, 101):
             print(f"\rLoading weights: {part}%", end="", file=sys.stderr)
         assert told == [], "not before it ends"

@@ -35,7 +35,7 @@ class Watcher:
 def opened(folder: Path, **more: Any) -> tuple[RunFolder, RankZeroReporter]:
     run = RunFolder.create(str(folder), "test")
     attempt = run.next_attempt(this_process())
-    return run, RankZeroReporter(run, attempt=attempt, **{"observers": [], "push": None, **more})
+    return run, RankZeroReporter(run, attempt=attempt, **{"observers": [], "report_progress": None, **more})
 
 
 def test_rows_reach_the_files_and_each_observer_gets_a_copy(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_a_worker_that_finds_a_newer_attempt_ends_before_it_writes(tmp_path: Pat
 def test_the_driver_hears_of_progress_at_most_twice_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("raytrain.execution.reporter.time.monotonic", lambda: now[0])
-    pushed: list[dict[str, Any]] = []
-    _, reporter = opened(tmp_path, push=pushed.append)
+    reported: list[dict[str, Any]] = []
+    _, reporter = opened(tmp_path, report_progress=reported.append)
     for step in range(30):
         now[0] += 0.1
         reporter.metrics({"kind": "train", "step": step, "loss": 1.0})
-    assert [status["row"]["step"] for status in pushed] == [0, 6, 12, 18, 24]
+    assert [status["row"]["step"] for status in reported] == [0, 6, 12, 18, 24]
 
 
 def test_the_other_ranks_write_nothing() -> None:

@@ -1,0 +1,109 @@
+"""Opening the folder of a run: check the machine, make or resume the folder, write what is known before the start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflight
+from cluster.devices.inventory import Inventory
+from cluster.environment import environment_record
+from jobs.driver.result import last_sign_of_life, process_start
+from jobs.driver.resume import Resumed
+from jobs.job.paths import local_paths
+from jobs.job.spec import JobSpec, LoadedSpec
+from jobs.plan import print_plan
+from raytrain.config.decode import load_yaml
+from raytrain.errors import InputError
+from raytrain.plan.plan import Plan
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
+from raytrain.runs.records import event
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run folder that is ready for training.
+
+    Attributes:
+        plan: as written to plan.json.
+        attempt: the number that the driver took for the first attempt of its workers.
+    """
+
+    run: RunFolder
+    plan: Plan
+    attempt: int
+
+
+def open_run(
+    loaded: LoadedSpec,
+    spec: JobSpec,
+    plan: Plan,
+    inventory: Inventory,
+    *,
+    resumed: Resumed | None,
+    began: float,
+    console: Console,
+) -> OpenRun:
+    """Make the run folder, or open the resumed one, write the records of this command and print the plan.
+
+    Args:
+        spec: the job of `loaded` with absolute paths.
+        began: when the command started, in unix seconds.
+
+    Raises:
+        InputError: a check of the machine failed, or the plan does not fit the checkpoint.
+    """
+    checks = preflight_of(plan, spec.save.dir, inventory)
+    if len(inventory.nodes) > 1:
+        checks += check_seen_by_all({"save.dir": os.path.abspath(spec.save.dir), **local_paths(spec)})
+    failed = [check for check in checks if check.status == "fail"]
+    if failed:
+        first = failed[0]
+        raise InputError(first.key or first.name, seen=first.seen, expected=first.expected, remedy=first.remedy)
+    if resumed is not None:
+        run = resumed.checked_against(plan)
+    else:
+        run = RunFolder.create(spec.save.dir, spec.name, job=load_yaml(loaded.merged_text, origin="job"))
+        run.write_text(run.job, loaded.text)
+    last_sign = last_sign_of_life(run)
+    attempt = run.next_attempt(this_process())  # from here on every older worker ends before it writes
+    run.append_event(
+        event(
+            "driver_start",
+            process_start=process_start(began),
+            pid=os.getpid(),
+            last_sign_of_life=last_sign,
+            changed=resumed.changed if resumed else [],
+        )
+    )
+    plan = replace(plan, files=replace(plan.files, value=run.path))
+    run.write_json(run.plan, plan.to_json())
+    run.write_json(run.environment, environment_record())
+    run.write_json(run.preflight, [check.to_json() for check in checks])
+    print_plan(plan, console)
+    if plan.data_facts is not None:
+        console.print(f"data: {plan.data_facts.reason}", markup=False)
+    if resumed is not None and run.exists(run.result):
+        run.store.delete("result.json")
+    return OpenRun(run, plan, attempt)
+
+
+def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:
+    """The checks of the machine, for what this plan needs."""
+    workers = int(_value(plan.workers) or 1)
+    return run_preflight(
+        save_dir=save_dir,
+        inventory=inventory,
+        checkpoint_bytes=_value(plan.checkpoint_bytes),
+        worker_bytes=_value(plan.memory),
+        local_workers=-(-workers // max(1, len(inventory.nodes))),
+        on_gpu=_value(plan.device) == "cuda",
+    )
+
+
+def _value(choice: Any) -> Any:
+    return getattr(choice, "value", None)  # None of a deferred choice
