@@ -1,0 +1,111 @@
+"""`plan --build` and `train` refuse the same jobs with the same message, before anything is started."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from jobs.__main__ import main
+
+CODE = """
+import torch
+from torch import nn
+
+class Frozen(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+        self.layer = nn.Linear(num_features, 1).requires_grad_(False)
+
+def frozen(num_features):
+    return Frozen(num_features)
+
+def empty(num_features):
+    return nn.Identity()
+
+def small(num_features):
+    return nn.Linear(num_features, 2)
+
+def rows():
+    return {"train": {"x": torch.zeros(40, 4), "labels": torch.zeros(40, dtype=torch.int64)}}
+
+class Observer:
+    def __init__(self, needed):
+        pass
+"""
+MLP = "model: {builder: 'raytrain.models.mlp:mlp', hidden: [8]}"
+OWN = "model: {builder: 'checks_guest:NAME'}"
+SMALL = OWN.replace("NAME", "small")
+ROWS = "data: {source: 'checks_guest:rows'}"
+#: The parts of a job that are wrong, and what the message names.
+MISTAKES = {
+    "precision of a layer that is not there": (f"{MLP}\nprecision: {{fp32_layers: [nope]}}", "precision.fp32_layers"),
+    "a frozen model": (OWN.replace("NAME", "frozen"), "model.builder"),
+    "a model without parameters": (OWN.replace("NAME", "empty"), "model.builder"),
+    "weights of other shapes": (f"{MLP[:-1]}, init_from: other}}", "model.init_from"),
+    "weights of other shapes for an own model": (f"{SMALL[:-1]}, init_from: other}}", "other"),
+    "compiled parts": (f"{MLP}\nloop: {{compile: default, compile_parts: [nope]}}", "loop.compile_parts"),
+    "blocks to recompute": (
+        f"{SMALL}\nloop: {{activation_checkpointing: true}}",
+        "loop.activation_checkpointing",
+    ),
+    "muon without matrices": (f"{SMALL}\noptim: {{name: muon}}", "optim.name"),
+    "shards without blocks": (f"{SMALL}\nscale: {{strategy: fsdp}}", "scale.strategy"),
+    "an observer": (f"{MLP}\ntelemetry: {{observers: ['checks_guest:nope']}}", "telemetry.observers"),
+    "an observer's arguments": (f"{MLP}\ntelemetry: {{observers: ['checks_guest:Observer']}}", "telemetry.observers"),
+    "experts": (f"{SMALL}\nexperts: {{num_experts: 4}}", "experts.num_experts"),
+    "hosts": (f"{SMALL}\nexperts: {{hosts: 2}}", "experts.hosts"),
+    "a budget of tokens": (f"{MLP}\nDATA tokens_per_batch: 64", "data.tokens_per_batch"),
+    "a module that shadows raytrain": (MLP, "raytrain.py"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "checks_guest.py").write_text(CODE)
+    (tmp_path / "other").mkdir()
+    save_file({"a.weight": torch.zeros(3, 3)}, tmp_path / "other" / "model.safetensors")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("jobs.train.connected", refuse)
+    return tmp_path
+
+
+def message(*arguments: str) -> str:
+    """What a command that finds wrong input prints."""
+    done = CliRunner().invoke(main, list(arguments))
+    assert done.exit_code == 2, f"{arguments} exits with {done.exit_code}: {done.output}"
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_plan_with_build_and_train_refuse_the_same_jobs(mistake: str, folder: Path) -> None:
+    text, names = MISTAKES[mistake]
+    text, _, more = text.partition("\nDATA ")
+    data = f"{ROWS[:-1]}, {more}}}" if more else ROWS
+    Path("job.yaml").write_text(f"{text}\n{data}\n")
+    if names == "raytrain.py":
+        Path(names).write_text("")
+    before = sorted(path.name for path in folder.iterdir())
+    planned = message("plan", "job.yaml", "--build")
+    assert names in planned
+    assert message("train", "job.yaml") == planned
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before, "nothing is made"
+
+
+def test_a_job_without_a_mistake_passes_both(folder: Path) -> None:
+    Path("job.yaml").write_text(f"{MLP}\n{ROWS}\nsave: {{dir: runs}}\n")
+    assert CliRunner().invoke(main, ["plan", "job.yaml", "--build"]).exit_code == 0
+    started = CliRunner().invoke(main, ["train", "job.yaml"])
+    assert isinstance(started.exception, AssertionError), started.output
+    shutil.rmtree("runs")
