@@ -1,10 +1,10 @@
-"""The errors a person meets: what was seen, what was expected, which key mends it."""
+"""Exceptions for users: what was seen, what was expected, and which key to change."""
 
 from __future__ import annotations
 
 
 class RaytrainError(Exception):
-    """Any failure that raytrain explains itself; `exit_code` is what the command ends with."""
+    """A failure that raytrain explains; `exit_code` is the exit code of the command."""
 
     exit_code = 1
 
@@ -13,9 +13,9 @@ class InputError(RaytrainError):
     """The input is wrong and nothing was started (exit 2).
 
     Args:
-        key: the key, file or option that mends it, e.g. ``loop.max_steps``.
-        seen: what was found there.
-        expected: what would have been right.
+        key: the key, file or option to change, e.g. ``loop.max_steps``.
+        seen: the value found.
+        expected: what is valid.
         remedy: one more hint, such as the nearest key.
     """
 
@@ -31,7 +31,7 @@ class InputError(RaytrainError):
 
 
 def _rebuild_input_error(key: str, seen: str, expected: str, remedy: str) -> InputError:
-    """Keyword-only arguments do not survive pickle's default; errors cross process borders."""
+    """For pickle, whose default does not support keyword-only arguments; errors are sent between processes."""
     return InputError(key, seen=seen, expected=expected, remedy=remedy)
 
 
@@ -48,12 +48,11 @@ class DevicePlacementError(RunError):
 
 
 class CollectiveFailed(RunError):
-    """A sum over the workers failed, mostly because one of them is gone; an echo of the cause, not the cause."""
+    """A collective failed, usually because a worker died: a consequence of the cause, not the cause itself."""
 
 
 class StateLost(RunError):
-    """State that lives in other processes is lost, or they can no longer be reached: the run goes back to the newest
-    checkpoint and on from there."""
+    """State in other processes is lost, or they cannot be reached: the run resumes from the latest checkpoint."""
 
 
 class OutOfMemory(RunError):
@@ -61,5 +60,5 @@ class OutOfMemory(RunError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says; its type's name where it says nothing."""
+    """The first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,8 @@ from typing import Any
 
 from cluster.environment import ray_environment
 from raytrain.errors import InputError
-from raytrain.plan.plan import Plan, Resolved
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
 
 #: Ray sets this in the driver of a submitted job: there the cluster is the one the job was submitted to.

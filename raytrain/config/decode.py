@@ -1,7 +1,7 @@
 """Mappings to sections and back: `load_yaml`, `parse_override`, `apply_overrides`, `decode`, `encode`.
 
-Types are strict, unknown keys are errors, and each mistake is one sentence that names its key: what was seen,
-what was expected (`raytrain.config.messages`), what mends it. YAML's scalars are read by `raytrain.config.yaml12`.
+Types are strict, unknown keys are errors, and each mistake is one sentence that names its key: what was seen, what was
+expected (`raytrain.config.messages`) and how to fix it. `raytrain.config.yaml12` reads YAML's scalars.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     such as ``*.txt`` needs no quotes. An empty value is null, as in a file.
 
     Raises:
-        InputError: no ``=``, no key before it, or a value that is no YAML.
+        InputError: no ``=``, no key before it, or a value that is not YAML.
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
@@ -49,10 +49,10 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tuple[dict[Any, Any], set[str]]:
-    """A copy of `mapping` with the overrides of a command line in it, the last of equal ones winning.
+    """A copy of `mapping` with the overrides of a command line applied; of equal keys the last wins.
 
     Returns:
-        The new mapping, whose untouched values are those of the old one, and the dotted keys that were set.
+        The new mapping, which shares its unchanged values with the old one, and the dotted keys that were set.
         A mapping given for a whole section (``loop={max_steps: 3}``) sets its keys one by one.
     """
     result, touched = dict(mapping), set[str]()
@@ -67,7 +67,7 @@ def apply_overrides(mapping: Mapping[Any, Any], overrides: Iterable[str]) -> tup
 
 
 def _set(mapping: dict[Any, Any], path: list[str], value: Any) -> None:
-    """Sets one value, copying the mappings on its way: the caller's own are never written to."""
+    """Sets one value, copying the mappings along the path: the caller's mappings are never changed."""
     for depth, name in enumerate(path[:-1]):
         inner = mapping.get(name)
         if inner is not None and not isinstance(inner, Mapping) and depth == 0:
@@ -78,10 +78,10 @@ def _set(mapping: dict[Any, Any], path: list[str], value: Any) -> None:
 
 
 def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
-    """An instance of a section from what YAML or Python gave; sections inside it are decoded too.
+    """Builds a section from a mapping of YAML or Python; nested sections are decoded too.
 
     Raises:
-        InputError: for the first mistake in the order of the file; it counts the others.
+        InputError: for the first mistake in the order of the file; it lists the others.
     """
     problems: list[InputError] = []
     instance = _decode(cls, mapping, prefix, cls, problems)
@@ -90,7 +90,7 @@ def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
     first, others = problems[0], list(dict.fromkeys(problem.key for problem in problems[1:]))
     if not others:
         raise first
-    more = f"{len(others)} more to mend: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
+    more = f"{len(others)} more to fix: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
     remedy = f"{first.remedy}; {more}" if first.remedy else more
     raise InputError(first.key, seen=first.seen, expected=first.expected, remedy=remedy)
 
@@ -128,7 +128,7 @@ def _decode(
 
 
 def _validated(cls: type[ModelT], values: dict[str, Any]) -> tuple[ModelT | None, list[str]]:
-    """The instance and no wrong keys, or none and each wrong key once: a union has one error per member."""
+    """(instance, no wrong keys), or (None, each wrong key once: a union has one error per member)."""
     try:
         return cls.model_validate(values), []
     except ValidationError as error:

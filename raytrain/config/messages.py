@@ -1,6 +1,6 @@
-"""What a key expects, in words, and what was seen instead: the sentences of every configuration error.
+"""The messages of configuration errors: what a key expects, and what was found.
 
-The words come from the annotations of the sections, so a range is written once. Nothing here reads YAML.
+The texts are derived from the annotations of the sections, so a range is written once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def join(prefix: str, key: object) -> str:
 
 
 def expected_text(cls: type[BaseModel], name: str) -> str:
-    """Words for what a key takes, such as ``an integer >= 1 or null``; from the section's JSON schema."""
+    """What a key accepts as text, such as ``an integer >= 1 or null``; from the section's JSON schema."""
     words = _words(cls.model_json_schema()["properties"][name])
     words = [word for word in words if word != "null"] + [word for word in words if word == "null"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
@@ -96,13 +96,13 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:
-    """Every word that a key takes as it stands."""
+    """The literal values that a key accepts."""
     members = [word for member in schema.get("anyOf", []) for word in _choices(member)]
     return [*schema.get("enum", []), *([schema["const"]] if "const" in schema else []), *members]
 
 
 def render(value: Any) -> str:
-    """A value as YAML would write it, on one line; objects by the name of their class."""
+    """A value as one line of YAML; objects by the name of their class."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if value is None or isinstance(value, bool):
@@ -159,7 +159,7 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
 
 
 def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseModel]) -> InputError:
-    """The error for a key that a section does not have: the nearest one, and all it has."""
+    """The error for a key that a section does not have: names the nearest key, and all keys."""
     known = list(cls.model_fields)
     near = _nearest(key, known)
     remote = [
@@ -178,7 +178,7 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
 
 
 def _nearest(key: str, known: list[str]) -> str | None:
-    """The key that was probably meant; `learning_rate` is `lr` by its initials."""
+    """The key that was probably meant; `learning_rate` matches `lr` by its initials."""
     text = key.lower().replace("-", "_")
     initials = "".join(word[:1] for word in text.split("_"))
     if initials in known:

@@ -1,7 +1,7 @@
 """YAML 1.2's core schema on PyYAML's parser: `load_yaml`, `load_value`, `plain_scalar`, `dump_yaml`.
 
-PyYAML's own loader takes `on` for a boolean, `1e-3` for a string, `010` for 8, and lets the second of two
-equal keys win. Here we take its parser alone, up to the node tree, and say ourselves what a scalar means.
+PyYAML's own loader reads `on` as a boolean, `1e-3` as a string, `010` as 8, and lets the second of two equal keys win.
+This module uses only its parser, up to the node tree, and interprets the scalars itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from raytrain.config.messages import describe, join
 from raytrain.errors import InputError
 
 MAX_VALUES = 100_000
-"""More than a job has; aliases of aliases reach it quickly, and are refused before they fill the memory."""
+"""More than any job has; nested aliases reach it quickly and are refused before they fill the memory."""
 
 LONGEST_NUMBER = 300
-"""Digits; Python itself refuses to print an integer of some thousands."""
+"""Most digits of a number; Python itself refuses to print integers of several thousand digits."""
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -81,7 +81,7 @@ def load_value(text: str, *, origin: str, path: str = "") -> Any:
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Quotes a string that either YAML 1.1 or 1.2 would take for something else, such as "1e-3" or "on"."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type, such as "1e-3" or "on"."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML reads it from the class
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -89,12 +89,12 @@ class _CoreDumper(yaml.SafeDumper):
     }
 
     def ignore_aliases(self, data: Any) -> bool:
-        """People read this: a value that stands twice is written twice."""
+        """Never writes aliases, which are hard to read: a value that occurs twice is written twice."""
         return True
 
 
 class _Reader:
-    """Turns a tree of nodes into values, and refuses what would otherwise pass silently."""
+    """Turns a tree of nodes into values, and refuses mistakes that PyYAML accepts silently."""
 
     def __init__(self, origin: str) -> None:
         self.origin, self.count, self.open = origin, 0, set[int]()
@@ -137,7 +137,7 @@ class _Reader:
             dotted, line = join(path, key), key_node.start_mark.line + 1
             if key in lines:
                 seen = f"the key twice, on lines {lines[key]} and {line} of {self.origin}"
-                raise InputError(dotted, seen=seen, expected="each key once", remedy="take one of them out")
+                raise InputError(dotted, seen=seen, expected="each key once", remedy="remove one of them")
             lines[key] = line
             values[key] = self.value(value_node, dotted)
         return values
@@ -148,11 +148,11 @@ class _Reader:
 
 
 def _scalar(kind: str, text: str) -> Any:
-    """The value of a scalar; ValueError where the text does not fit `kind`, which a tag forced on it."""
+    """The value of a scalar; ValueError if the text does not match `kind`, which an explicit tag can set."""
     if kind == "str":
         return text
     if not _SCALARS[kind].match(text):
-        raise ValueError(f"{text!r} is no {kind}")
+        raise ValueError(f"{text!r} is not a valid {kind}")
     if len(text) > LONGEST_NUMBER:
         raise ValueError(f"a number of {len(text)} digits")
     if kind == "null":

@@ -1,6 +1,6 @@
-"""Run folders in, report pages out: `build_report` for one run, `compare` for several.
+"""Builds report pages from run folders: `build_report` for one run, `compare` for several.
 
-Every file is built before the first is written, and `report.html` is written last.
+Every file is built before the first one is written, and `report.html` is written last.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _COMPARED = (
 
 
 def build_report(run: RunFolder) -> str:
-    """Writes `report/` of a run in any state, also a failed or a running one; returns the page's path.
+    """Writes `report/` of a run in any state, including failed and running; returns the path of the page.
 
-    Errors: RunError where the folder cannot be written.
+    Errors: RunError if the folder cannot be written.
     """
-    from raytrain.report.plots import activations, devices, figure, png  # matplotlib is loaded only by who draws
+    from raytrain.report.plots import activations, devices, figure, png  # loads matplotlib
 
     records = read_records(run)
     summary, spec = summarise(records), training_spec(records)
@@ -65,14 +65,14 @@ def build_report(run: RunFolder) -> str:
 
 
 def compare(runs: Sequence[RunFolder]) -> str:
-    """Writes `report/compare.html` of the first run: key figures side by side, loss curves overlaid."""
+    """Writes `report/compare.html` in the first run: key figures in columns, loss curves in one chart."""
     records = [read_records(run) for run in runs]
     runs[0].store.write_bytes("report/compare.html", _bytes(compare_page(records)))
     return f"{runs[0].report_dir}/compare.html"
 
 
 def history_csv(records: RunRecords) -> bytes:
-    """history.csv: a header and one row per epoch, full precision, empty where nothing was measured."""
+    """history.csv: a header and one row per epoch, in full precision, empty where nothing was measured."""
     buffer = io.StringIO()
     writer: csv.DictWriter[str] = csv.DictWriter(buffer, HISTORY_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -123,7 +123,7 @@ def _cell(key: str, summary: dict[str, Any]) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Names that occur twice (runs of two directories) get a number."""
+    """Numbers the names that occur more than once (runs of different directories)."""
     return [f"{name} ({index + 1})" if names.count(name) > 1 else name for index, name in enumerate(names)]
 
 

@@ -1,6 +1,6 @@
-"""What a run's records say about its experts: rows over time, totals, last use, where they live. Pure.
+"""Expert figures of a run: rows over time, totals, last use and placement. Pure.
 
-Reads the rows of experts.jsonl and the `placement` events; a row that is not of the shape of the last one is left out.
+Reads the rows of experts.jsonl and the `placement` events; a row whose shape differs from the last one is left out.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ Name = tuple[int, int]
 """(layer, expert)."""
 
 BINS = 120
-"""Columns of a heat map at most; windows are added up to fit."""
+"""Most columns of a heat map; log intervals are added up to fit."""
 
 LAYERS_DRAWN = 32
-"""Of a model with more, the first and the last."""
+"""Most layers drawn; of a model with more, the first and the last ones."""
 
 LATE = 0.25
-"""The last part of the windows, by which an expert is judged."""
+"""The last fraction of the log intervals, by which an expert is judged."""
 
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """The windows of a run.
+    """The rows of each expert in each log interval of a run.
 
     Attributes:
-        ends: last step of each window. begin: the step before the first.
-        layers: [window][layer][expert] rows.
+        begin: the step before the first interval.
+        ends: last step of each interval.
+        layers: [interval][layer][expert] rows.
         last_used: [layer][expert] step of its last row, None = never.
     """
 
@@ -41,15 +42,15 @@ class ExpertLoads:
 
     @property
     def totals(self) -> list[list[int]]:
-        """[layer][expert] rows over the whole run."""
+        """[layer][expert] rows over the full run."""
         return added(self.layers)
 
     def late(self) -> list[list[int]]:
-        """[layer][expert] rows of the last windows."""
+        """[layer][expert] rows of the last intervals."""
         return added(self.layers[-max(1, round(LATE * len(self.layers))) :])
 
     def dead(self) -> list[Name]:
-        """Experts without a row in the last windows, of layers that had any."""
+        """Experts without a row in the last intervals, in layers that had rows."""
         return [
             (layer, expert)
             for layer, rows in enumerate(self.late())
@@ -58,17 +59,18 @@ class ExpertLoads:
         ]
 
     def imbalance(self) -> list[float]:
-        """Busiest expert over the mean, of each layer in the last windows; 1 where nothing was routed."""
+        """Busiest expert over the mean, for each layer in the last intervals; 1 where nothing was routed."""
         return [max(rows) * len(rows) / sum(rows) if sum(rows) else 1.0 for rows in self.late()]
 
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Where experts live, by the last `placement` event.
+    """The placement of experts, from the last `placement` event.
 
     Attributes:
-        copies: [layer][expert] hosts, home first. bytes: of each host. names: of each host.
-        rows, busy_s: of each host over the last windows; empty where nothing is known.
+        copies: [layer][expert] hosts, home first.
+        bytes, names: of each host.
+        rows, busy_s: of each host over the last intervals; empty where unknown.
     """
 
     version: int
@@ -96,12 +98,12 @@ class ExpertPlaces:
 
 
 def added(windows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """[window][layer][expert] -> their sum, [layer][expert]."""
+    """Sums [interval][layer][expert] over the intervals to [layer][expert]."""
     return [[sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*windows, strict=True)]
 
 
 def loads_of(records: RunRecords) -> ExpertLoads | None:
-    """The windows of a run with experts; None where it has none on record."""
+    """The expert loads of a run; None if it recorded none."""
     rows = [row for row in records.loads if _shape(row) and number(row.get("step")) is not None]
     if not rows:
         return None
@@ -135,7 +137,7 @@ def _shape(row: Row) -> list[int]:
 
 
 def housing_of(records: RunRecords) -> ExpertPlaces | None:
-    """Where experts live; None where every worker holds them all, or one place does."""
+    """The placement of experts; None if every worker, or a single process, holds all of them."""
     found = [row for row in records.of_kind("placement") if (number(row.get("num_hosts")) or 0) > 1]
     if not found:
         return None
@@ -165,8 +167,8 @@ def _summed(rows: Sequence[Sequence[float]], hosts: int) -> list[float]:
 
 
 def activation_spec(records: RunRecords) -> dict[str, Any] | None:
-    """What expert_activations.png shows, in full: for each layer the rows of each expert over time (as multiples of an
-    even share), in total, and the step of its last use."""
+    """The data of expert_activations.png: for each layer the rows of each expert over time (as multiples of an even
+    share), in total, and the step of its last use."""
     loads = loads_of(records)
     if loads is None:
         return None
@@ -196,7 +198,7 @@ def _even_shares(counts: Sequence[int], sums: Sequence[int], size: int) -> list[
 
 
 def _late_from(loads: ExpertLoads) -> int:
-    """An expert whose last use is not after this step is taken for dead."""
+    """An expert whose last use is not after this step counts as dead."""
     late = max(1, round(LATE * len(loads.ends)))
     return loads.ends[-late - 1] if late < len(loads.ends) else loads.begin
 
@@ -211,7 +213,7 @@ def _binned(loads: ExpertLoads) -> tuple[list[int], list[list[list[int]]]]:
 
 
 def device_spec(records: RunRecords) -> dict[str, Any] | None:
-    """What expert_device_distribution.png shows; None where experts live in one place."""
+    """The data of expert_device_distribution.png; None if experts are in one process."""
     housing = housing_of(records)
     if housing is None:
         return None
@@ -229,6 +231,6 @@ def device_spec(records: RunRecords) -> dict[str, Any] | None:
 
 
 def names_of(experts: Sequence[Name], *, most: int = 6) -> str:
-    """Experts in words: layer 1 expert 3, layer 2 expert 0 and 5 more."""
+    """Experts as text: layer 1 expert 3, layer 2 expert 0 and 5 more."""
     told = ", ".join(f"layer {layer} expert {expert}" for layer, expert in experts[:most])
     return told + (f" and {len(experts) - most} more" if len(experts) > most else "")

@@ -34,7 +34,7 @@ class RunOutcome:
 
 
 def seconds(value: float | None) -> str:
-    """A duration as people say it: 3.2 ms, 12.4 s, 4 min 05 s, 2 h 07 min."""
+    """A readable duration: 3.2 ms, 12.4 s, 4 min 05 s, 2 h 07 min."""
     if value is None or not math.isfinite(value):
         return "-"
     if value < 0.0995:
@@ -60,7 +60,7 @@ def size(value: float | None) -> str:
 
 
 def plain_number(value: float | None, *, digits: int = 4) -> str:
-    """A number with `digits` significant digits; thousands are parted from 1,000 on."""
+    """A number with `digits` significant digits and thousands separators."""
     if value is None:
         return "-"
     if float(value).is_integer() and abs(value) < 1e15:
@@ -71,14 +71,14 @@ def plain_number(value: float | None, *, digits: int = 4) -> str:
 
 
 def rounded(value: float | None, digits: int = 6) -> float | int | None:
-    """Six significant digits, whole numbers as integers: the same in the text and in its JSON twin."""
+    """Six significant digits, integers without a fraction: the same value in the text and in the JSON file."""
     if value is None or isinstance(value, int):
         return value
     return int(value) if value.is_integer() else float(f"{value:.{digits}g}")
 
 
 def outcome(records: RunRecords) -> RunOutcome:
-    """The end of the run in one sentence; without a result.json it is running, or lost."""
+    """The outcome of the run in one sentence; without a result.json it is running or lost."""
     result = records.result
     step = last_step(records)
     if records.alive:
@@ -87,13 +87,13 @@ def outcome(records: RunRecords) -> RunOutcome:
     if result is None:
         return RunOutcome(
             "lost",
-            f"Still running or lost: there is no result.json, and the last step on record is {step:,}.",
+            f"Still running or lost: there is no result.json, and the last recorded step is {step:,}.",
         )
     status = str(result.get("status", "unknown"))
     wall = seconds(number(result.get("wall_s")))
     reason = failure_reason(records)
     if status == "failed":
-        return RunOutcome(status, f"Failed after step {step:,}: {reason or 'the cause is not on record'}")
+        return RunOutcome(status, f"Failed after step {step:,}: {reason or 'no cause was recorded'}")
     if status == "interrupted":
         why = f" ({reason})" if reason else ""
         return RunOutcome(status, f"Interrupted after step {step:,}{why}; --resume continues it.")
@@ -104,7 +104,7 @@ def outcome(records: RunRecords) -> RunOutcome:
 
 
 def failure_reason(records: RunRecords) -> str:
-    """What result.json, or else the last failure on record, gives as the cause; its first line."""
+    """The first line of the cause in result.json, or otherwise of the last recorded failure."""
     result = records.result or {}
     text = first_text(result, "reason", "failure", "error", "message", "cause").strip()
     failures = records.of_kind("failure", "fault", "stop")
@@ -114,16 +114,17 @@ def failure_reason(records: RunRecords) -> str:
 
 
 def cause_of(row: Row) -> str:
-    """A fault in a line: `ValueError: bad batch`; the words of any other event."""
+    """A fault in one line, such as `ValueError: bad batch`; the message of any other event."""
     error, message = first_text(row, "error", "type"), first_text(row, "message", "reason", "cause", "detail")
-    told = f"{error}: {message}" if error and message and error not in message else message or error
-    return told.strip().splitlines()[0] if told.strip() else ""
+    text = f"{error}: {message}" if error and message and error not in message else message or error
+    return text.strip().splitlines()[0] if text.strip() else ""
 
 
 def step_ms(records: RunRecords) -> tuple[float | None, float | None]:
     """(p50, p95) of a step in milliseconds.
 
-    A row is one step, or the steps since the row before, with percentiles of its own: then medians of these.
+    A row describes one step, or all steps since the previous row with their own percentiles; then the result is the
+    medians of these.
     """
     times, tails = values(records.train, "step_time_s"), values(records.train, "step_ms_p95")
     steps = [step for step, _ in series(records.train, "step_time_s")]
@@ -135,7 +136,7 @@ def step_ms(records: RunRecords) -> tuple[float | None, float | None]:
 
 
 def last_step(records: RunRecords) -> int:
-    """The last step on record, 0 where none is."""
+    """The last recorded step; 0 if there is none."""
     seen = number((records.result or {}).get("steps"))
     if seen is None and records.train:
         seen = number(records.train[-1].get("step"))
@@ -143,7 +144,7 @@ def last_step(records: RunRecords) -> int:
 
 
 def best_eval(records: RunRecords) -> tuple[int, float] | None:
-    """(step, loss) of the lowest eval loss, as result.json names it or else from the rows."""
+    """(step, loss) of the lowest eval loss, from result.json or otherwise from the rows."""
     named = [number((records.result or {}).get(key)) for key in ("best_step", "best_eval_loss")]
     if named[0] is not None and named[1] is not None:
         return int(named[0]), named[1]
@@ -155,7 +156,7 @@ def best_eval(records: RunRecords) -> tuple[int, float] | None:
 
 
 def time_account(records: RunRecords) -> list[tuple[str, float]]:
-    """(part, seconds) in a fixed order, with `unaccounted` where the parts miss wall_s by more than 1 %."""
+    """(part, seconds) in a fixed order, with `unaccounted` if the parts fall short of wall_s by more than 1 %."""
     account = (records.result or {}).get("time")
     if not isinstance(account, dict):
         return []
@@ -169,10 +170,10 @@ def time_account(records: RunRecords) -> list[tuple[str, float]]:
 
 
 def history(records: RunRecords) -> list[dict[str, Any]]:
-    """One row per epoch (`HISTORY_COLUMNS`), from the first to the last on record.
+    """One row per epoch (`HISTORY_COLUMNS`), from the first to the last recorded one.
 
-    Losses, gradient norm and peak memory are of the logged steps; an epoch shorter than the log interval has
-    a row with empty cells. `epoch_time_s` counts each logged step time for the steps since the one before.
+    Losses, gradient norm and peak memory are those of the logged steps; an epoch shorter than the log interval has
+    a row with empty cells. `epoch_time_s` counts each logged step time once per step since the previous row.
     """
     train = [row for row in records.train if "epoch" in row]
     if not train:
@@ -193,7 +194,7 @@ def history(records: RunRecords) -> list[dict[str, Any]]:
 
 
 def _epoch_row(epoch: int, members: list[tuple[Row, float]], evaluated: Row | None) -> dict[str, Any]:
-    """`members` are the rows of the epoch, each with the steps since the row before."""
+    """`members` are the rows of the epoch, each with the number of steps since the previous row."""
     rows = [row for row, _ in members]
     losses = values(rows, "loss")
     timed = [time * span for row, span in members if (time := number(row.get("step_time_s"))) is not None]
@@ -220,7 +221,7 @@ def _mean(data: Sequence[float]) -> float | None:
 
 
 def device_line(records: RunRecords) -> str:
-    """The devices of the run in words: `2 x cpu (Intel Xeon)`."""
+    """The devices of the run as text: `2 x cpu (Intel Xeon)`."""
     device, workers = records.planned("device"), records.planned("workers")
     names = listed(records.environment.get("gpus")) if device not in (None, "cpu") else []
     model = ", ".join(sorted({str(name) for name in names}))
@@ -239,7 +240,7 @@ def expert_counts(records: RunRecords) -> tuple[Any, Any]:
 
 
 def training_spec(records: RunRecords) -> dict[str, Any]:
-    """Three panels: loss; accuracy, or gradient norm where there is none; time per epoch, or per step of one.
+    """Three panels: loss; accuracy, or otherwise gradient norm; time per epoch, or per step with a single epoch.
 
     Each series holds the `x` and `y` that are drawn, in full precision.
     """
@@ -272,8 +273,8 @@ COMPILE_FIELDS = ("achieved", "seconds", "graphs", "graph_breaks", "recompiles",
 
 
 def compile_figures(records: RunRecords) -> dict[str, Any]:
-    """`compile_achieved`, `compile_seconds` (time.compile leaves out those of probes before the first step), graphs,
-    graph breaks, recompiles, why something runs eager, and each part's status; nothing where nobody asked for it."""
+    """`compile_achieved`, `compile_seconds` (time.compile excludes probes before the first step), graphs, graph breaks,
+    recompiles, why something runs eager, and the status of each part; empty if the run does not compile."""
     rows = records.of_kind("compile")
     if not rows:
         return {}
@@ -286,7 +287,7 @@ def compile_figures(records: RunRecords) -> dict[str, Any]:
 
 
 def summarise(records: RunRecords) -> dict[str, Any]:
-    """The figures by name, in the order of the page; None where a run has no such figure.
+    """The figures by name, in the order of the page; None for a figure that the run does not have.
 
     Times in seconds (`_s`) or milliseconds (`_ms`), memory in bytes; floats have six significant digits.
     """
@@ -337,14 +338,14 @@ def summarise(records: RunRecords) -> dict[str, Any]:
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """One `name  value` line per figure; strings as they are, everything else as JSON."""
+    """One `name  value` line per figure; strings unchanged, everything else as JSON."""
     width = max(len(name) for name in summary) + 2
     lines = [f"{name:<{width}}{_summary_cell(value)}" for name, value in summary.items()]
     return "\n".join(["raytrain performance summary", "", *lines, ""])
 
 
 def summary_from_text(text: str) -> dict[str, str]:
-    """The figures of a summary text by name, each as the text it stands in."""
+    """The figures of a summary text by name, each as text."""
     rows = (line.split(None, 1) for line in text.splitlines()[2:] if line.strip())
     return {row[0]: row[1].strip() if len(row) > 1 else "" for row in rows}
 

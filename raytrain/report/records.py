@@ -1,7 +1,7 @@
-"""The records of a run as a reader sees them: tolerant of what is missing, torn or not yet written.
+"""Reads the records of a run folder, tolerating files that are missing, truncated or not yet written.
 
-A report must open for a run that ended at any moment, so nothing here raises for the content of a file: what
-cannot be read is listed in `RunRecords.unreadable`, and every figure may be None.
+A report must work for a run that ended at any moment, so nothing here raises for the content of a file: what cannot be
+read is listed in `RunRecords.unreadable`, and every figure may be None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One decision: planned, or still `deferred` to a measurement, or `settled` during the run."""
+    """One decision: made by the plan, still `deferred` to a measurement, or resolved during the run (`settled`)."""
 
     name: str
     value: Any
@@ -39,7 +39,7 @@ class ConfigRow:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Everything a run folder holds, as plain values: empty or None where nothing is there."""
+    """Everything that a run folder holds, as plain values; empty or None for what is missing."""
 
     name: str
     path: str
@@ -72,7 +72,7 @@ class RunRecords:
 
 
 def read_records(run: RunFolder) -> RunRecords:
-    """Reads a run folder whole. Touches no file and raises nothing for what is missing or torn."""
+    """Reads a full run folder. Changes no file, and does not raise for files that are missing or truncated."""
     unreadable: list[str] = []
     plan = _mapping(run, run.plan, unreadable)
     metrics = _rows(run, run.metrics, unreadable)
@@ -130,7 +130,7 @@ def non_finite_steps(rows: Sequence[Row], key: str = "loss") -> list[int]:
 
 
 def percentile(data: Sequence[float], share: float) -> float | None:
-    """Linear between the two nearest order statistics, as numpy's default; None of nothing."""
+    """Linear interpolation between the two nearest order statistics, like numpy's default; None without data."""
     if not data:
         return None
     ordered = sorted(data)
@@ -141,7 +141,7 @@ def percentile(data: Sequence[float], share: float) -> float | None:
 
 
 def first_text(row: Row, *keys: str) -> str:
-    """The first of the keys that holds a text, a number or a list; empty where none does."""
+    """The value of the first key that holds a text, a number or a list, as text; empty if none does."""
     for key in keys:
         seen = row.get(key)
         if isinstance(seen, Mapping):
@@ -152,7 +152,7 @@ def first_text(row: Row, *keys: str) -> str:
 
 
 def _by_step(rows: Iterable[Row]) -> list[Row]:
-    """Rows in order of step, an int, as is the epoch where there is one; of two of a step the last."""
+    """Rows in order of step; `step` and `epoch` become int. Of two rows of one step, the last counts."""
     latest: dict[int, Row] = {}
     for row in rows:
         step, epoch = number(row.get("step")), number(row.get("epoch"))
@@ -164,12 +164,12 @@ def _by_step(rows: Iterable[Row]) -> list[Row]:
 
 
 def listed(value: Any) -> list[Any]:
-    """The value, or an empty list where a file holds something else in its place."""
+    """The value, or an empty list if it is not a list."""
     return value if isinstance(value, list) else []
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """The value, or an empty mapping where a file holds something else in its place."""
+    """The value, or an empty mapping if it is not a mapping."""
     return value if isinstance(value, dict) else {}
 
 
@@ -188,7 +188,7 @@ def _plan_lines(choices: Row) -> list[PlanRow]:
 
 
 def _settled(lines: list[PlanRow], probe: Row, events: Sequence[Row]) -> list[PlanRow]:
-    """The plan with what was decided after the start, by measurements and by decisions in the event log."""
+    """The plan with the decisions made after the start: by measurements, and in the event log."""
     later = {name: row for name, row in probe.items() if isinstance(row, Mapping) and "value" in row}
     later |= {str(row["what"]): row for row in events if row.get("kind") == "decision" and "what" in row}
     raised = [row for row in events if row.get("kind") == "decision" and row.get("precision")]
@@ -203,7 +203,7 @@ def _settled(lines: list[PlanRow], probe: Row, events: Sequence[Row]) -> list[Pl
 
 
 def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
-    """The event log in order of time, and the faults left in files that no later attempt has logged."""
+    """The event log in order of time, with the faults from files that no later attempt has logged."""
     rows = []
     for row in _rows(run, run.events, unreadable):
         if row.get("kind") == "fault" and "failed_at" in row:  # logged by the attempt after the one that failed
@@ -271,7 +271,7 @@ def _mapping(run: RunFolder, path: str, unreadable: list[str]) -> dict[str, Any]
 
 
 def _rows(run: RunFolder, path: str, unreadable: list[str]) -> list[Row]:
-    """The whole rows of a JSONL file; a line that is none (the last one of a killed writer) is counted."""
+    """The complete rows of a JSONL file; broken lines (the last one of a killed writer) are counted."""
     rows, torn = [], 0
     for line in (_text(run, path, unreadable) or "").splitlines():
         if not line.strip():
@@ -284,5 +284,5 @@ def _rows(run: RunFolder, path: str, unreadable: list[str]) -> list[Row]:
         if isinstance(row, dict):
             rows.append(row)
     if torn:
-        unreadable.append(f"{_file(path)}: {torn} torn line{'s' if torn > 1 else ''} left out")
+        unreadable.append(f"{_file(path)}: {torn} broken line{'s' if torn > 1 else ''} left out")
     return rows

@@ -95,7 +95,10 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
     (fault,) = run.events("fault")
     assert (fault["out_of_memory"], fault["micro_batch"], fault["step"]) == (True, 3, 12)
     assert "with micro-batches of 2" in run.events("attempt")[1]["reason"]
-    assert "Memory ran out, and was made do with" in (run.path / "report" / "report.html").read_text()
+    assert (
+        "Memory ran out, and steps were retried in smaller micro-batches"
+        in (run.path / "report" / "report.html").read_text()
+    )
     assert run.plan["effective_batch"]["value"] == clean.plan["effective_batch"]["value"] == 12
     attempts, faults = shards.events("attempt"), shards.events("fault")
     assert [row["from_step"] for row in attempts] == [0, 5, 10] and shards.events("out_of_memory") == []

@@ -20,7 +20,7 @@ def experts(records: RunRecords) -> list[Finding]:
     found, loads = [], loads_of(records)
     if loads is not None and (dead := loads.dead()):
         number = sum(map(len, loads.last_used))
-        seen = f"{len(dead)} of {number} had no row in the last quarter of the windows: {names_of(dead)}"
+        seen = f"{len(dead)} of {number} received no row in the last quarter of the log intervals: {names_of(dead)}"
         found.append(Finding("warning", "Experts without tokens", seen, remedy))
     if load is not None and load > 2:
         seen = f"the busiest expert has {load:.2g} times the mean load (median of the second half)"

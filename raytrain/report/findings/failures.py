@@ -19,50 +19,50 @@ from raytrain.report.records import (
 
 
 def failure(records: RunRecords) -> list[Finding]:
-    """The reason of a failed run, with the remedy of a kind of failure that is known."""
+    """The reason of a failed run, with a remedy for known kinds of failure."""
     state = outcome(records)
     if state.status == "lost":
-        remedy = "`raytrain train --resume RUN` goes on from the newest good checkpoint."
+        remedy = "`raytrain train --resume RUN` resumes from the latest valid checkpoint."
         return [Finding("warning", "The run has no result", state.sentence, remedy)]
     if state.status != "failed":
         return []
     rows = records.of_kind("failure", "fault")[-1:]
-    said = " ".join([failure_reason(records), *(cause_of(row) for row in rows)]).lower()
-    known = next((mend for words, mend in _REMEDIES.items() if re.search(words, said)), "")
-    evidence = failure_reason(records) or "No cause is on record; the end of logs/ may tell."
-    told = next((first_text(row, "remedy") for row in rows), "")
-    return [Finding("error", "The run failed", evidence, told or known)]
+    text = " ".join([failure_reason(records), *(cause_of(row) for row in rows)]).lower()
+    known = next((remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
+    evidence = failure_reason(records) or "No cause was recorded; see the end of the files in logs/."
+    recorded = next((first_text(row, "remedy") for row in rows), "")
+    return [Finding("error", "The run failed", evidence, recorded or known)]
 
 
 _REMEDIES = {
-    r"out ?of ?memory": "Lower loop.micro_batch_size: accumulation keeps the update the same.",
+    r"out ?of ?memory": "Lower loop.micro_batch_size: gradient accumulation keeps the update the same.",
     r"no space|disk full|enospc": "Free space under save.dir, or lower save.keep.",
     r"\bnans?\b|non-?finite": "Look for NaNs in the data, lower optim.lr, or set precision.dtype: fp32.",
-    r"checkpoint": "An older checkpoint may be whole: `--resume` falls back to it by itself.",
+    r"checkpoint": "An older checkpoint may be valid: `--resume` falls back to it automatically.",
     r"deviceplacement": "Create tensors on the device of the batch inside forward.",
 }
 
 
 def restarts(records: RunRecords) -> list[Finding]:
-    """Attempts after the first, with the faults that ended the ones before."""
+    """Attempts after the first, with the faults that ended the earlier ones."""
     attempts = records.of_kind("attempt")
     if len(attempts) < 2:
         return []
     causes = [first_text(row, "cause") for row in attempts[1:]]
     decisive: dict[str, Row] = {}
-    for row in records.of_kind("failure", "fault", "restart"):  # a death explains the errors around it
+    for row in records.of_kind("failure", "fault", "restart"):  # the death of a worker explains the errors around it
         known = decisive.setdefault(str(row.get("attempt")), row)
         if row.get("error") == "WorkerDied" != known.get("error"):
             decisive[str(row.get("attempt"))] = row
     causes += [cause_of(row) for row in decisive.values()]
-    told = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause on record"
+    reasons = "; ".join(dict.fromkeys(cause for cause in causes if cause)) or "no cause was recorded"
     starts = ", ".join(f"{int(number(row.get('from_step')) or 0):,}" for row in attempts[1:])
-    failed = f"; {len(decisive)} of those before had failed" if 0 < len(decisive) < len(attempts) - 1 else ""
-    return [Finding("info", f"{len(attempts)} attempts", f"went on from step {starts}{failed}: {told}")]
+    failed = f"; {len(decisive)} of the earlier attempts failed" if 0 < len(decisive) < len(attempts) - 1 else ""
+    return [Finding("info", f"{len(attempts)} attempts", f"resumed from step {starts}{failed}: {reasons}")]
 
 
 def fall_backs(records: RunRecords) -> list[Finding]:
-    """Choices that were changed for a lesser one: precision during the run, anything else in the plan."""
+    """Fall-backs: of the precision during the run, and of any choice in the plan."""
     rows = [
         row
         for row in records.of_kind("decision", "fallback")

@@ -11,7 +11,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "good")
 
 @dataclass(frozen=True)
 class Finding:
-    """One diagnosis: what is the case (`title`), the numbers that show it, what mends it ("" if nothing)."""
+    """One diagnosis: its title, the numbers that show it, and what to do about it ("" if nothing)."""
 
     severity: Severity
     title: str

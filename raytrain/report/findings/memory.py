@@ -1,4 +1,4 @@
-"""What a run's events say about its memory."""
+"""Findings about memory: steps that were retried after an out-of-memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from raytrain.report.records import RunRecords, number
 
 
 def shortages(records: RunRecords) -> list[Finding]:
-    """Steps and evaluations taken again in smaller micro-batches: which, who had no memory, what would have fitted."""
+    """Steps and evaluations that were retried in smaller micro-batches: which, where memory ran out, what fits."""
     rows = records.of_kind("out_of_memory")
     if not rows:
         return []
@@ -17,11 +17,11 @@ def shortages(records: RunRecords) -> list[Finding]:
     shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
     spent = sum(number(row.get("seconds")) or 0.0 for row in rows)
     inexact = any(row.get("equal") != "within rounding" for row in rows)
-    drawn = "; what the model draws at random is equal in distribution only" if inexact else ""
+    drawn = "; random draws of the model are equal in distribution only" if inexact else ""
     return [
         Finding(
             "warning",
-            "Memory ran out, and was made do with",
+            "Memory ran out, and steps were retried in smaller micro-batches",
             f"{len(rows)} times, on {', '.join(who)}, in step {shown}; micro-batches down to {min(sizes)}, "
             f"{spent:.3g} s of passes dropped{drawn}",
             f"Set loop.micro_batch_size: {min(sizes)}, or let loop.micro_batch_size: auto measure it.",

@@ -35,14 +35,14 @@ _LIMITS = (
         "restart",
         0.1,
         "Restarts take much of the time",
-        "See the faults in the timeline; lower save.every to lose fewer steps.",
+        "See the faults in the timeline; a lower save.every loses fewer steps.",
     ),
     ("lost", 0.1, "Work was lost between a checkpoint and a fault", "Lower save.every."),
 )
 
 
 def limiting_part(records: RunRecords) -> list[Finding]:
-    """Which part of the wall time limits the run."""
+    """The part of the wall time that limits the run."""
     account = dict(time_account(records))
     wall = sum(account.values())
     if wall <= 0 or not records.train:
@@ -61,17 +61,17 @@ def limiting_part(records: RunRecords) -> list[Finding]:
 
 
 def step_times(records: RunRecords) -> list[Finding]:
-    """Step times that scatter."""
+    """Step times that vary."""
     low, high = step_ms(records)
     if len(records.train) < 20 or not low or not high or high / low < 1.5:
         return []
     seen = f"p50 {seconds(low / 1000)}, p95 {seconds(high / 1000)} ({high / low:.1f} times)"
     remedy = "Other load, uneven samples or too many threads: see scale.threads and the telemetry."
-    return [Finding("warning" if high / low >= 2 else "info", "Step times scatter", seen, remedy)]
+    return [Finding("warning" if high / low >= 2 else "info", "Step times vary", seen, remedy)]
 
 
 def graph_breaks(records: RunRecords) -> list[Finding]:
-    """Where Python goes on between compiled graphs: how often, and why."""
+    """Graph breaks: how often compiled code returns to Python, and why."""
     rows = records.of_kind("compile")
     last = rows[-1] if rows else {}
     breaks = int(number(last.get("graph_breaks")) or 0)
@@ -79,4 +79,8 @@ def graph_breaks(records: RunRecords) -> list[Finding]:
         return []
     why = "; ".join(map(str, last.get("breaks_at") or [])) or "torch does not say why"
     seen = f"{breaks} times in {last.get('achieved', 'its parts')}: {why}"
-    return [Finding("info", "Compiled code is cut by Python", seen, "`raytrain bench compile` tells whether it pays.")]
+    return [
+        Finding(
+            "info", "Compiled code has graph breaks", seen, "`raytrain bench compile` shows whether compiling pays."
+        )
+    ]

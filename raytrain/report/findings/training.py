@@ -45,7 +45,7 @@ def loss_trend(records: RunRecords) -> list[Finding]:
 
 
 def overfitting(records: RunRecords) -> list[Finding]:
-    """The eval loss rises from its best while the training loss goes on falling."""
+    """The eval loss rises from its best while the training loss keeps falling."""
     evals, train = series(records.evals, "loss"), series(records.train, "loss")
     if len(evals) < 3:
         return []
@@ -60,7 +60,7 @@ def overfitting(records: RunRecords) -> list[Finding]:
 
 
 def non_finite(records: RunRecords) -> list[Finding]:
-    """Steps that were skipped, or whose loss is no number."""
+    """Steps that were skipped, or whose loss is not finite."""
     rows = records.train
     seen = set(non_finite_steps(rows)) | set(non_finite_steps(rows, "grad_norm"))
     skipped = series(rows, "skipped_steps")
@@ -73,7 +73,9 @@ def non_finite(records: RunRecords) -> list[Finding]:
     shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
     evidence = f"{total} of {int(rows[-1]['step']):,} steps; in the log rows of step {shown}"
     if records.planned("precision") == "fp16" and total <= 20:
-        return [Finding("info", "Non-finite steps were skipped", evidence + "; usual while fp16's scale settles")]
+        return [
+            Finding("info", "Non-finite steps were skipped", evidence + "; usual while the loss scale of fp16 adapts")
+        ]
     if total <= 2:
         return [Finding("info", "Non-finite steps were skipped", evidence)]
     remedy = "Lower optim.lr, set optim.max_grad_norm or raise precision.dtype; look at the data there."
@@ -81,7 +83,7 @@ def non_finite(records: RunRecords) -> list[Finding]:
 
 
 def clipping(records: RunRecords) -> list[Finding]:
-    """The gradient norm is over the clip at nearly every step of the second half."""
+    """The gradient norm exceeds the clip at nearly every step of the second half."""
     limit = number(records.configured("optim.max_grad_norm"))
     norms = values(records.train[len(records.train) // 2 :], "grad_norm")
     if not limit or len(norms) < 20:
@@ -94,4 +96,4 @@ def clipping(records: RunRecords) -> list[Finding]:
     ends = smoothed_ends(series(records.train, "loss"))
     stuck = ends is not None and ends[1] > ends[0] - 0.02 * abs(ends[0])
     remedy = "Try a third of optim.lr, or raise optim.max_grad_norm if the loss is smooth."
-    return [Finding("warning" if stuck else "info", "Gradients are clipped nearly always", seen, remedy)]
+    return [Finding("warning" if stuck else "info", "Gradients are clipped at nearly every step", seen, remedy)]

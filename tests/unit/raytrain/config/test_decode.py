@@ -91,7 +91,7 @@ def test_an_alias_is_a_copy() -> None:
         ("a: !!python/object/apply:os.system ['true']", "a", "python/object"),
         ("a: !!binary aGk=", "a", "the tag"),
         ("a: !mine 3", "a", "!mine"),
-        ("a: !!int seven", "a", "'seven' is no int"),
+        ("a: !!int seven", "a", "'seven' is not a valid int"),
         ("a: {b: &x [*x]}", "a.b.0", "an alias to itself"),
         ("? [1, 2]\n: 3", "job.yaml", "as a key"),
         ("a: " + "[" * 3000, "job.yaml", "nesting"),
@@ -247,7 +247,7 @@ def test_one_sentence_says_what_was_seen_and_what_was_expected(values: dict[str,
 def test_the_first_mistake_of_the_file_is_told_and_the_others_are_counted() -> None:
     error = mistake(LoopConfig, {"epochs": 1, "stps": 3, "max_steps": 0, "log_every": "x"})
     assert error.key == "loop.stps"
-    assert "2 more to mend: loop.max_steps, loop.log_every" in str(error)
+    assert "2 more to fix: loop.max_steps, loop.log_every" in str(error)
     assert mistake(LoopConfig, {"log_every": "x", "stps": 3}).key == "loop.log_every"
 
 

@@ -235,7 +235,7 @@ def test_torn_and_broken_files_are_named_and_the_rest_is_shown(tmp_path: Path):
     contents["metrics.jsonl"] = "\n".join([*lines[:3], '{"kind": "train", "st', *lines[3:], '{"kind": "tr'])
     contents |= {"result.json": '{"status": ', "plan.json": "[]", "environment.json": "null"}
     page = page_of(write(tmp_path, contents))
-    assert "metrics.jsonl: 2 torn lines left out" in page.text
+    assert "metrics.jsonl: 2 broken lines left out" in page.text
     assert "result.json: " in page.text and "Still running or lost" in page.text
     assert len(read_records(RunFolder.open(str(tmp_path))).train) == 10
 

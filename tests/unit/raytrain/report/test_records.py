@@ -39,7 +39,7 @@ def test_an_epoch_without_a_logged_step_keeps_its_row():
             {"status": "done", "steps": 7, "wall_s": 61, "reason": "no gain in 3 evaluations"},
             "Done: 7 steps in 1 min 01 s (no gain in 3 evaluations).",
         ),
-        ({"status": "failed", "steps": 7}, "Failed after step 7: the cause is not on record"),
+        ({"status": "failed", "steps": 7}, "Failed after step 7: no cause was recorded"),
     ],
 )
 def test_the_outcome_in_one_sentence(tmp_path: Path, result: dict[str, Any], sentence: str):
