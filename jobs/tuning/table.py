@@ -170,7 +170,7 @@ def contest_text(contest: HeadToHead, space: BatchSpace) -> str:
     if not contest.valid:
         return next(f"{one.outcome}: {one.reason}" for one in contest.measurements if one.outcome != "ok")
     first, *others = (one.candidate for one in contest.measurements)
-    return "; ".join(contest.told(first, other, rows=space.rows_per_step) for other in others)
+    return "; ".join(contest.comparison(first, other, rows=space.rows_per_step) for other in others)
 
 
 def batch_text(row: Mapping[str, Any], space: BatchSpace) -> str:

@@ -122,7 +122,7 @@ def test_what_a_search_found_is_held_against_the_run(tmp_path: Path) -> None:
     assert told["slower"]["after an out-of-memory"] == 4
     assert record["confirmed"] is False and record["value"] == 8 and record["step_s"] > record["was"]["step_s"]
     (event,) = told["other"]["events"]
-    assert "version.torch: 0 -> 2" in event["reason"] and "measured anew" in event["reason"]
+    assert "version.torch: 0 -> 2" in event["reason"] and "measured again" in event["reason"]
     assert told["other"]["record"]["micro_batch"]["value"] == 8
     assert "not even a micro-batch of 1 rows fits" in told["too large"]["error"]
     assert "cluster.memory_limit" in told["too large"]["error"]

@@ -22,7 +22,7 @@ import torch
 
 from raytrain.autotune.probe.agreed import run_agreed
 from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers, preserve_skipped
-from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, alike
+from raytrain.autotune.search.measurement import Candidate, Measurement, Outcome, nearly_equal
 from raytrain.data.rows.batches import Cursor
 from raytrain.data.rows.contract import Split
 from raytrain.data.rows.longest import longest_row
@@ -257,7 +257,7 @@ class StepProbe:
 
     def _all_alike(self, seconds: list[float]) -> bool:
         """Whether the last two passes took about the same time on every worker."""
-        return not self.workers.all_reduce_ints([int(not alike(seconds))])[0]
+        return not self.workers.all_reduce_ints([int(not nearly_equal(seconds))])[0]
 
     def _timed_pass(self, rows: list[np.ndarray], seconds: list[float]) -> None:
         """Rows that processes read are read before the clock starts; `raytrain.autotune.probe.loaders` times those."""

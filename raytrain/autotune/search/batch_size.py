@@ -1,11 +1,11 @@
-"""The search over batch size and precision: measurements in, the next ones to make or the decision out. Pure.
+"""The search over batch size and precision. Pure: measurements in, the next proposals or the decision out.
 
 For each precision two small sizes give a line of time and one of memory. The time predicts the size from which
 throughput hardly rises (the knee), which is measured next; bounds drawn through what is measured then say whether any
 other size could change the answer, and which. The answer is the smallest size within `NEAR` of the best that memory
 allows. A lower precision must beat the reference at its own best size by `WORTHWHILE_GAIN`, and pass the numeric gate.
-Each size is timed in one go, so that a slow stretch of the machine may have hit it alone: at the end the winner, its
-runner-up and the best of each other precision are measured once more in turn, and those ratios decide.
+Each size is timed at one moment, at which the machine may have been slow: at the end the winner, its runner-up and the
+best of each other precision are measured once more in alternating rounds, and those ratios decide.
 
 A caller measures whatever `next_proposals` names until it names nothing, then asks `decide`.
 """
@@ -36,22 +36,22 @@ from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.text import size_text
 
-#: A line of memory is read again beyond so many times the sizes that it was drawn through.
+#: Beyond so many times the measured sizes the line of memory is confirmed by another reading.
 FAR = 2
-#: Rows of a step of the gate, at most: rounding does not need many, and its steps are most of what a search costs.
+#: Rows of a step of the gate, at most: rounding shows with few, and its steps are most of the cost of a search.
 GATE_ROWS = 4
-#: Steps of one timed measurement at least, and of one part in a contest: the dropped warm-up, then what is timed.
+#: Least steps of one timed measurement, and of one contender in a contest; each includes the dropped warm-up.
 TIMED, ENTRY = 1 + LEAST_PASSES, 1 + ROUNDS
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """One candidate as a person reads it.
+    """One candidate, for the table that a user reads.
 
     Attributes:
         rows_per_s: of one worker, from medians, with an interval of two standard errors; None where it was not timed.
-        predicted_peak, measured_peak: bytes; None where nothing tells.
-        note: why it is out, or "".
+        predicted_peak, measured_peak: bytes; None if unknown.
+        note: why it was ruled out, or "".
     """
 
     precision: str
@@ -73,11 +73,11 @@ class BatchDecision:
         rows_per_s: of one worker, throughput (or goodput, where the space asks for it).
         predicted_peak: bytes by the line through the other sizes, or through the reference's where there is none.
         table: every candidate on which anything was spent.
-        refusals: precision -> why it was not taken.
+        refusals: precision -> why it was not chosen.
         knees: precision -> its own best size.
         steps: precision -> passes spent, warm-ups, memory readings and contests included.
         complete: the search had nothing left to measure.
-        contest: the contenders that were measured in turn, and the seconds of their passes; None where none were.
+        contest: the contenders of the last contest and the seconds of their passes; None without one.
     """
 
     candidate: Candidate
@@ -105,11 +105,11 @@ def next_proposals(
     gates: Iterable[GateReport] = (),
     contests: Sequence[HeadToHead] = (),
 ) -> list[Proposal]:
-    """What to measure now, at most as many as devices are idle; nothing while results must be awaited, or at the end.
+    """What to measure now, at most one proposal for each idle device; nothing while results are awaited, or at the end.
 
     Args:
         measurements: all results so far. A measurement that crashed is one with the outcome "error".
-        running: what was proposed and has not ended.
+        running: proposals without a result so far.
         gates: results of the proposals with `gate_steps`.
         contests: results of the proposals with `against`, the latest last.
     """
@@ -120,7 +120,7 @@ def next_proposals(
 
 
 def _kind(one: Proposal) -> tuple[Candidate, bool, bool, bool]:
-    """What it measures, however often: results that came meanwhile may ask for less of the same."""
+    """What it measures, whatever the number of passes, which may shrink as results arrive."""
     return one.candidate, one.passes > 0, one.gate_steps > 0, bool(one.against)
 
 
@@ -130,10 +130,10 @@ def decide(
     gates: Iterable[GateReport] = (),
     contests: Sequence[HeadToHead] = (),
 ) -> BatchDecision:
-    """The best that the measurements show; also of a search that was broken off.
+    """The best candidate by these measurements; also for a search that was interrupted.
 
     Raises:
-        RunError: nothing that was measured can run; says how many bytes are wanted and which key allows more.
+        RunError: nothing that was measured can run; says how many bytes are needed and which key allows more.
     """
     return _Search(space, measurements, gates, contests).decision()
 
@@ -143,7 +143,7 @@ class _Search(Ranking):
 
     def wanted(self) -> list[Proposal]:
         """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
-        reference's before the others', then whatever promises most."""
+        reference's first, then the sizes with the highest upper bounds."""
         curves = sorted(self.curves.values(), key=lambda curve: curve is not self.lead)
         begun = [one for curve in curves for one in (*self._begin(curve), *self._again(curve))]
         by_promise = sorted(curves, key=lambda curve: -curve.reach)
@@ -160,16 +160,16 @@ class _Search(Ranking):
         return [self._timed(curve, size, with_memory=self._unread(curve, size) and not unasked) for size in missing]
 
     def _again(self, curve: ThroughputCurve) -> list[Proposal]:
-        """Once more what was timed beside other work on the machine, in a process of its own at another moment."""
+        """Sizes timed while the machine did other work: once more, in a process of their own at another moment."""
         left = MOST_STEPS - curve.steps - self._reserved()
         if curve.nonfinite or left < TIMED:
             return []
         return [self._timed(curve, size, most=left - 1) for size in curve.unsteady if size in curve.measured]
 
     def _go_on(self, curve: ThroughputCurve) -> list[Proposal]:
-        """What one precision needs after its first sizes."""
+        """The next size of a precision after its first ones."""
         left = MOST_STEPS - curve.steps - self._reserved()
-        if curve.nonfinite or not curve.measured or left < TIMED or self.outdone(curve):
+        if curve.nonfinite or not curve.measured or left < TIMED or self.cannot_win(curve):
             return []
         size = next_size(curve) if curve.sizes_tried < MOST_SIZES else None
         if size is None:
@@ -179,7 +179,7 @@ class _Search(Ranking):
         return [self._timed(curve, size, most=most, with_memory=read)]
 
     def _first(self, curve: ThroughputCurve) -> list[int]:
-        """The two sizes to begin with; others near them where those do not work or fit."""
+        """The two sizes to begin with; others near them if those fail or do not fit."""
         fitting = [size for size in curve.fitting() if self._guessed_to_fit(curve, size)]
         start = [size for size in self.space.first_sizes() if size in fitting]
         known = [size for size in curve.measured if size not in start]
@@ -189,20 +189,20 @@ class _Search(Ranking):
         return sorted((start + known + spare)[: min(2, len(fitting))])
 
     def _guessed_to_fit(self, curve: ThroughputCurve, size: int) -> bool:
-        """Before a precision has read its own memory, the reference's counts: weights and optimizer are the same."""
+        """Until the memory of a precision is read the reference's counts: weights and optimizer are the same."""
         return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
 
     def _unread(self, curve: ThroughputCurve, size: int) -> bool:
         return self.space.budget_bytes is not None and size not in curve.peaks
 
     def _reserved(self) -> int:
-        """Steps kept for the end: the confirmation of a peak, and a part in a contest of precisions."""
+        """Steps reserved for the end: the confirmation of a peak, and a contest between precisions."""
         confirmed = MEMORY_PASSES if self.space.budget_bytes is not None else 0
         return confirmed + (ENTRY if len(self.curves) > 1 and self.contest is None else 0)
 
     def _frontier(self, curve: ThroughputCurve, size: int) -> bool:
-        """Whether larger sizes are out only by a line of memory that is drawn on from far smaller ones: an allocator
-        that takes memory in large pieces makes it a rough one, so that it is read again here."""
+        """Whether larger sizes are ruled out only by a line of memory extrapolated from far smaller ones. Where an
+        allocator takes memory in large blocks that line is rough, so that memory is read again at this size."""
         if not self._unread(curve, size) or curve.too_large is not None or not curve.peaks:
             return False
         return size == curve.fitting()[-1] < self.space.sizes[-1] and size > FAR * max(curve.peaks)
@@ -224,7 +224,7 @@ class _Search(Ranking):
         return []
 
     def _last(self) -> list[Proposal]:
-        """The contest of whoever is going to be chosen, and its peak."""
+        """The contest of the candidate about to be chosen, and the reading of its peak."""
         curve = self.winner()
         size = None if curve is None else chosen_size(curve)
         if curve is None or size is None:
@@ -235,11 +235,11 @@ class _Search(Ranking):
         return [Proposal(Candidate(curve.precision, size), passes=0, with_memory=True)] if unread else []
 
     def _rivals(self, curve: ThroughputCurve, size: int) -> tuple[Candidate, ...]:
-        """Who the chosen one is measured against, as far as steps are left: its runner-up, and the best of each other
-        precision that could be taken."""
+        """Contenders against the chosen size, as far as steps are left: its runner-up, and the best of each other
+        precision that could be chosen."""
 
         def left(other: ThroughputCurve, *sizes: int) -> int:
-            """Steps that remain when each of these sizes has been confirmed, should it win."""
+            """Steps that remain once each of these sizes has been confirmed, in case it wins."""
             return MOST_STEPS - other.steps - MEMORY_PASSES * sum(self._unread(other, one) for one in sizes)
 
         if left(curve, size) < ENTRY:
@@ -265,7 +265,7 @@ class _Search(Ranking):
         return BatchDecision(
             candidate=Candidate(curve.precision, size),
             precision=Resolved(curve.precision, self.precision_reason(curve)),
-            micro_batch_size=Resolved(size, "; ".join(self._size_told(curve, size))),
+            micro_batch_size=Resolved(size, "; ".join(self._size_reasons(curve, size))),
             rows_per_s=curve.score(size),
             predicted_peak=None if line is None else line.predict(size),
             measured_peak=curve.peaks.get(size),
@@ -277,13 +277,14 @@ class _Search(Ranking):
             complete=not self.wanted(),
         )
 
-    def _size_told(self, curve: ThroughputCurve, size: int) -> list[str]:
+    def _size_reasons(self, curve: ThroughputCurve, size: int) -> list[str]:
         peak, budget = curve.peaks.get(size), self.space.budget_bytes
         share = [f"its peak is {peak / budget:.1%} of what a process may take"] if peak and budget else []
         return [size_reason(curve, size), *self.sizes_in_turn(curve, size), *share]
 
     def _lines(self, curve: ThroughputCurve, size: int) -> Iterator[MemoryLine | None]:
-        """What predicts the peak of a size, the best first; the reference's where its own was read nowhere else."""
+        """Lines that predict the peak of a size, the best first; the reference's if no other size of its own was
+        read."""
         yield curve.line_without(size)
         yield curve.estimate_without(size)
         yield self.lead.line
@@ -321,7 +322,7 @@ def _row(curve: ThroughputCurve, size: int) -> TableRow:
 
 
 def nothing_fits(space: BatchSpace, curves: Sequence[ThroughputCurve]) -> RunError:
-    """The error of a search without an answer: what failed, in bytes and words, and the key that mends it."""
+    """The error of a search without an answer: what failed, how many bytes it needed, and the key to change."""
     failed = [f"{curve.precision}: {why}" for curve in curves for why in [_failure(curve)] if why]
     if space.budget_bytes is not None and any(curve.too_large is not None for curve in curves):
         floors = [floor for curve in curves for floor in curve.floors]

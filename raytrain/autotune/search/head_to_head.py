@@ -1,5 +1,6 @@
-"""The last candidates of a search measured once more in turn, in one process: what the machine did meanwhile, it did to
-all of them. Their ratios decide; what was timed at other moments does so only up to here. Pure, without torch.
+"""The best candidates of a search measured once more in alternating rounds, in one process, so that other work on the
+machine affects all of them alike. Their ratios decide; measurements from other moments only select who takes part.
+Pure, without torch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from typing import Any
 
 from raytrain.autotune.search.measurement import Candidate, Measurement
 
-#: Timed rounds of a contest; each contender has one more before them that is dropped.
+#: Timed rounds, after one round that is dropped.
 ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class HeadToHead:
-    """Rounds in each of which every contender takes one pass and one update.
+    """A contest: rounds in each of which every contender runs one pass and one update.
 
     Attributes:
-        measurements: one of each contender, the one to be chosen first; pass i of all of them is of round i.
+        measurements: one of each contender, the leader first; pass i of all of them is from round i.
     """
 
     measurements: tuple[Measurement, ...]
@@ -36,32 +37,32 @@ class HeadToHead:
 
     @property
     def valid(self) -> bool:
-        """Whether all of them came through."""
+        """Whether all contenders succeeded."""
         return all(one.outcome == "ok" and one.pass_s for one in self.measurements)
 
     def of(self, candidate: Candidate) -> Measurement | None:
-        """What it measured of a candidate; None where that took no part."""
+        """The measurement of a candidate; None if it took no part."""
         return next((one for one in self.measurements if one.candidate == candidate), None)
 
     def pass_s(self, candidate: Candidate) -> float:
         """Seconds of a pass: the first contender's median, times the median ratio to it, round by round."""
         first, own = self.measurements[0], self.of(candidate)
-        assert own is not None, "asked of a contender"
+        assert own is not None, "a contender"
         ratios = [one / other for one, other in zip(own.pass_s, first.pass_s, strict=True)]
         return statistics.median(ratios) * statistics.median(first.pass_s)
 
     def gains(self, candidate: Candidate, other: Candidate, *, rows: int | None) -> list[float]:
-        """How many times as many rows a second as `other`, in each round.
+        """The ratio of rows per second to those of `other`, in each round.
 
         Args:
             rows: of a step; None where a step is one micro-batch.
         """
         own, theirs = self.of(candidate), self.of(other)
-        assert own is not None and theirs is not None, "asked of two contenders"
+        assert own is not None and theirs is not None, "two contenders"
         return [a / b for a, b in zip(_speeds(own, rows), _speeds(theirs, rows), strict=True)]
 
-    def told(self, candidate: Candidate, other: Candidate, *, rows: int | None) -> str:
-        """The median of those gains with the least and the greatest, in words."""
+    def comparison(self, candidate: Candidate, other: Candidate, *, rows: int | None) -> str:
+        """The median of those ratios with the least and the greatest, as text."""
         gains = self.gains(candidate, other, rows=rows)
         at = f"{statistics.median(gains):.2f} [{min(gains):.2f}, {max(gains):.2f}] times as fast as"
         return f"measured in turn {at} {other.precision} x {other.micro_batch_size}"

@@ -1,8 +1,7 @@
-"""Which layers must stay in fp32: each is computed alone in half precision, then as few as can be are kept out of it.
+"""Which layers must stay in fp32: the fewest of the most sensitive ones. Pure: measurements in, `Resolved` out.
 
-The method of mixed-precision searches by sensitivity (HAWQ and its like rank layers, then cut): the rank comes from
-one layer at a time, the cut from the whole model measured with the most sensitive layers in fp32. Pure: measurements
-in, `Resolved` out.
+The method of mixed-precision searches by sensitivity (such as HAWQ: rank the layers, then cut): the rank comes from one
+layer at a time in half precision, the cut from the complete model with the most sensitive layers in fp32.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class LayerChange:
 
     @property
     def score(self) -> float:
-        """In units of what a whole model is allowed."""
+        """The change relative to the tolerance of a complete model."""
         parts = (abs(self.loss) / LOSS_TOLERANCE, self.gradient / (1 - NORM_BAND[0]))
         return math.inf if self.error or any(math.isnan(part) for part in parts) else max(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping; null is what is not finite."""
+        """A plain mapping; null for what is not finite."""
         return {key: None if value != value or value == math.inf else value for key, value in asdict(self).items()}
 
 
@@ -49,7 +48,7 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
 
     Args:
         changes: of each layer alone.
-        refusal: why the whole model with these layers in fp32 is outside the band, "" where it is inside.
+        refusal: why the complete model with these layers in fp32 is outside the band, "" where it is inside.
     """
     touched = sorted((change for change in changes if change.score > 0), key=lambda change: -change.score)
     names = [change.layer for change in touched]

@@ -1,8 +1,7 @@
-"""How many processes of a worker read its data: rates measured with so many of them in, the next count to measure or
-the answer out. Pure.
+"""How many processes of a worker read its data. Pure: measured rates in, the next count to measure or the answer out.
 
-More processes help until the model waits for nothing, and then cost cores: counts double until two in succession have
-brought nothing, and what lies beside the best is halved until the smallest count near it is found.
+More processes help until the model no longer waits for data; then they only occupy cores. Counts double until two in
+succession bring nothing; then the intervals next to the best are halved until the smallest count near it is found.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class LoaderRates:
 
 
 def next_count(measured: Sequence[LoaderRate], *, most: int) -> int | None:
-    """How many processes to measure next, of 0 to `most`; None where the answer is known."""
+    """How many processes to measure next, of 0 to `most`; None if the answer is known."""
     rates = {one.count: one.per_s for one in measured}
     known: list[float] = []
     for count in _doubling(most):
@@ -72,11 +71,11 @@ def choose_count(found: LoaderRates) -> Resolved:
     """The smallest count within `NEAR` of the best rate, with its reason."""
     rates = {one.count: one.per_s for one in found.rates}
     count, best = _smallest_near(rates), max(rates, key=lambda one: rates[one])
-    told = f"{rates[count]:.3g} batches/s of {found.candidate.micro_batch_size} rows"
+    reason = f"{rates[count]:.3g} batches/s of {found.candidate.micro_batch_size} rows"
     if count != best:
-        told += f", within {NEAR:.0%} of the best"
+        reason += f", within {NEAR:.0%} of the best"
     others = ", ".join(f"{one}: {rates[one]:.3g}" for one in sorted(rates) if one != count)
-    return Resolved(count, f"{told}; {others} (0 to {found.most} processes, measured with the model)")
+    return Resolved(count, f"{reason}; {others} (0 to {found.most} processes, measured with the model)")
 
 
 def _smallest_near(rates: Mapping[int, float]) -> int:

@@ -1,4 +1,4 @@
-"""What a probe hands to a decision: one candidate measured, as a plain value. Pure, without torch."""
+"""`Measurement`: what a probe measured of one candidate, and what decisions are made from. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
-#: Passes of one size that differ by more than this part of their median were taken while the machine did other work.
+#: Passes of one size that differ by more than this fraction of their median ran while the machine did other work.
 STEADY = 0.5
-#: Two passes that differ by less than this part of the shorter one need no third.
+#: Two passes that differ by less than this fraction of the shorter one need no third.
 ALIKE = 0.05
 
 Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
@@ -18,7 +18,7 @@ Outcome = Literal["ok", "out_of_memory", "nonfinite", "error"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the search: how a worker would compute.
+    """One point of the search.
 
     Attributes:
         precision: value of `precision.dtype`.
@@ -31,20 +31,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One candidate, measured with the real step; of several workers the slowest one's seconds and the largest peak.
+    """One candidate, measured with the real step: the slowest worker's seconds, the largest peak.
 
     Attributes:
         candidate: what was measured.
-        outcome: "out_of_memory" is a result like any other: the device's allocator refused, or the peak was above
-            the budget.
+        outcome: with "out_of_memory" the device's allocator refused, or the peak was above the budget.
         pass_s: seconds of each forward and backward pass of one micro-batch, warm-up dropped; may be empty.
         update_s: seconds of each reduction, clip and optimizer step, warm-up dropped; may be empty.
-        peak_bytes: the most the process had at a time; None where memory was not asked for.
-        floor_bytes: what it had before the first pass: model, optimizer state, gradients, data and the process itself.
+        peak_bytes: the most that the process had allocated at a time; None if memory was not read.
+        floor_bytes: allocated before the first pass: model, optimizer state, gradients, data and the process itself.
         loss, grad_norm: of the first pass.
-        reason: in words, where it is not "ok".
+        reason: of an outcome other than "ok".
         device: name of the device, such as "cpu" or "NVIDIA H100".
-        taken_at: unix time of its end; 0 where nobody looked.
+        taken_at: unix time of its end; 0 if unknown.
     """
 
     candidate: Candidate
@@ -60,13 +59,13 @@ class Measurement:
     taken_at: float = 0.0
 
     def step_s(self, rows: int) -> float:
-        """Seconds of a step of so many rows on one worker, from the medians: whole passes, then one update."""
+        """Seconds of a step of so many rows on one worker, from the medians: its passes and one update."""
         passes = math.ceil(rows / self.candidate.micro_batch_size)
         return passes * median(self.pass_s) + (median(self.update_s) if self.update_s else 0.0)
 
     @property
     def is_steady(self) -> bool:
-        """Whether its timed passes are alike; a reading of memory alone always is."""
+        """Whether its timed passes took about the same time; true for a memory reading alone."""
         return not self.pass_s or max(self.pass_s) - min(self.pass_s) <= STEADY * median(self.pass_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class Measurement:
         return cls(**{**fields, "pass_s": tuple(row["pass_s"]), "update_s": tuple(row["update_s"])})
 
 
-def alike(seconds: Sequence[float]) -> bool:
-    """Whether the last two passes took the same time, or nearly."""
+def nearly_equal(seconds: Sequence[float]) -> bool:
+    """Whether the last two passes took about the same time."""
     one, other = seconds[-2:]
     return abs(one - other) <= ALIKE * min(one, other)

@@ -1,8 +1,8 @@
 """Peak memory as a line in the rows of a micro-batch: fit, predict, the largest size within a budget. Pure.
 
-What a step holds at its peak is what is there before it (weights, optimizer state, gradients, the process) and what
-each row adds, mostly activations. A kernel may take another way for a large size, so a prediction is confirmed by one
-measurement before it is relied on.
+At its peak a step holds what exists before it (weights, optimizer state, gradients, the process) and what each row
+adds, mostly activations. A kernel may use another algorithm for a large size, so a prediction is confirmed by one
+measurement before it is used.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class MemoryLine:
 
 
 def points(measurements: Iterable[Measurement]) -> list[tuple[int, int]]:
-    """(rows, peak bytes) of those whose peak is known, for `fit`: also of what was above its budget, but not of what
-    the allocator refused.
+    """(rows, peak bytes) of the measurements whose peak is known, for `fit`: also of those above their budget, but not
+    of those that the allocator refused.
 
-    A process keeps something of each size that it has met (compiled kernels), so that its floor rises: every peak is
-    what its own size added, on top of the highest floor.
+    A process keeps something for each size that it has computed (compiled kernels), so that its floor rises: every peak
+    is what its own size added, on top of the highest floor.
     """
     known = [one for one in measurements if one.peak_bytes]
     found = [(one.candidate.micro_batch_size, one.peak_bytes or 0, one.floor_bytes or 0) for one in known]
@@ -48,8 +48,8 @@ def points(measurements: Iterable[Measurement]) -> list[tuple[int, int]]:
 
 
 def line_of(measured: Iterable[Measurement]) -> MemoryLine:
-    """The line through all whose peak is known; where that is one size alone, through its floor: what it needs once is
-    then charged to its rows, so that it predicts rather too much.
+    """The line through all measurements whose peak is known. With one size alone it goes through that size's floor:
+    what the size needs once is then attributed to its rows, so that the line predicts too much rather than too little.
 
     Raises:
         ValueError: no peak is known.
@@ -62,10 +62,10 @@ def line_of(measured: Iterable[Measurement]) -> MemoryLine:
 
 
 def fit(points: Sequence[tuple[int, int]]) -> MemoryLine:
-    """The line of least squares through measured (rows, peak bytes); it never falls.
+    """The least-squares line through measured (rows, peak bytes); its slope is never negative.
 
-    One size alone says nothing about the slope: all of it is then charged to the rows, and the floor is 0, which
-    predicts too much for larger sizes.
+    One size alone does not determine the slope: all of its peak is then attributed to the rows and the floor is 0,
+    which predicts too much for larger sizes.
 
     Raises:
         ValueError: no point.

@@ -1,15 +1,16 @@
-"""Which micro-batch a worker takes where memory decides: pure, measurements in, the next size or the answer out.
+"""The micro-batch where memory decides. Pure: measurements in, the next size to measure or the answer out.
 
-The largest size that fits, of those that share the global batch: time never decides here, so that two runs with one
-seed take the same steps. `raytrain tune` is where speed decides.
+The largest size that fits, of those that divide the global batch. Time does not matter here, so that two runs with the
+same seed compute the same steps; `raytrain tune` decides by speed.
 
-No prior says where to begin. torch's MemTracker in FakeTensorMode (torch 2.13, two sizes, forward and backward) was
-tried as one. What it says of a row is right: 1.000 of the measured bytes for a GPT of 4 layers in fp32, 0.998 in bf16,
-0.996 for an MLP, 0.998 for a CNN, 1.04 for a Llama of 4 layers. But it took 2.3, 2.0, 0.5, 0.9 and 3.5 s on one CPU
-core, which grow with the layers and not with the rows, where the first real measurement, of an eighth of the largest
-size, took 0.2 to 0.9 s and gives the floor as well: the process, its kernels and what the allocator rounds up, of which
-a fake run knows nothing. Two measured sizes are needed in either case, as one alone does not tell what a process needs
-once. A mixture of experts it cannot run: where rows go depends on the data (DataDependentOutputException).
+No estimate says which size to begin with. torch's MemTracker in FakeTensorMode (torch 2.13, two sizes, forward and
+backward) was tried for that. Its estimate of a row is right: 1.000 of the measured bytes for a GPT of 4 layers in fp32,
+0.998 in bf16, 0.996 for an MLP, 0.998 for a CNN, 1.04 for a Llama of 4 layers. But it took 2.3, 2.0, 0.5, 0.9 and 3.5 s
+on one CPU core, which grow with the layers and not with the rows, where the first real measurement, of an eighth of the
+largest size, took 0.2 to 0.9 s and gives the floor as well: the process, its kernels and what the allocator rounds up,
+which a fake run does not see. Two measured sizes are needed in either case, as one alone does not show what a process
+needs once. It
+cannot run a mixture of experts: where rows go depends on the data (DataDependentOutputException).
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from raytrain.autotune.search.space import sizes_dividing
 from raytrain.plan.choice import Resolved
 from raytrain.plan.text import size_text
 
-#: The first size measured is at most this part of the largest one.
+#: The first size measured is at most this fraction of the largest one.
 FIRST = 1 / 8
 
 
 @dataclass(frozen=True)
 class NextSize:
-    """A size to measure, and what the line predicts for it; None where there is no line yet."""
+    """A size to measure, and its peak as the line predicts it; None if there is no line yet."""
 
     rows: int
     predicted: int | None
 
 
 def micro_batch_sizes(global_batch: int, workers: int) -> tuple[int, ...]:
-    """Sizes that may stand for `auto`, ascending: one worker's share, and those that divide the batch evenly."""
+    """Sizes that `auto` may choose, ascending: those that divide the batch evenly, and one worker's share."""
     return tuple(sorted({*sizes_dividing(global_batch, workers), math.ceil(global_batch / workers)}))
 
 
-def next_reading(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> NextSize | None:
+def next_micro_batch(sizes: Sequence[int], measured: Sequence[Measurement], *, budget: int | None) -> NextSize | None:
     """What to measure next; None where `choose_micro_batch` has its answer.
 
-    Begins with a small size, goes where the line through all that fitted predicts that the budget allows, and ends at
-    a size that was measured to fit and whose successor was measured, or is predicted by two sizes, not to.
+    Begins with a small size, continues with the largest one that the line through all fitting sizes predicts to be
+    within the budget, and ends at a size that was measured to fit while the next larger one was measured, or is
+    predicted from two sizes, not to fit.
     """
     fitted = {one.candidate.micro_batch_size for one in measured if one.outcome == "ok"}
     failed = {one.candidate.micro_batch_size for one in measured if one.outcome != "ok"}
@@ -57,10 +59,10 @@ def next_reading(sizes: Sequence[int], measured: Sequence[Measurement], *, budge
     if not best:
         first = max((size for size in larger if size <= FIRST * min(ceiling, max(sizes))), default=larger[0])
         return NextSize(first, None)
-    line = line_of([one for one in measured if one.outcome == "ok"])  # others may lie beyond a kink
+    line = line_of([one for one in measured if one.outcome == "ok"])  # others may not be on the line
     within = max(larger) if budget is None else line.largest(budget, larger)
     if within is None and len(fitted) == 1:
-        within = larger[0]  # one size alone predicts too much: what it needs once is charged to its rows
+        within = larger[0]  # one size alone predicts too much, see `line_of`
     return None if within is None else NextSize(within, line.predict(within))
 
 

@@ -1,4 +1,4 @@
-"""Who is ahead, by all that is known: precisions against the reference, and why the others are not taken. Pure."""
+"""Ranks the precisions of a search against the reference, and says why the others were not chosen. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from raytrain.autotune.search.precision import WORTHWHILE_GAIN, GateReport, gate
 from raytrain.autotune.search.space import BatchSpace
 from raytrain.autotune.search.throughput import ThroughputCurve, chosen_size
 
-#: A precision whose bounds promise less than this part of what it has to reach is dropped.
+#: A precision whose upper bound is below this fraction of what it has to reach is dropped.
 HOPELESS = 0.95
 
 
 class Ranking:
-    """The curves of all precisions, side by side.
+    """The throughput curves of all precisions, compared.
 
     Attributes:
         curves: by precision. lead: the reference's, or the first.
         gates: reports by precision.
-        contest: the last one that all contenders came through, or None.
+        contest: the last one in which all contenders succeeded, or None.
     """
 
     def __init__(
@@ -38,11 +38,16 @@ class Ranking:
         self.lead = self.curves[space.lead]
         self.gates: Mapping[str, GateReport] = {gate.precision: gate for gate in gates}
 
-    def outdone(self, curve: ThroughputCurve) -> bool:
-        """Whether a precision cannot win any more, whatever its unmeasured sizes give by their bounds: another one,
-        that no gate has refused, is ahead. To be ahead of the reference takes a gain that is worth its rounding."""
+    def cannot_win(self, curve: ThroughputCurve) -> bool:
+        """Whether a precision cannot win any more, even at the upper bounds of its unmeasured sizes, because another
+        one that no gate has refused is faster. To count as faster than the reference takes `WORTHWHILE_GAIN`."""
         for rival in self.curves.values():
-            if rival is curve or rival.nonfinite or self.refused(rival) or (curve is self.lead and self.doubted(rival)):
+            if (
+                rival is curve
+                or rival.nonfinite
+                or self.refused(rival)
+                or (curve is self.lead and self.not_always_faster(rival))
+            ):
                 continue
             needed = rival.best
             if self.lead in (curve, rival):
@@ -52,13 +57,13 @@ class Ranking:
         return False
 
     def refused(self, curve: ThroughputCurve) -> str:
-        """What the gate said against a precision, if it did."""
+        """Why the gate refused a precision; "" if it did not."""
         gate = self.gates.get(curve.precision)
         return "" if gate is None else gate_refusal(gate)
 
-    def doubted(self, curve: ThroughputCurve) -> bool:
-        """Whether a precision was not faster than the reference in every round in which both were timed in turn: what
-        is faster by the median alone may be so by what else the machine did."""
+    def not_always_faster(self, curve: ThroughputCurve) -> bool:
+        """Whether a precision was slower than the reference in some round of a contest between them: a better median
+        alone may be due to other work on the machine."""
         size = chosen_size(curve)
         if curve is self.lead or self.contest is None or size is None or curve.entry(size) is None:
             return False
@@ -69,10 +74,10 @@ class Ranking:
         )
 
     def gain(self, curve: ThroughputCurve) -> float:
-        """Throughput of a precision at its own best size against the reference's at its own; as the contest has it,
-        where both took part."""
+        """Throughput of a precision at its best size relative to the reference's at its own; from the contest, if both
+        took part."""
         size, lead = chosen_size(curve), chosen_size(self.lead)
-        assert size is not None and lead is not None, "a gain is asked for where both were measured"
+        assert size is not None and lead is not None, "both are measured"
         return curve.score(size) / self.lead.score(lead)
 
     def winners(self) -> list[ThroughputCurve]:
@@ -80,11 +85,11 @@ class Ranking:
         others = [curve for curve in self.curves.values() if curve is not self.lead and chosen_size(curve) is not None]
         if chosen_size(self.lead) is None:
             return sorted(others, key=lambda curve: curve.best, reverse=True)
-        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.doubted(one)]
+        faster = [one for one in others if self.gain(one) > 1 + WORTHWHILE_GAIN and not self.not_always_faster(one)]
         return sorted(faster, key=self.gain, reverse=True)
 
     def winner(self) -> ThroughputCurve | None:
-        """The first that also passes its gate, else the reference; None where nothing runs."""
+        """The fastest that also passes its gate, else the reference; None if nothing runs."""
         alone = chosen_size(self.lead) is None
         for curve in self.winners():
             passed = curve.precision in self.gates and not self.refused(curve)
@@ -92,28 +97,28 @@ class Ranking:
                 return curve
         return None if alone else self.lead
 
-    # -- in words ---------------------------------------------------------------------------------
+    # -- reasons ---------------------------------------------------------------------------------
 
     def sizes_in_turn(self, curve: ThroughputCurve, size: int) -> list[str]:
-        """How the chosen size did in turn with others of its precision."""
+        """How the chosen size compared with others of its precision in the contest."""
         own = Candidate(curve.precision, size)
         if self.contest is None or curve.entry(size) is None:
             return []
         others = [one.candidate for one in self.contest.measurements if one.candidate.precision == curve.precision]
-        return [self.contest.told(own, other, rows=self.space.rows_per_step) for other in others if other != own]
+        return [self.contest.comparison(own, other, rows=self.space.rows_per_step) for other in others if other != own]
 
     def _against(self, curve: ThroughputCurve, other: ThroughputCurve) -> str:
         """`curve` against `other`, each at its own best size."""
         size, best = chosen_size(curve), chosen_size(other)
-        assert size is not None and best is not None, "asked where both were measured"
+        assert size is not None and best is not None, "both are measured"
         if self.contest is not None and curve.entry(size) is not None and other.entry(best) is not None:
             points = Candidate(curve.precision, size), Candidate(other.precision, best)
-            return self.contest.told(*points, rows=self.space.rows_per_step)
+            return self.contest.comparison(*points, rows=self.space.rows_per_step)
         ratio = curve.score(size) / other.score(best)
         return f"measured {ratio:.2f} times as fast as {other.precision}"
 
     def _why_not(self, curve: ThroughputCurve) -> str:
-        """Why a precision other than the chosen one was not taken."""
+        """Why a precision other than the chosen one was not chosen."""
         size = chosen_size(curve)
         if curve.nonfinite:
             return f"refused: {curve.nonfinite}"
@@ -122,21 +127,21 @@ class Ranking:
             return f"refused: {failed}" if failed else "no size of it was measured, or none fits"
         if curve is self.lead or chosen_size(self.lead) is None:
             return ""
-        told = self._against(curve, self.lead)
-        if self.doubted(curve) and self.gain(curve) > 1 + WORTHWHILE_GAIN:
-            told += ", not in every round"
+        text = self._against(curve, self.lead)
+        if self.not_always_faster(curve) and self.gain(curve) > 1 + WORTHWHILE_GAIN:
+            text += ", not in every round"
         if self.refused(curve):
-            return f"{told}, but refused: {self.refused(curve)}"
-        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self.outdone(curve) else ""
-        return f"{told}{few}"
+            return f"{text}, but refused: {self.refused(curve)}"
+        few = " and dropped after its first two sizes" if len(curve.seconds) <= 2 and self.cannot_win(curve) else ""
+        return f"{text}{few}"
 
     def refusals(self, chosen: ThroughputCurve) -> dict[str, str]:
-        """Precision -> why it was not taken."""
+        """Precision -> why it was not chosen."""
         found = {name: self._why_not(one) for name, one in self.curves.items() if one is not chosen}
         return {name: why for name, why in found.items() if why}
 
     def precision_reason(self, curve: ThroughputCurve) -> str:
-        """Why this one."""
+        """Why this one was chosen."""
         told = [f"{name} {why}" for name, why in self.refusals(curve).items()]
         if curve is self.lead:
             return "; ".join(told) or f"nothing but {curve.precision} to compare"
@@ -144,7 +149,7 @@ class Ranking:
             return "; ".join([*told, f"so that {curve.precision} could not be held against it: watch its loss"])
         checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
         gain = f"{self._against(curve, self.lead)}, "
-        if self.outdone(self.lead):  # and so not measured to its end
+        if self.cannot_win(self.lead):  # so that not all of its sizes were measured
             bound = curve.best / self.lead.reach
             gain += f"at least {bound:.2f} times as fast as {self.lead.precision} can be at any size"
         else:

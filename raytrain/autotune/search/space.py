@@ -1,4 +1,4 @@
-"""What a search over batch size and precision may try, and what it asks to have measured. Pure, without torch."""
+"""What a search over batch size and precision may try, and the measurements that it proposes. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.noise_scale import efficiency
 from raytrain.errors import InputError
 
-#: Passes of one timed measurement, the dropped warm-up not counted: two, and a third where those are not alike.
+#: Passes of one timed measurement after the dropped warm-up: two, and a third if those differ.
 LEAST_PASSES, PASSES = 2, 3
-#: Steps of a reading of memory, which is not timed.
+#: Steps of a memory reading, which is not timed.
 MEMORY_PASSES = 2
-#: For one precision at most so many sizes, and so many passes over all of them, warm-ups and memory readings included;
+#: At most so many sizes for each precision, and so many passes over all of them, warm-ups and memory readings included;
 #: only a confirmation that fails is followed by another one beyond that.
 MOST_SIZES, MOST_STEPS = 6, 25
 #: The second size is up to so many times the first.
@@ -23,20 +23,20 @@ FIRST_RATIO = 8
 
 @dataclass(frozen=True)
 class BatchSpace:
-    """What may be tried, and by what it is judged.
+    """What may be tried, and how it is judged.
 
     Attributes:
         precisions: values of `precision.dtype`, the reference among them unless the job names one.
         sizes: micro-batch sizes, ascending.
         rows_per_step: rows of one worker's step where the global batch is given (accumulation makes up the rest); None
             where the batch is free, and each step is one micro-batch.
-        budget_bytes: what one process may take; None: memory is not read.
+        budget_bytes: what one process may allocate; None: memory is not read.
         reference: the precision that others must beat.
         devices: measurements that may run at a time.
         noise_rows: gradient noise scale in rows (`raytrain.autotune.search.noise_scale`); given, the search maximises
             goodput.
         workers: of the run; with the size they make the global batch where it is free.
-        gate_steps: real steps in which a lower precision is held against the reference before it is taken; 0: none.
+        gate_steps: real steps over which a lower precision is compared with the reference before it is chosen; 0: none.
     """
 
     precisions: tuple[str, ...]
@@ -57,12 +57,12 @@ class BatchSpace:
 
     @property
     def lead(self) -> str:
-        """The precision that the others are held against: the reference, else the first."""
+        """The precision that the others are compared with: the reference, else the first."""
         return self.reference if self.reference in self.precisions else self.precisions[0]
 
     def first_sizes(self) -> tuple[int, ...]:
-        """The two small sizes that both lines are drawn from: 2 rows where there is a choice (a batch norm refuses a
-        single one), and up to eight times that."""
+        """The two small sizes that give the lines of time and memory: 2 rows where there is a choice (a batch norm
+        refuses a single one), and up to eight times that."""
         smallest = min(self.sizes)
         begin = self.sizes[1] if len(self.sizes) > 3 and smallest == 1 else smallest
         later = [size for size in self.sizes if size > begin]
@@ -81,16 +81,16 @@ class BatchSpace:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One measurement that the search asks for.
+    """One measurement that the search proposes.
 
     Attributes:
         candidate: what to measure.
         passes: timed passes at most, after a warm-up that is dropped; 0: memory alone.
-        with_memory: the peak is wanted too.
-        against: other candidates, to be measured with this one in turn, `passes` rounds
-            (`raytrain.autotune.probe.step.StepProbe.measure_in_turn`); its peak, if it is wanted, first.
-        gate_steps: not 0: no measurement but the numeric gate, `raytrain.autotune.probe.numeric_gate.run_gate`, of this
-            candidate against the reference, so many steps.
+        with_memory: also read the peak.
+        against: other candidates, measured with this one in `passes` alternating rounds
+            (`raytrain.autotune.probe.step.StepProbe.measure_in_turn`), after this one's peak if it is to be read.
+        gate_steps: if not 0, run the numeric gate (`raytrain.autotune.probe.numeric_gate.run_gate`) of this candidate
+            against the reference instead, over so many steps.
     """
 
     candidate: Candidate
@@ -101,9 +101,9 @@ class Proposal:
 
 
 def sizes_dividing(global_batch: int, workers: int) -> tuple[int, ...]:
-    """Micro-batch sizes that share a given global batch evenly: micro x accumulation x workers = global.
+    """Micro-batch sizes that divide a given global batch evenly: micro x accumulation x workers = global.
 
-    Where the workers do not divide it nothing does; then those that divide the batch, up to one worker's share.
+    If the number of workers does not divide it, the sizes that divide the batch, up to one worker's share.
     """
     share = math.ceil(global_batch / workers)
     whole = global_batch // workers if global_batch % workers == 0 else global_batch

@@ -17,33 +17,33 @@ from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.memory_line import MemoryLine, fit, line_of, points
 from raytrain.autotune.search.space import MEMORY_PASSES, BatchSpace, nearest_at_most
 
-#: Bound of one pass's relative standard deviation where too few passes tell.
+#: Least relative standard deviation of one pass that is assumed.
 LEAST_NOISE = 0.002
-#: Two sizes give a line that may be drawn on where one is at least so many times the other.
+#: Two sizes give a line that may be extrapolated if one is at least so many times the other.
 APART = 4
-#: So many times the largest measured size a line is trusted; further where passes have hardly taken longer so far.
+#: A line is trusted up to so many times the largest measured size; further if passes have hardly become longer so far.
 GROWTH, GROWTH_WHERE_FLAT, FLAT = 8, 32, 1.25
-#: A smaller size is taken where it gives up no more than this of the best throughput.
+#: A smaller size is chosen if it loses no more than this fraction of the best throughput.
 NEAR = 0.03
 #: A size that cannot beat the best measured by more than this is not worth measuring.
 WORTH_A_LOOK = 0.04
-#: A size that is so many times the chosen one is dear to measure again, and no better than the bounds tell.
+#: A size that is so many times the chosen one is expensive to measure again, and no better than its bounds.
 AS_LARGE = 2
-#: Standard errors by which a smaller size must be nearer to the best.
+#: Standard errors by which a smaller size must be closer to the best.
 CAUTION = 1.0
 
 
 class ThroughputCurve:
-    """The measurements of one precision, put together.
+    """The measurements of one precision, by size.
 
     Attributes:
         seconds: of each pass, by size.
         peaks: bytes, by size, where they were read.
-        too_large: the smallest size that did not fit; None where nothing failed so.
-        broken: sizes at which a pass failed otherwise, with the reason.
-        nonfinite: why the precision is of no use here, or "".
-        unsteady: sizes timed once, beside other work on the machine: to be timed once more. Once they are steady, what
-            was not is left out.
+        too_large: the smallest size that did not fit; None if all did.
+        broken: sizes at which a pass failed for another reason, which it gives.
+        nonfinite: why the precision cannot be used here, or "".
+        unsteady: sizes timed once, while the machine did other work: to be timed once more. The unsteady measurement
+            is left out once there is a steady one.
         steps: passes spent, warm-ups, memory readings and contests included; without what was left out as unsteady.
     """
 
@@ -108,23 +108,23 @@ class ThroughputCurve:
                 self._updates += one.update_s
 
     def entry(self, size: int) -> Measurement | None:
-        """What the last contest measured of a size; None where it took no part."""
+        """What the last contest measured of a size; None if it took no part."""
         return None if self.contest is None else self.contest.of(Candidate(self.precision, size))
 
     # -- memory -----------------------------------------------------------------------------------
 
     @cached_property
     def line(self) -> MemoryLine | None:
-        """Through every peak that was read; None before two were."""
+        """The line through all peaks; None before two were read."""
         return self.line_without(None)
 
     def line_without(self, size: int | None) -> MemoryLine | None:
-        """The line that does not know this size's own peak: what was predicted for it."""
+        """The line without this size's own peak, as a prediction for it."""
         known = points(one for one in self._read if one.candidate.micro_batch_size != size)
         return fit(known) if len({rows for rows, _ in known}) > 1 else None
 
     def estimate_without(self, size: int) -> MemoryLine | None:
-        """The same, or the line through the floor where one peak alone was read besides."""
+        """The same, or the line through the floor if there is only one other peak."""
         read = [one for one in self._read if one.candidate.micro_batch_size != size]
         return line_of(read) if read else None
 
@@ -136,7 +136,7 @@ class ThroughputCurve:
         return line is not None and budget is not None and line.predict(2 * largest) <= budget
 
     def fitting(self) -> tuple[int, ...]:
-        """Sizes that have not failed and that memory allows as far as is known."""
+        """Sizes that have not failed and that, as far as is known, memory allows."""
         line, budget = self.line, self.space.budget_bytes
         return tuple(
             size
@@ -150,7 +150,7 @@ class ThroughputCurve:
 
     @property
     def update_s(self) -> float:
-        """Median over all sizes: an update does not know the micro-batch."""
+        """Median over all sizes: an update does not depend on the micro-batch."""
         return statistics.median(self._updates) if self._updates else 0.0
 
     @cached_property
@@ -161,12 +161,12 @@ class ThroughputCurve:
 
     @property
     def sizes_tried(self) -> int:
-        """Distinct sizes on which anything was spent."""
+        """Number of sizes that were measured in some way."""
         return len({*self.seconds, *self.peaks, *self.broken, *([self.too_large] if self.too_large else [])})
 
     def pass_s(self, size: int) -> float:
-        """Seconds of a pass at a measured size: what it showed in the contest; else the median, which is taken for what
-        it would have been then where it was timed before."""
+        """Seconds of a pass at a measured size: from the contest; else the median, scaled to the time of the contest if
+        it was timed before."""
         if self.contest is not None and self.entry(size) is not None:
             return self.contest.pass_s(Candidate(self.precision, size))
         later = self.contest is not None and self._ended.get(size, 0.0) > self.contest.measurements[0].taken_at
@@ -174,7 +174,7 @@ class ThroughputCurve:
 
     @cached_property
     def _drift(self) -> float:
-        """How many times as long passes took in the contest as when these sizes were timed."""
+        """How much longer passes took in the contest than when these sizes were timed, as a ratio."""
         known = [(self.entry(size), passes) for size, passes in self.seconds.items()]
         ratios = [
             self.pass_s(entry.candidate.micro_batch_size) / statistics.median(passes)
@@ -195,18 +195,18 @@ class ThroughputCurve:
 
     @property
     def best(self) -> float:
-        """The best score that was measured; 0 where nothing was."""
+        """The best measured score; 0 without one."""
         return max((self.score(size) for size in self.measured), default=0.0)
 
     @cached_property
     def reach(self) -> float:
-        """The best score that any size that fits can have, by the bounds; 0 where nothing was measured."""
+        """The upper bound of the score over all sizes that fit; 0 if nothing was measured."""
         return max((self.bound(size) for size in self.fitting()), default=0.0) if self.measured else 0.0
 
     @property
     def growth(self) -> int:
-        """How many times the largest measured size the next one may be: further where a row has cost next to nothing,
-        as on a GPU that its first rows do not fill."""
+        """How many times the largest measured size the next one may be: more if further rows have cost almost nothing,
+        as on a GPU that few rows do not fill."""
         known = self.measured
         flat = len(known) > 1 and self.pass_s(known[-1]) < FLAT * self.pass_s(known[0])
         return GROWTH_WHERE_FLAT if flat else GROWTH
@@ -220,7 +220,7 @@ class ThroughputCurve:
 
     @cached_property
     def _noise(self) -> float:
-        """Relative standard deviation of one pass. Of few passes the median is one of them: n - 1 deviations tell."""
+        """Relative standard deviation of one pass. With few passes the median is one of them, which leaves n - 1."""
         gaps: list[float] = []
         for passes in self.seconds.values():
             middle = statistics.median(passes)
@@ -228,18 +228,18 @@ class ThroughputCurve:
         return max(LEAST_NOISE, 1.4826 * statistics.median(gaps)) if gaps else LEAST_NOISE
 
     def bound(self, size: int) -> float:
-        """The score that an unmeasured size can reach at best; that of a measured one is what it is."""
+        """The upper bound of the score of an unmeasured size; the score of a measured one."""
         known = self.measured
         if size in known:
             return self.score(size)
         below = [other for other in known if other < size]
         above = [other for other in known if other > size]
         lines = [self._drawn_on(pair, size) for pair in (_apart(below), _apart(above[::-1])) if pair is not None]
-        if not below:  # fewer rows in less time, but never more rows a second: no pass begins with a gift
+        if not below:  # fewer rows take less time, but never give more rows per second
             lines.append(self.pass_s(above[0]) * size / above[0])
         elif not above:
             lines.append(self.pass_s(below[-1]))
-        else:  # a bent-up line lies under its chord
+        else:  # a curve that bends upwards lies below its chord
             chord = self._drawn_on((below[-1], above[0]), size)
             lines = [min(max(lines), chord) if lines else (self.pass_s(below[-1]) + chord) / 2]
         return self.space.score(size, max(lines), self.update_s)
@@ -251,7 +251,7 @@ class ThroughputCurve:
 
 
 def _apart(sizes: Sequence[int]) -> tuple[int, int] | None:
-    """The last size and one before it, at least four times away where there is one: neighbours give a shaky line."""
+    """The last size and one before it, if possible at least `APART` times away: neighbours give an unreliable line."""
     if len(sizes) < 2:
         return None
     last = sizes[-1]
@@ -260,14 +260,15 @@ def _apart(sizes: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _to_reach(curve: ThroughputCurve) -> float:
-    """What is called the best: measured, or a little more where the bounds promise it."""
+    """The score that counts as the best: the measured one, or a little more if the bounds allow it."""
     return max(curve.best, min(curve.reach, (1 + WORTH_A_LOOK) * curve.best))
 
 
 def chosen_size(curve: ThroughputCurve) -> int | None:
-    """The smallest measured size within `NEAR` of the best; None where nothing measured fits, or it is of no use.
+    """The smallest measured size within `NEAR` of the best; None if nothing measured fits, or the precision
+    cannot be used.
 
-    Where noise blurs the comparison a smaller size has to be nearer by a standard error.
+    Against noise a smaller size has to be closer by a standard error.
     """
     if curve.nonfinite or not curve.measured:
         return None
@@ -281,7 +282,7 @@ def chosen_size(curve: ThroughputCurve) -> int | None:
 
 
 def next_size(curve: ThroughputCurve) -> int | None:
-    """The unmeasured size that could change the choice; None where none could."""
+    """The unmeasured size that could change the choice; None if none could."""
     if not curve.measured:
         return None
     known, best = curve.measured, curve.best
@@ -307,19 +308,19 @@ def doubt_of(first: ThroughputCurve, size: int, second: ThroughputCurve, other: 
 
 
 def runner_up(curve: ThroughputCurve, size: int) -> int | None:
-    """The measured size that the choice is nearest to losing against; None where there is no other of its order."""
+    """The best other measured size; None if there is none that is small enough to measure again."""
     others = [other for other in curve.measured if other != size and other <= AS_LARGE * size]
     return max(others, key=curve.score, default=None)
 
 
 def size_reason(curve: ThroughputCurve, size: int) -> str:
-    """Why this size, in words: its throughput, the best one, and what memory allows."""
+    """The reason for this size: its throughput, the best one, and what memory allows."""
     best = max(curve.measured, key=curve.score)
     unit = "rows/s" if curve.space.noise_rows is None else "rows/s weighed by what a row is worth"
-    told = f"{curve.score(size):.4g} {unit}"
+    reason = f"{curve.score(size):.4g} {unit}"
     if size != best:
-        told += f", within {NEAR:.0%} of the best, {curve.score(best):.4g} at {best}"
+        reason += f", within {NEAR:.0%} of the best, {curve.score(best):.4g} at {best}"
     ceiling = max(curve.fitting())
     if ceiling < curve.space.sizes[-1] and curve.space.budget_bytes is not None:
-        told += f"; memory allows up to {ceiling}"
-    return told
+        reason += f"; memory allows up to {ceiling}"
+    return reason

@@ -1,8 +1,8 @@
-"""What a search had found for a job (`tune.found`), held against the real run at its start; all workers alike.
+"""Confirms at the start of a run what a search found for its job (`tune.found`), the same on every worker.
 
-Two ways it can be out of date. Its signature is another: then its micro-batch is measured anew for memory. The
-signature is the same, and yet the step in the real group takes another time or memory than the trial did: beyond a
-tenth the measured figures replace the found ones. Either is an event.
+It can be out of date in two ways. Its signature differs: then the memory of its micro-batch is measured again. Or the
+signature is the same, but a step of the real group needs another time or memory than the trial did: if they differ by
+more than a tenth, the measured figures replace the found ones. Either is an event.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raytrain.train.device import device_bytes, device_name
 from raytrain.train.session import Session
 
 VERSIONS = ("raytrain", "torch")
-#: A difference up to this part of a found figure is noise.
+#: A difference up to this fraction of a found figure is noise.
 TOLERATED = 0.1
 #: Timed passes of the confirmation.
 PASSES = 5
@@ -34,7 +34,7 @@ def signature_of(session: Session, *, workers: int | None = None) -> Signature:
     """What figures measured in this session depend on; needs no `prepare`.
 
     Args:
-        workers: of the run that they are for, where this session is one process of a search.
+        workers: of the run that the figures are for, if this session is one process of a search.
     """
     job, split = session.job, session.source.train
     longest = longest_row(split)
@@ -84,7 +84,7 @@ class FoundConfirmation(DeferredChoice):
         micro = int(session.job.planned("micro_batch_size"))
         if (reason := _other(found, now, micro=micro, precision=session.precision or "")) is not None:
             chosen, measured = self._remeasure_micro_batch(micro)
-            reason_now = f"{reason}; its micro-batch was measured anew: {chosen.reason}"
+            reason_now = f"{reason}; its micro-batch was measured again: {chosen.reason}"
             record = {"value": chosen.value, "reason": reason_now, "confirmed": False, "micro_batch": measured}
         else:
             record = self._compared(found, micro)
@@ -128,17 +128,17 @@ def print_difference(record: Record) -> None:
 
 
 def differences(found: TuneFound, *, step_s: float | None, peak_bytes: int | None) -> list[str]:
-    """What differs from the found figures by more than a tenth, in words with both numbers."""
-    told = []
+    """What differs from the found figures by more than a tenth, each with both numbers."""
+    off = []
     if step_s is not None and abs(step_s / found.step_s - 1) > TOLERATED:
-        told.append(f"a step takes {1e3 * step_s:.4g} ms, the search found {1e3 * found.step_s:.4g} ms")
+        off.append(f"a step takes {1e3 * step_s:.4g} ms, the search found {1e3 * found.step_s:.4g} ms")
     if peak_bytes and found.peak_bytes and abs(peak_bytes / found.peak_bytes - 1) > TOLERATED:
-        told.append(f"its peak is {size_text(peak_bytes)}, the search found {size_text(found.peak_bytes)}")
-    return told
+        off.append(f"its peak is {size_text(peak_bytes)}, the search found {size_text(found.peak_bytes)}")
+    return off
 
 
 def _other(found: TuneFound, now: Signature, *, micro: int, precision: str) -> str | None:
-    """Why the found figures are not of this run; None where they are."""
+    """Why the found figures do not hold for this run; None if they do."""
     if (found.precision, found.micro_batch_size) != (precision, micro):
         was = f"{found.precision} and {found.micro_batch_size} rows"
         return f"the search found {was}, this run has {precision} and {micro} rows"

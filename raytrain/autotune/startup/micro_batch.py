@@ -13,7 +13,7 @@ from raytrain.autotune.search.micro_batch import (
     choose_micro_batch,
     micro_batch_record,
     micro_batch_sizes,
-    next_reading,
+    next_micro_batch,
 )
 from raytrain.autotune.startup.choice import Calibration, DeferredChoice, Record
 from raytrain.errors import RunError
@@ -132,7 +132,7 @@ def measure_micro_batch(
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # which needs more memory
     try:
-        while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
+        while (asked := next_micro_batch(sizes, [one for _, one in tried], budget=budget)) is not None:
             candidate = Candidate(session.precision, asked.rows)
             found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
             # a loss that is not finite needs as much memory as any other; training has its own rules for it

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
 from raytrain.autotune.search.head_to_head import HeadToHead
-from raytrain.autotune.search.measurement import Measurement, alike
+from raytrain.autotune.search.measurement import Measurement, nearly_equal
 from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import (
     LEAST_PASSES,
@@ -65,7 +65,7 @@ class Machine:
             known = peak if wanted.with_memory else None
             return Measurement(point, "out_of_memory", peak_bytes=known, floor_bytes=10**9)
         times: tuple[float, ...] = ()
-        while len(times) < wanted.passes and not (len(times) >= LEAST_PASSES and alike(times)):
+        while len(times) < wanted.passes and not (len(times) >= LEAST_PASSES and nearly_equal(times)):
             times += (self._noisy(self.seconds[point.precision](size)),)
         read = (peak, 10**9) if wanted.with_memory else (None, None)
         self.now += 1.0

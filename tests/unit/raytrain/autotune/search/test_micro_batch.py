@@ -13,7 +13,7 @@ from raytrain.autotune.search.micro_batch import (
     choose_micro_batch,
     micro_batch_record,
     micro_batch_sizes,
-    next_reading,
+    next_micro_batch,
 )
 from raytrain.plan.choice import Resolved
 
@@ -31,7 +31,7 @@ def search(
 ) -> tuple[Resolved | None, list[tuple[NextSize, Measurement]]]:
     """The loop of `raytrain.autotune.startup.micro_batch`, over a memory that is a formula."""
     tried: list[tuple[NextSize, Measurement]] = []
-    while (asked := next_reading(sizes, [one for _, one in tried], budget=budget)) is not None:
+    while (asked := next_micro_batch(sizes, [one for _, one in tried], budget=budget)) is not None:
         assert asked.rows not in [one.candidate.micro_batch_size for _, one in tried]
         tried.append((asked, measured(asked.rows, memory(asked.rows), budget)))
     return choose_micro_batch(sizes, [one for _, one in tried], budget=budget), tried
