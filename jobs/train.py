@@ -115,7 +115,6 @@ def train_loaded(
         Interrupted: a signal arrived before the run folder was made.
     """
     from jobs.driver.checks import check_on_driver  # imports torch
-    from jobs.driver.watch import fit_watched
 
     spec = resolved(loaded.spec)
     address = cluster_address(spec.cluster.address)
@@ -139,6 +138,8 @@ def train_loaded(
             signals.install()
             if opened is None:  # a running cluster: Ray knows its machines
                 opened = open_planned(inventory_from_ray())
+            from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment that `connected` sets
+
             result = fit_watched(spec, opened, cluster, data=checked.handed, signals=signals, console=console)
             if result.workers_running:  # write the result before Ray shuts down, which may take long
                 return close_run(opened.run, result, console=console)

@@ -5,12 +5,15 @@ run works without the name, only slower to start or less well protected from sig
 
 | private name | used for | without it |
 |---|---|---|
-| `ray._raylet.Config.initialize` | have Ray read the environment again | Ray keeps what it read when it was imported |
+| `ray._raylet.Config.initialize` | have Ray read the environment again | Ray must not be imported earlier |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
 | `DataParallelTrainer._create_default_callbacks` | leave out two callbacks, each an actor | they are started |
 | `DataParallelTrainer._initialize_and_run_controller` | pass our scaling policy | Ray's own policy |
 | `...scaling_policy.FixedScalingPolicy` | ask no autoscaler for workers | Ray's own policy asks one |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
+
+Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
+does not know the cluster's token. The command itself imports Ray after it has set the environment.
 
 `ray.init(_temp_dir=, _node_ip_address=)` (`jobs/driver/runtime.py`) has no fallback on purpose: without these a private
 cluster would listen on every interface.

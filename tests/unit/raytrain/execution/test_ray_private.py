@@ -1,0 +1,124 @@
+"""Each private name of Ray: used where Ray has it, and without it the public way is taken."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from raytrain.execution import ray_private
+
+POLICIES = "ray.train.v2._internal.execution.scaling_policy"
+TRAINERS = "ray.train.v2.api.data_parallel_trainer"
+
+
+def services() -> Any:
+    return importlib.import_module("ray._private.services")
+
+
+def test_a_name_that_is_not_there_is_none() -> None:
+    assert ray_private.find("ray.nowhere", "name") is None and ray_private.find("ray", "nothing") is None
+    assert ray_private.find("ray", "init") is ray.init
+
+
+def test_the_environment_is_read_again_or_left_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr("ray._raylet.Config", SimpleNamespace(initialize=given.append))
+    ray_private.reread_environment()
+    assert given == [""]
+    monkeypatch.setattr("ray._raylet.Config", SimpleNamespace(initialize=lambda: None))  # other arguments
+    ray_private.reread_environment()
+    monkeypatch.setattr("ray._raylet.Config", SimpleNamespace())
+    ray_private.reread_environment()
+    monkeypatch.delattr("ray._raylet.Config")
+    ray_private.reread_environment()
+    assert given == [""]
+
+
+def test_daemons_start_in_process_groups_of_their_own_or_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = services().ConsolePopen
+    with ray_private.own_process_groups():
+        assert services().ConsolePopen.func is original and services().ConsolePopen.keywords == {"process_group": 0}
+    assert services().ConsolePopen is original and issubclass(original, subprocess.Popen)
+    monkeypatch.setattr("ray._private.services.ConsolePopen", print)  # something else under the same name
+    with ray_private.own_process_groups():
+        assert services().ConsolePopen is print
+    monkeypatch.delattr("ray._private.services.ConsolePopen")
+    with ray_private.own_process_groups():
+        assert not hasattr(services(), "ConsolePopen")
+
+
+def test_a_fixed_number_of_workers_needs_no_autoscaler_or_rays_own_policy_asks_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = ray_private.fixed_scaling_policy(ScalingConfig(num_workers=2))
+    assert policy is not None
+    policy.after_controller_start(None)
+    assert policy.make_decision_for_non_running_worker_group().num_workers == 2
+    assert policy._coordinator_client is None, "nobody was asked"
+
+    class Other:
+        def __init__(self, one: Any, two: Any) -> None: ...
+
+    monkeypatch.setattr(f"{POLICIES}.FixedScalingPolicy", Other)  # other arguments
+    assert ray_private.fixed_scaling_policy(ScalingConfig(num_workers=2)) is None
+    monkeypatch.delattr(f"{POLICIES}.FixedScalingPolicy")
+    assert ray_private.fixed_scaling_policy(ScalingConfig(num_workers=2)) is None
+
+
+def trainer() -> Any:
+    return ray_private.local_trainer()(lambda: None, scaling_config=ScalingConfig(num_workers=2))
+
+
+def test_the_local_trainer_leaves_out_two_callbacks_and_brings_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    parent = importlib.import_module(TRAINERS).DataParallelTrainer
+    monkeypatch.setattr(parent, "_initialize_and_run_controller", lambda self, **given: seen.append(given))
+    entries = [type(name, (), {})() for name in (*ray_private.UNNEEDED_CALLBACKS, "Kept")]
+    monkeypatch.setattr(parent, "_create_default_callbacks", lambda self: entries)
+    made = trainer()
+    assert [type(entry).__name__ for entry in made._create_default_callbacks()] == ["Kept"]
+    made._initialize_and_run_controller(scaling_policy="Ray's", other=1)
+    assert seen[0]["scaling_policy"].scaling_config.num_workers == 2 and seen[0]["other"] == 1
+    made._initialize_and_run_controller(other=1)  # a Ray that takes no policy there
+    assert seen[1] == {"other": 1}
+    monkeypatch.delattr(f"{POLICIES}.FixedScalingPolicy")
+    made._initialize_and_run_controller(scaling_policy="Ray's")
+    assert seen[2] == {"scaling_policy": "Ray's"}
+
+
+@pytest.mark.parametrize("name", ["_create_default_callbacks", "_initialize_and_run_controller"])
+def test_without_the_methods_it_is_a_plain_torch_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_private.local_trainer() is not TorchTrainer
+    monkeypatch.delattr(f"{TRAINERS}.DataParallelTrainer.{name}")
+    assert ray_private.local_trainer() is TorchTrainer
+
+
+class Group:
+    """A worker group of two; `missing` is a name that it lacks."""
+
+    def __init__(self, missing: str = "") -> None:
+        self.ended = 0
+        worker = SimpleNamespace() if missing == "actor" else SimpleNamespace(actor="an actor")
+        methods = {"get_workers": lambda: [worker, worker], "shutdown": self._end}
+        vars(self).update({name: method for name, method in methods.items() if name != missing})
+
+    def _end(self) -> None:
+        self.ended += 1
+
+
+def test_workers_without_a_process_group_are_ended_or_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+    group = Group()
+    ray_private.end_workers(group)
+    assert killed == ["an actor"] * 2 and group.ended == 1
+    for missing in ("get_workers", "shutdown", "actor"):
+        ray_private.end_workers(Group(missing))
+    assert killed == ["an actor"] * 2
