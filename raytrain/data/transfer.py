@@ -1,4 +1,4 @@
-"""The one function that moves batches to the device, and what it counts.
+"""Move batches to a device, and count the copies.
 
 Batches may be of any nesting: dicts, tuples, named tuples, lists, dataclasses, packed sequences; None, strings and
 other objects in them stay as they are.
@@ -19,11 +19,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass
 class TransferCounts:
-    """What `to_device` did in this process.
+    """Copies that `to_device` has made in this process.
 
     Attributes:
         copied: tensors that were really copied, `nbytes` of them together.
-        in_place: tensors that were there already, and came back as the same object.
+        in_place: tensors that were on the device already and were returned as the same object.
         blocking: copies that the host waited for; those from pinned memory run in the background.
     """
 
@@ -39,7 +39,7 @@ class TransferCounts:
 
 
 TRANSFERS = TransferCounts()
-"""Of this process, since it began."""
+"""Counts of this process since its start."""
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -93,8 +93,8 @@ def with_fields(value: Any, fields: Mapping[str, Any]) -> Any:
 def to_device(value: Any, device: torch.device | str) -> Any:
     """`value` with every tensor in it on `device`, dense in memory, whatever the nesting; the rest is untouched.
 
-    Each tensor is looked at by itself: one that is there already comes back as the same object, and is no copy. A copy
-    out of pinned memory does not wait. Objects with a `to` of their own (a packed sequence) are moved by it.
+    A tensor that is on the device already is returned as the same object. A copy from pinned memory does not block.
+    Objects with a `to` of their own (a packed sequence) are moved by it.
     """
     if isinstance(value, Tensor):
         return _moved(value, torch.device(device))
@@ -124,7 +124,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor itself where it is contiguous, in any order of channels that torch has a name for; else a copy.
 
-    Slices and transposed views would be gathered anew by every kernel that reads them.
+    Every kernel that reads a slice or a transposed view would gather it again.
     """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor
@@ -142,7 +142,7 @@ def is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def pin(value: Any) -> Any:
-    """`value` with every CPU tensor in it in pinned memory (torch keeps the blocks and takes them again)."""
+    """`value` with every CPU tensor in it in pinned memory (torch keeps the blocks and reuses them)."""
     if isinstance(value, Tensor):
         return value.pin_memory() if value.device.type == "cpu" and not value.is_pinned() else value
     if isinstance(value, PackedSequence):

@@ -31,7 +31,7 @@ def find_misplaced(value: Any, device: torch.device | str, *, name: str = "batch
 
 
 def verify_placement(value: Any, device: torch.device | str, *, name: str = "batch") -> None:
-    """Raises DevicePlacementError naming the tensors of `value` that are elsewhere, and where they are."""
+    """Raise DevicePlacementError naming the tensors of `value` that are on another device, and which."""
     paths = find_misplaced(value, device, name=name)
     if not paths:
         return
@@ -43,40 +43,40 @@ def verify_placement(value: Any, device: torch.device | str, *, name: str = "bat
 
 @dataclass
 class InputWriteGuard:
-    """Watches one split that is on the device.
+    """Detect a model that writes into its input batches, for one split that is kept on the device.
 
-    The first batch is a copy. Where nobody wrote to it, batches of neighbouring rows are views from then on, and no
-    longer copied; where somebody did, all batches stay copies. torch counts writes to a tensor and its views in
-    `_version`; no device is read.
+    The first batch is a copy. If the model did not write to it, later batches of neighbouring rows are views and are
+    not copied; if it did, all batches stay copies. torch counts writes to a tensor and its views in `_version`, so
+    that nothing is read from the device.
     """
 
     split: Split
     name: str
     _first: list[tuple[str, Tensor, int]] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
-    _settled: bool = False
+    _checked: bool = False
 
     def given(self, batch: Batch) -> None:
-        """A batch goes to the model; the first one is kept until the next look."""
-        if not self._settled and not self._first and isinstance(self.split, TensorSplit):
+        """Remember the first batch that goes to the model, until the next `look`."""
+        if not self._checked and not self._first and isinstance(self.split, TensorSplit):
             self._first = [(path, tensor, tensor._version) for path, tensor in tensors_of(batch, "batch")]
 
     def look(self) -> list[str]:
-        """Between two passes over the batches: tensors of the first one that were written to, once; else nothing.
+        """Between two passes over the batches: the tensors of the first batch that the model wrote to, reported once.
 
         Raises:
-            RunError: rows that were lent are damaged, by a model that had left its first batch alone.
+            RunError: the model has overwritten kept rows, after it had not written to its first batch.
         """
         split = self.split
         if not isinstance(split, TensorSplit):
             return []
         if self._first:
             written = [path for path, tensor, version in self._first if tensor._version != version]
-            self._first, self._settled = [], True
+            self._first, self._checked = [], True
             split.returns_views = not written
             self._versions = _versions(split)
             return written
-        if self._settled and split.returns_views and _versions(split) != self._versions:
+        if self._checked and split.returns_views and _versions(split) != self._versions:
             raise RunError(
                 f"the model wrote into its input after it had not done so at first: {self.name} rows kept on the "
                 "device are damaged; data.storage: stream gives it a copy each time"
@@ -89,10 +89,10 @@ def _versions(split: TensorSplit) -> list[int]:
 
 
 class DeviceGuard:
-    """Where every parameter and buffer of a module should be; looked at in each step, without a device read.
+    """Check in every step that each parameter and buffer of a module is on its device, without reading the device.
 
-    The places are listed once (the module's own tables, so that a tensor put in place of another is seen too);
-    a look costs a tenth of a microsecond a tensor.
+    The module's own tables are listed once, so that a replaced tensor is checked too; a check costs a tenth of a
+    microsecond for each tensor.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class DeviceGuard:
         ]
 
     def check(self) -> None:
-        """Raises DevicePlacementError naming the first tensor that is elsewhere."""
+        """Raise DevicePlacementError naming the first tensor on another device."""
         for table, leaf, name in self._slots:
             tensor = table.get(leaf)
             if tensor is not None and tensor.device != self._device:
@@ -117,7 +117,7 @@ class DeviceGuard:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Checks after the work inside; if that fails, a misplaced tensor is the better explanation."""
+        """Check after the work inside; if the work fails, a misplaced tensor is the better explanation."""
         try:
             yield
         except RuntimeError as error:

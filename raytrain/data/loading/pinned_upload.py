@@ -1,4 +1,4 @@
-"""Copies to a GPU beside its work: a thread gathers and pins, a stream of its own copies, the step waits for that."""
+"""Copy batches to a GPU while it computes: a thread gathers and pins them, and a separate CUDA stream copies."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raytrain.data.transfer import tensors_of
 
 Made = TypeVar("Made")
 
-#: Batches on the device beside the one in use.
+#: Batches on the device in addition to the one in use.
 UPLOAD_DEPTH = 2
 
 
 class BatchUploader(Generic[Made]):
-    """One thread and one stream; the host never waits for a copy. On a CPU there is the thread alone.
+    """One thread and one CUDA stream; the host never waits for a copy. On a CPU there is only the thread.
 
     Args:
         device: where batches go.
-        parts: the tensors of what is made, as a nested value.
+        parts: from what is made to its tensors, as a nested value.
     """
 
     def __init__(self, device: torch.device, *, parts: Callable[[Made], Any]) -> None:
@@ -30,8 +30,8 @@ class BatchUploader(Generic[Made]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
 
     def begin(self, make: Callable[[], Made], unwanted: Callable[[], object] = lambda: None) -> PendingUpload[Made]:
-        """Make a batch in the thread; its copies and kernels go to the stream. `unwanted` is called where it is
-        cancelled before that began."""
+        """Make a batch in the thread; its copies and kernels go to the stream. `unwanted` is called if the batch is
+        cancelled before the thread starts on it."""
         return PendingUpload(self._thread.submit(self._made, make), self._stream, parts=self._parts, unwanted=unwanted)
 
     def _made(self, make: Callable[[], Made]) -> tuple[Made, torch.Event | None]:
@@ -42,12 +42,12 @@ class BatchUploader(Generic[Made]):
             return made, self._stream.record_event()
 
     def close(self) -> None:
-        """End the thread; what was not begun is left."""
+        """End the thread; batches that it has not started on are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 class PendingUpload(Generic[Made]):
-    """A batch on its way."""
+    """A batch that is being copied."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PendingUpload(Generic[Made]):
         self._future, self._stream, self._parts, self._unwanted = future, stream, parts, unwanted
 
     def result(self) -> Made:
-        """The batch; kernels queued from now on wait for its copies, the host does not."""
+        """The batch. Kernels that are queued from now on wait for its copies; the host does not."""
         made, copied = self._future.result()
         if copied is not None:
             current = torch.cuda.current_stream()
@@ -70,6 +70,6 @@ class PendingUpload(Generic[Made]):
         return made
 
     def cancel(self) -> None:
-        """Nobody wants it: not begun where it was not."""
+        """Give the batch up; it is not made if the thread has not started on it."""
         if self._future.cancel():
             self._unwanted()

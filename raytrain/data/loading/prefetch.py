@@ -1,5 +1,4 @@
-"""Batches that are made ready before they are asked for: in bounded number, in order, and thrown away where the order
-changes (another micro-batch size, a roll-back)."""
+"""Prefetch batches: a bounded number, in order, discarded when the order changes (micro-batch size, rollback)."""
 
 from __future__ import annotations
 
@@ -10,45 +9,45 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-Given = TypeVar("Given")
-Made = TypeVar("Made", covariant=True)
+Item = TypeVar("Item")
+Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One batch: these rows of a split, in `epoch` (from 0; what a dataset draws at random depends on it)."""
+    """A batch: these rows of a split, in `epoch` (from 0; random draws of a dataset depend on it)."""
 
     split: str
     epoch: int
     rows: np.ndarray
 
     def same(self, other: BatchRequest) -> bool:
-        """Whether it is the same batch."""
+        """Whether both ask for the same batch."""
         return (self.split, self.epoch) == (other.split, other.epoch) and np.array_equal(self.rows, other.rows)
 
 
-class PendingBatch(Protocol[Made]):
-    """Something that is being made."""
+class PendingBatch(Protocol[Result]):
+    """A batch in the making."""
 
-    def result(self) -> Made:
-        """Wait for it; raises what went wrong."""
+    def result(self) -> Result:
+        """Wait for the batch; raises the error that its making raised."""
         ...
 
     def cancel(self) -> object:
-        """Nobody wants it any more."""
+        """Give it up."""
         ...
 
 
 def prefetch(
-    items: Iterable[Given], begin: Callable[[Given], PendingBatch[Made]], *, depth: int
-) -> Generator[tuple[Given, PendingBatch[Made]]]:
+    items: Iterable[Item], begin: Callable[[Item], PendingBatch[Result]], *, depth: int
+) -> Generator[tuple[Item, PendingBatch[Result]]]:
     """Start work for each item ahead of its use; yield each item with its pending result.
 
     At most `depth` results are pending at a time, the yielded one included: a consumer that asks for the next item as
     soon as it has a result keeps `depth` of them in the making (`prefetched_results`). Closing the generator cancels
     what is left.
     """
-    waiting: deque[tuple[Given, PendingBatch[Made]]] = deque()
+    waiting: deque[tuple[Item, PendingBatch[Result]]] = deque()
     try:
         for item in items:
             waiting.append((item, begin(item)))
@@ -61,52 +60,54 @@ def prefetch(
             pending.cancel()
 
 
-def prefetched_results(running: Generator[tuple[Given, PendingBatch[Made]]]) -> Generator[Made]:
-    """The results one by one, the next ones begun before each of them is used."""
-    came = next(running, None)
+def prefetched_results(running: Generator[tuple[Item, PendingBatch[Result]]]) -> Generator[Result]:
+    """The results one by one; the following ones are started before a result is yielded."""
+    current = next(running, None)
     try:
-        while came is not None:
-            made, came = came[1].result(), None
-            came = next(running, None)
-            yield made
+        while current is not None:
+            result, current = current[1].result(), None
+            current = next(running, None)
+            yield result
     finally:
-        if came is not None:
-            came[1].cancel()
+        if current is not None:
+            current[1].cancel()
         running.close()
 
 
-class Prefetcher(Generic[Made]):
-    """Batches of training, made ready while those before them are used.
+class Prefetcher(Generic[Result]):
+    """Training batches that are made while earlier ones are used.
 
     Args:
-        start: a generator over wanted batches -> (wanted, pending), such as `prefetch` makes.
+        start: from an iterator of requests to a generator of (request, pending batch), as `prefetch` returns.
     """
 
     def __init__(
-        self, start: Callable[[Iterator[BatchRequest]], Generator[tuple[BatchRequest, PendingBatch[Made]]]]
+        self, start: Callable[[Iterator[BatchRequest]], Generator[tuple[BatchRequest, PendingBatch[Result]]]]
     ) -> None:
         self._start = start
-        self._running: Generator[tuple[BatchRequest, PendingBatch[Made]]] | None = None
-        self._next: tuple[BatchRequest, PendingBatch[Made]] | None = None
+        self._running: Generator[tuple[BatchRequest, PendingBatch[Result]]] | None = None
+        self._next: tuple[BatchRequest, PendingBatch[Result]] | None = None
         self.restarts = 0
 
-    def take(self, wanted: BatchRequest, *, then: Callable[[], Iterator[BatchRequest]]) -> Made:
-        """The batch that is wanted now. `then` gives it and all that will be wanted after it: asked only where what was
-        made ready is something else."""
-        if self._next is None or not self._next[0].same(wanted):
+    def take(self, request: BatchRequest, *, then: Callable[[], Iterator[BatchRequest]]) -> Result:
+        """The requested batch.
+
+        `then` returns the requests from this one on; it is called only if another batch was prefetched.
+        """
+        if self._next is None or not self._next[0].same(request):
             self.stop()
             self.restarts += 1
             self._running = self._start(then())
             self._next = next(self._running)
-            assert self._next[0].same(wanted), "what follows begins with what is wanted"
+            assert self._next[0].same(request), "the requests begin with the one asked for"
         (_, pending), self._next = self._next, None
-        made = pending.result()
+        result = pending.result()
         if self._running is not None:
-            self._next = next(self._running, None)  # before this one is used: nobody who makes them waits for that
-        return made
+            self._next = next(self._running, None)  # before this one is used, so that the makers never wait
+        return result
 
     def stop(self) -> None:
-        """Throw away what was made ready."""
+        """Discard what was prefetched."""
         if self._next is not None:
             self._next[1].cancel()
             self._next = None

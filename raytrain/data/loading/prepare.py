@@ -1,7 +1,7 @@
-"""The one preparation pass before the first step: rows read, converted and put where they stay; its time is its own.
+"""Prepare a source before the first step: read and convert its rows, and place them where training reads them.
 
-It happens once in an attempt, whatever is measured or rolled back afterwards: a source that was prepared stays as it
-is. The copy on the host is given up as soon as the rows are on a device.
+This happens once in an attempt and is timed separately; measurements and rollbacks reuse the prepared source. The copy
+on the host is freed as soon as the rows are on a device.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from raytrain.data.transfer import TRANSFERS
 ReportEvent = Callable[..., None]
 """(kind, **fields): events of a run."""
 
-#: While a dataset is read whole, so many times something is said.
-SAID_TIMES = 10
+#: Progress events while a dataset is read completely.
+PROGRESS_EVENTS = 10
 MB = 1e6
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a plan says of the way to the device.
+    """The plan's decisions about how rows reach the device.
 
     Attributes:
         storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`).
-        loader_workers, prefetch: processes that read a dataset, and batches ahead for each.
-        seed: of what a dataset draws.
+        loader_workers, prefetch: processes that read a dataset, and batches that each reads ahead.
+        seed: for the random draws of a dataset.
     """
 
     storage: Storage
@@ -50,19 +50,19 @@ class DataPlan:
 def prepare_source(
     source: Source, plan: DataPlan, *, device: torch.device, device_name: str = "", report: ReportEvent
 ) -> Source:
-    """The source with both splits where training reads them; told as events `preparation` (start, progress, finished).
-    One that was prepared before comes back as it is.
+    """Place both splits of a source where training reads them. A prepared source is returned unchanged.
 
     Args:
-        report: takes the events; seconds and bytes stand in the last one.
+        device_name: for the events; the type of the device if empty.
+        report: receives `preparation` events (start, progress, finished); the last one has seconds and bytes.
     """
     if source.placed:
         return source
     splits = {"train": source.train, **({} if source.eval is None else {"eval": source.eval})}
     rows = {name: len(split) for name, split in splits.items()}
     where = {"storage": plan.storage, "device": device_name or device.type}
-    told = " and ".join(f"{count:,} rows ({name})" for name, count in rows.items())
-    report("preparation", phase="start", rows=rows, reason=f"preparing {told}: {plan.storage}", **where)
+    described = " and ".join(f"{count:,} rows ({name})" for name, count in rows.items())
+    report("preparation", phase="start", rows=rows, reason=f"preparing {described}: {plan.storage}", **where)
     begin, copied = time.perf_counter(), replace(TRANSFERS)
     placed: dict[str, Split] = {}
     for name, split in splits.items():
@@ -71,7 +71,7 @@ def prepare_source(
             "preparation", phase="progress", split=name, done=done, of=of, reason=f"{name}: {done:,}/{of:,} rows"
         ))  # fmt: skip
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # once: what follows finds every row in its place
+        torch.cuda.synchronize(device)  # once, so that every row has arrived
     seconds, megabytes = time.perf_counter() - begin, _kept_bytes(placed, plan) / MB
     report(
         "preparation",
@@ -80,7 +80,7 @@ def prepare_source(
         megabytes=megabytes,
         copies=TRANSFERS.since(copied).copied,
         seconds=seconds,
-        reason=f"{told} prepared in {seconds:.2f} s; {megabytes:,.1f} MB stay on {where['device']}",
+        reason=f"{described} prepared in {seconds:.2f} s; {megabytes:,.1f} MB stay on {where['device']}",
         **where,
     )
     return replace(source, train=placed["train"], eval=placed.get("eval"), placed=True)
@@ -112,24 +112,22 @@ def _kept_bytes(placed: dict[str, Split], plan: DataPlan) -> float:
 
 
 def read_dataset(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> RowSplit:
-    """Every item asked for and converted once: a table of tensors where their shapes allow it.
+    """Read and convert every item once: a table of tensors if their shapes allow it.
 
-    What an item draws at random is drawn once and for all, from (seed, row); the generators of this process are put
-    back.
+    The random draws of an item are made only once, from (seed, row); the generators of this process are restored.
     """
     count = len(split)
     rows: list[dict[str, Any]] = []
     with generators_kept():
-        for part in np.array_split(np.arange(count), min(SAID_TIMES, count)):
-            for index in part:  # one by one: what an item draws does not depend on its neighbours
+        for part in np.array_split(np.arange(count), min(PROGRESS_EVENTS, count)):
+            for index in part:  # one by one, so that the draws of an item do not depend on its neighbours
                 rows += split.read(index.reshape(1), before=partial(seed_item, seed, 0))
             report(len(rows), count)
     return tensor_split(rows, key=split.key) or ItemSplit(rows, key=split.key)
 
 
 def open_pool(source: Source, plan: DataPlan) -> LoaderPool | None:
-    """The processes that read what is streamed of a map-style dataset; None where rows are in memory, or none is asked
-    for."""
+    """The processes that read streamed map-style datasets; None if rows are in memory or `loader_workers` is 0."""
     named = {"train": source.train, "eval": source.eval}
     hosts = {name: split.split for name, split in named.items() if isinstance(split, StreamSplit)}
     read = {name: split for name, split in hosts.items() if type(split) is DatasetSplit}
@@ -139,6 +137,6 @@ def open_pool(source: Source, plan: DataPlan) -> LoaderPool | None:
 
 
 def reads_items(source: Source) -> bool:
-    """Whether rows are asked of a user's dataset as they are needed, whose draws then must come in order."""
+    """Whether a user's dataset is read during training; its random draws must then keep their order."""
     splits = (source.train, source.eval)
     return any(isinstance(getattr(split, "split", split), DatasetSplit) for split in splits)

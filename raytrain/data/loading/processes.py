@@ -1,7 +1,7 @@
-"""Processes that read a map-style dataset beside training: persistent, in order, bounded.
+"""Processes that read a map-style dataset during training: persistent, in order, with a bounded queue.
 
-They are forks of the training process, so that a dataset need not be picklable and is not copied. What an item draws at
-random does not depend on them (`raytrain.data.rows.map_style`).
+They are forks of the training process, so that a dataset need not be picklable and is not copied. The random draws of
+an item do not depend on the processes (`raytrain.data.rows.map_style`).
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from raytrain.errors import InputError, RunError, first_line
 
 ENDING_S = 5.0
 NAMED_ROWS = 5
-_ENDS: set[int] = set()
-"""This process's ends of all lines, as descriptors: a fork closes them, or the other end would never seem closed."""
+_OPEN_ENDS: set[int] = set()
+"""Descriptors of this process's ends of all pipes. A fork closes them; otherwise no pipe would ever read as closed."""
 
 
 class LoaderPool:
-    """So many processes, each with a line of its own; requests go to them in turn.
+    """Loader processes, each with its own pipe; requests go to them in turn.
 
     Args:
-        splits: what may be read, by name.
-        workers: processes.
-        prefetch: batches ahead for each of them.
+        splits: the splits that may be read, by name.
+        workers: number of processes.
+        prefetch: batches that each of them reads ahead.
         seed: the job's.
     """
 
     def __init__(self, splits: Mapping[str, DatasetSplit], *, workers: int, prefetch: int, seed: int) -> None:
         self.depth = workers * prefetch
-        """Batches that are asked for at a time."""
+        """Requests that may be pending at a time."""
         self.high_water = 0
         context = multiprocessing.get_context("fork")
-        self._lines: list[Any] = []  # of Connection, which is another class on Windows
+        self._pipes: list[Any] = []  # of Connection, which is another class on Windows
         self._processes: list[BaseProcess] = []
         for number in range(workers):
             ours, theirs = context.Pipe()
-            self._lines.append(ours)
-            _ENDS.add(ours.fileno())
+            self._pipes.append(ours)
+            _OPEN_ENDS.add(ours.fileno())
             process = context.Process(
-                target=_serve, args=(theirs, splits, seed, sorted(_ENDS)), daemon=True, name=f"loader-{number}"
+                target=_serve, args=(theirs, splits, seed, sorted(_OPEN_ENDS)), daemon=True, name=f"loader-{number}"
             )
             process.start()
             theirs.close()
@@ -63,33 +63,33 @@ class LoaderPool:
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._unwanted: set[int] = set()
         self._open: set[int] = set()
-        self._asked = 0
-        self._lock = threading.RLock()  # a generator that is collected inside it forgets its requests
-        self._end = weakref.finalize(self, _end, self._lines, self._processes)
+        self._sent = 0
+        self._lock = threading.RLock()  # re-entrant: a generator that is collected inside it drops its requests
+        self._end = weakref.finalize(self, _end, self._pipes, self._processes)
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """Ids of the processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def begin(self, wanted: BatchRequest) -> PendingRead:
-        """Ask for a batch."""
-        number, self._asked = self._asked, self._asked + 1
+    def begin(self, request: BatchRequest) -> PendingRead:
+        """Request a batch."""
+        number, self._sent = self._sent, self._sent + 1
         self._open.add(number)
         self.high_water = max(self.high_water, len(self._open))
-        line = number % len(self._lines)
+        pipe = number % len(self._pipes)
         try:
-            self._lines[line].send((number, wanted))
+            self._pipes[pipe].send((number, request))
         except OSError as error:
-            raise self._death(line) from error
-        return PendingRead(self, number, wanted)
+            raise self._death(pipe) from error
+        return PendingRead(self, number, request)
 
     def result(self, number: int) -> Batch:
         """The batch of a request, on the host.
 
         Raises:
-            InputError: what the dataset gave is no row.
-            RunError: reading failed, with the dataset's own traceback; or a process died.
+            InputError: an item of the dataset is not a row.
+            RunError: reading failed (with the dataset's traceback), or a process died.
         """
         with self._lock:
             while number not in self._arrived:
@@ -103,29 +103,29 @@ class LoaderPool:
         return value
 
     def forget(self, number: int) -> None:
-        """Nobody wants this batch any more."""
+        """Drop the batch of a request."""
         with self._lock:
             self._open.discard(number)
             if self._arrived.pop(number, None) is None:
                 self._unwanted.add(number)
 
     def _receive(self) -> None:
-        """Wait for any process: for what it says, or for its end."""
+        """Wait for any process: for a message of it, or for its exit."""
         ends = {process.sentinel: number for number, process in enumerate(self._processes)}
-        ready = wait([*self._lines, *ends])
-        for line in ready:
-            if not isinstance(line, Connection):
+        ready = wait([*self._pipes, *ends])
+        for pipe in ready:
+            if not isinstance(pipe, Connection):
                 continue
             try:
-                (number, kind), value = receive(line)
+                (number, kind), value = receive(pipe)
             except (EOFError, OSError) as error:
-                raise self._death(self._lines.index(line)) from error
+                raise self._death(self._pipes.index(pipe)) from error
             if number in self._unwanted:
                 self._unwanted.discard(number)
             else:
                 self._arrived[number] = (kind, value)
         dead = [ends[end] for end in ready if isinstance(end, int)]
-        if dead and not any(isinstance(line, Connection) for line in ready):
+        if dead and not any(isinstance(pipe, Connection) for pipe in ready):
             raise self._death(dead[0])
 
     def _death(self, number: int) -> RunError:
@@ -144,25 +144,25 @@ class LoaderPool:
 
 
 class PendingRead:
-    """A batch that a process reads."""
+    """A batch that a loader process reads."""
 
-    def __init__(self, pool: LoaderPool, number: int, wanted: BatchRequest) -> None:
-        self._pool, self._number, self.wanted = pool, number, wanted
+    def __init__(self, pool: LoaderPool, number: int, request: BatchRequest) -> None:
+        self._pool, self._number, self.request = pool, number, request
 
     def result(self) -> Batch:
         """Wait for it; see `LoaderPool.result`."""
         return self._pool.result(self._number)
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Give it up."""
         self._pool.forget(self._number)
 
 
-def _end(lines: list[Any], processes: list[BaseProcess]) -> None:
-    """A process whose line is closed leaves by itself; one that hangs in somebody's code is killed."""
-    for line in lines:
-        _ENDS.discard(line.fileno())
-        line.close()
+def _end(pipes: list[Any], processes: list[BaseProcess]) -> None:
+    """Close the pipes. A process exits when its pipe is closed; one that hangs in user code is killed."""
+    for pipe in pipes:
+        _OPEN_ENDS.discard(pipe.fileno())
+        pipe.close()
     for process in processes:
         process.join(ENDING_S)
         if process.is_alive():
@@ -170,57 +170,57 @@ def _end(lines: list[Any], processes: list[BaseProcess]) -> None:
             process.join()
 
 
-# -- in the process -------------------------------------------------------------------------------
+# -- in the loader process -------------------------------------------------------------------------------
 
 
-def _serve(line: Connection, splits: Mapping[str, DatasetSplit], seed: int, held: list[int]) -> None:
-    """Read what is asked for until the line is closed, by whomever.
+def _serve(pipe: Connection, splits: Mapping[str, DatasetSplit], seed: int, held: list[int]) -> None:
+    """Read the requested batches until either end closes the pipe.
 
-    A thread takes requests off the line at once: with both ends sending, neither would go on.
+    A thread receives requests immediately: if both ends were blocked in a send, neither would continue.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, whose end ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process; this one ends with it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor in held:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     torch.set_num_threads(1)
-    asked: queue.SimpleQueue[tuple[int, BatchRequest]] = queue.SimpleQueue()
-    threading.Thread(target=_take, args=(line, asked), daemon=True).start()
+    requests: queue.SimpleQueue[tuple[int, BatchRequest]] = queue.SimpleQueue()
+    threading.Thread(target=_take, args=(pipe, requests), daemon=True).start()
     while True:
-        number, wanted = asked.get()
-        split = splits[wanted.split]
+        number, request = requests.get()
+        split = splits[request.split]
         try:
-            kind, value = _answered(split, wanted, seed)
+            kind, value = _read_batch(split, request, seed)
             try:
-                send(line, (number, kind), value)
+                send(pipe, (number, kind), value)
             except OSError:
                 raise
-            except Exception as error:  # an object in it cannot be sent; told to the training process, which raises it
-                send(line, (number, "error"), _failed(split, wanted, error))
+            except Exception as error:  # an object in it cannot be sent: the training process raises this
+                send(pipe, (number, "error"), _failure_text(split, request, error))
         except (BrokenPipeError, ConnectionResetError):
             os._exit(0)
 
 
-def _take(line: Connection, asked: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
+def _take(pipe: Connection, requests: queue.SimpleQueue[tuple[int, BatchRequest]]) -> None:
     while True:
         try:
-            asked.put(line.recv())
+            requests.put(pipe.recv())
         except (EOFError, OSError):
             os._exit(0)
 
 
-def _answered(split: DatasetSplit, wanted: BatchRequest, seed: int) -> tuple[str, Any]:
+def _read_batch(split: DatasetSplit, request: BatchRequest, seed: int) -> tuple[str, Any]:
     try:
-        return "batch", seeded_batch(split, wanted.rows, seed=seed, epoch=wanted.epoch)
+        return "batch", seeded_batch(split, request.rows, seed=seed, epoch=request.epoch)
     except InputError as error:
         return "input", (error.key, error.seen, error.expected, error.remedy)
-    except Exception as error:  # told to the training process, which raises it
-        return "error", _failed(split, wanted, error)
+    except Exception as error:  # the training process raises it
+        return "error", _failure_text(split, request, error)
 
 
-def _failed(split: DatasetSplit, wanted: BatchRequest, error: Exception) -> str:
-    """What went wrong just now in one line, with its traceback below."""
-    rows = ", ".join(map(str, split.rows[wanted.rows[:NAMED_ROWS]].tolist()))
-    more = ", ..." if len(wanted.rows) > NAMED_ROWS else ""
+def _failure_text(split: DatasetSplit, request: BatchRequest, error: Exception) -> str:
+    """The current error in one line, with its traceback below."""
+    rows = ", ".join(map(str, split.rows[request.rows[:NAMED_ROWS]].tolist()))
+    more = ", ..." if len(request.rows) > NAMED_ROWS else ""
     what = f"{type(error).__name__}: {first_line(error)}"
     return f"{split.key} failed while rows {rows}{more} were read: {what}\n{traceback.format_exc()}"

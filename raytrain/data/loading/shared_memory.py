@@ -1,10 +1,10 @@
-"""A batch from one process to another: its tensors in memory that both map, everything else down the line.
+"""Send a batch to another process: its tensors in memory that both map, everything else through the pipe.
 
 torch's own way (`torch.multiprocessing`) has each tensor fetched from a thread of the process that made it. That thread
-must win the interpreter from the item that is read next, several times for each tensor, up to 5 ms each time where the
-item computes in Python: 10 ms for a batch of two tensors, in which training waits. Here one open file goes down the
-line after the message (SCM_RIGHTS), from the thread that read the batch, and nobody is asked for anything later. The
-memory is an anonymous file (memfd), so that the size of /dev/shm does not matter, and is given back with the last
+must take the interpreter from the item that is read next, several times for each tensor, up to 5 ms each time if the
+item computes in Python: 10 ms for a batch of two tensors, in which training waits. Here one open file follows
+the message through the pipe (SCM_RIGHTS), sent by the thread that read the batch, and nothing is fetched later. The
+memory is an anonymous file (memfd), so that the size of /dev/shm does not matter, and is freed with the last
 tensor in it.
 """
 
@@ -42,7 +42,7 @@ def send(line: Connection, head: Any, value: Any) -> None:
     """Send `head` and a value of any nesting.
 
     Raises:
-        BrokenPipeError, ConnectionResetError: the other end is gone.
+        BrokenPipeError, ConnectionResetError: the other end has closed the pipe.
         OSError: no memory is left.
         Exception: what Python raises of an object that cannot be sent; nothing was.
     """

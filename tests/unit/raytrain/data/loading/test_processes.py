@@ -128,7 +128,7 @@ def test_the_first_batch_of_a_later_epoch_is_there_before_it_is_asked_for(pools:
         for number, micro in enumerate(loader.micro_batches(indices)):
             latency += [time.perf_counter() - begin] if not number else []
             pids.append({int(pid) for pid in micro.batch["pid"]})
-            assert pool._lines[0].poll(30), "the step goes on until the next batch is there"
+            assert pool._pipes[0].poll(30), "the step goes on until the next batch is there"
     assert all(seen == set(pool.pids) for seen in pids), "one process for all of them"
     assert latency[1] < latency[0] and latency[2] < latency[0], "the first one waits for items, the others for none"
 
