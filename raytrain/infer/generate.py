@@ -1,4 +1,4 @@
-"""Text from a language model, one token after another, without touching the run that asks for it."""
+"""Generates text with a language model, token by token, without changing the state of the run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def sample_text(
 
     Args:
         module: `forward(input_ids=(1, S))` returns {"logits": (1, S, V)} or an object with `.logits`.
-        prompt_ids: at least one token; only the last `context` of them are seen.
+        prompt_ids: at least one token; the model sees only the last `context` of them.
         tokens: how many to add.
-        temperature: 0 takes the likeliest token each time.
-        top_k: only the k likeliest tokens are drawn from; None for all.
-        seed: of an own generator, so that the run's random numbers are not moved.
+        temperature: 0 picks the most likely token each time.
+        top_k: sample from the k most likely tokens; None for all.
+        seed: of a generator of its own, so that the run's generators are not advanced.
     Returns:
-        the new tokens alone. The module's train modes (each submodule's) are put back.
+        the new tokens alone. The train mode of every submodule is restored.
     Raises:
         ValueError: an empty prompt.
     """
@@ -67,14 +67,14 @@ def _draw(logits_V: Tensor, *, temperature: float, top_k: int | None, generator:
 def language_sample(
     module: nn.Module, source: Any, *, context: int | None, tokens: int = 400, seed: int = 0
 ) -> dict[str, Any] | None:
-    """{"prompt", "text", "temperature"}: what a language model writes after the start of its eval text.
+    """{"prompt", "text", "temperature"}: a language model's continuation of the start of its eval text.
 
     Args:
         module: the model.
         source: the opened text source, which turns tokens into text and back.
-        context: tokens the model sees at once.
+        context: the number of tokens that the model sees at once.
     Returns:
-        None where the module gives no logits for `forward(input_ids=...)` alone.
+        None if the module gives no logits for `forward(input_ids=...)` alone.
     """
     split = source.eval or source.train
     prompt = split.gather(split.eval_order()[:1])["input_ids"][0].tolist()[: min(32, context or 32)]

@@ -1,7 +1,7 @@
-"""One answer for devices of several kinds, each of which has been searched by itself. Pure, without torch.
+"""Combines the decisions for several kinds of devices, each of which was searched by itself. Pure, without torch.
 
-All workers of a run compute in one precision, and the micro-batch is the unit in which rows are dealt: it has to fit
-the smallest device, and `scale.shares: auto` gives the faster ones more of them.
+All workers of a run compute in one precision, and rows are assigned in micro-batches: one has to fit the smallest
+device, and `scale.shares: auto` assigns more of them to the faster ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from raytrain.plan.choice import Resolved
 
 @dataclass(frozen=True)
 class KindsDecision:
-    """The point for all kinds.
+    """The candidate for all kinds.
 
     Attributes:
         decisions: kind -> what its own search decided.
         candidate: precision and micro-batch size.
-        binding: the kind whose own best size in that precision it is: the least of all.
+        binding: the kind with the smallest best size in that precision, which is the candidate's.
         rows_per_s: of all workers together, each at its own kind's best size.
     """
 
@@ -39,11 +39,11 @@ def choose_for_all(
 ) -> KindsDecision:
     """The precision in which all workers together are fastest, and the least of the kinds' best sizes in it.
 
-    A precision other than the reference counts where some kind has taken it, and no kind's gate has refused it.
+    A precision other than the reference is considered if some kind chose it and no kind's gate refused it.
 
     Args:
         decisions: kind -> what its own search decided.
-        workers: kind -> how many of the run's are on it; devices that the run does without have no say.
+        workers: kind -> how many of the run's workers use it; devices that the run does not use do not count.
         refused: precisions that a gate has refused on some kind.
 
     Raises:
@@ -77,7 +77,7 @@ def choose_for_all(
 
 
 def _speed(decision: BatchDecision, precision: str) -> float:
-    """Rows a second of one worker of this kind in a precision, at its best size there."""
+    """Rows per second of one worker of this kind in a precision, at its best size there."""
     size = decision.knees[precision]
     return next(
         row.rows_per_s or 0.0 for row in decision.table if (row.precision, row.micro_batch_size) == (precision, size)

@@ -1,4 +1,7 @@
-"""Decisions from measurements, pure: numbers in, `Resolved` out. Measuring is `probe/precision.py`'s."""
+"""Chooses the precision from measurements, and judges the numeric gate. Pure: numbers in, `Resolved` out.
+
+`raytrain.autotune.probe.precision` and `numeric_gate` measure.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any
 
 from raytrain.plan.choice import Resolved
 
-#: A lower precision must win by this share of the time, or it is not worth its rounding.
+#: A lower precision must be faster by at least this fraction, or it is not worth its rounding errors.
 WORTHWHILE_GAIN = 0.03
 #: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
-#: A loss scale that begins too high skips a few steps: as many more than the reference may be skipped, or this share.
+#: A loss scale that begins too high skips a few steps: so many more than the reference are allowed, or this fraction.
 SKIPS, SKIP_SHARE = 2, 0.1
 
 
@@ -27,7 +30,7 @@ class PrecisionTrial:
         precision: value of `precision.dtype`.
         seconds: the slowest worker's median.
         loss, grad_norm: on the same batch; NaN where not finite.
-        error: why it could not be run at all, or None.
+        error: why it could not run, or None.
     """
 
     precision: str
@@ -43,13 +46,13 @@ class PrecisionTrial:
 
 @dataclass(frozen=True)
 class GateReport:
-    """A lower precision held against the reference: real steps from one state, on the same data.
+    """A lower precision compared with the reference: real steps from one state, on the same data.
 
     Attributes:
         losses, norms: of each step, the norm before clipping; `reference_*` are the reference's.
         skipped: steps dropped for a gradient that was not finite.
-        error: why it could not be run at all, or None.
-        out_of_memory: that was for want of memory, of which there may be more another time.
+        error: why it could not run, or None.
+        out_of_memory: whether the error was one of memory, of which there may be more another time.
     """
 
     precision: str
@@ -78,7 +81,7 @@ def gate_refusal(report: GateReport) -> str:
     """Why a precision does not pass its gate; "" where it does.
 
     Its loss over the last quarter of the steps must be the reference's within `LOSS_TOLERANCE`, the median ratio of the
-    gradient norms within `NORM_BAND`, and hardly more steps may be skipped.
+    gradient norms within `NORM_BAND`, and few more steps may be skipped.
     """
     if report.error is not None:
         return report.error
@@ -98,12 +101,12 @@ def gate_refusal(report: GateReport) -> str:
 
 
 def choose_precision(trials: list[PrecisionTrial], *, reference: str = "fp32") -> Resolved:
-    """The fastest precision that passes the numeric gate and beats the reference by more than noise; where the
-    reference cannot be run at all, the fastest that can.
+    """The fastest precision that is inside the band and beats the reference by more than noise; if the reference cannot
+    run, the fastest that can.
 
     Args:
         trials: one for each candidate, the reference among them.
-        reference: what is kept where nothing better is shown.
+        reference: the precision to keep unless another one is better.
     """
     base = next(trial for trial in trials if trial.precision == reference)
     if base.error is not None:
@@ -141,9 +144,9 @@ def outside_band(
     """Why a pass is outside the numeric gate's band, "" where it is inside.
 
     Args:
-        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, where it
-            is known: one pass shows less of a loss than the steps that follow, so that the gradient itself is held to
-            the band as well.
+        difference: norm of the gradient's difference from the reference's, relative to the reference's norm, if known:
+            the loss of one pass shows less than the steps that follow, so that the gradient itself has to be in the
+            band as well.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "the loss or gradient is not finite"

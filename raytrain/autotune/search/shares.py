@@ -12,10 +12,10 @@ from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import Shares, gain_over_equal
 
 WORTHWHILE = 0.05
-"""Shares that save less than this part of a step stay equal: they would follow noise."""
+"""Shares that save less than this fraction of a step stay equal: they would follow noise."""
 
 SIZE_GAIN = 0.03
-"""A larger micro-batch must have this part more rows a second, or the smaller one is kept."""
+"""A larger micro-batch must give this fraction more rows per second, or the smaller one is kept."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class WorkerSpeed:
     pass_s: Mapping[int, float]
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping, for the record; null is what did not fit."""
+        """A plain mapping, for the record; null for a size that did not fit."""
         fitting = {str(size): seconds if seconds < float("inf") else None for size, seconds in self.pass_s.items()}
         return {"kind": self.kind, "pass_s": fitting}
 
 
 def choose_shares(paces: Sequence[WorkerSpeed], *, total: int, micro_batch: int) -> Resolved:
-    """The shares of a global batch of `total` rows for workers of these paces, in the order of the ranks.
+    """The shares of a global batch of `total` rows for workers of these speeds, in the order of the ranks.
 
-    Each kind of device has one size of pass: `micro_batch`, or a larger one that all its workers had room for and that
-    was worth it.
+    Each kind of device has one size of pass: `micro_batch`, or a larger one that fits on all its workers and is
+    faster.
 
     Returns:
         `Shares.to_json()`, or "equal" where unequal shares would save less than `WORTHWHILE`.
@@ -52,7 +52,7 @@ def choose_shares(paces: Sequence[WorkerSpeed], *, total: int, micro_batch: int)
 
 
 def _best_size(paces: Sequence[WorkerSpeed], micro_batch: int) -> int:
-    """Of the sizes that all of them had room for the smallest within `SIZE_GAIN` of the most rows a second."""
+    """The smallest size within `SIZE_GAIN` of the most rows per second, of those that fit on all of them."""
     slowest = {size: max(pace.pass_s[size] for pace in paces) for size in paces[0].pass_s}
     rates = {size: size / seconds for size, seconds in slowest.items() if seconds < float("inf")}
     good = [size for size, rate in rates.items() if rate * (1 + SIZE_GAIN) >= max(rates.values())]

@@ -1,4 +1,4 @@
-"""What the figures of a search depend on: a hash to compare, and the facts it is of, for people. Pure."""
+"""What the figures of a search depend on: a hash to compare, and the facts that it was made from. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain.config.sections import LoopConfig, ModelConfig, OptimConfig
 
 LOOP_KEYS = ("compile", "activation_checkpointing", "deterministic")
 OPTIM_KEYS = ("name", "momentum", "max_grad_norm")
-#: Of the `experts` section; where they live is not among them, since a search builds them in its own process.
+#: Of the `experts` section; not the hosts, since a search builds the experts in its own process.
 EXPERT_KEYS = (
     "num_experts", "top_k", "hidden", "activation", "bias", "capacity_factor", "shared_expert", "shared_hidden",
 )  # fmt: skip
@@ -21,7 +21,7 @@ EXPERT_KEYS = (
 
 @dataclass(frozen=True)
 class Signature:
-    """Equal hashes: figures measured under the one hold for the other.
+    """If the hashes are equal, figures measured for one run hold for the other.
 
     Attributes:
         hash: of the facts, hexadecimal.
