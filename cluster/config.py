@@ -1,7 +1,7 @@
-"""Sections that belong to machines, and `Section`, what every section of a job is.
+"""The sections about machines, and `Section`, the base class of every section of a job.
 
-Ranges, words and null stand in the annotations, so that `raytrain.config.decode` can say what a key expects, and
-`--help` can list it, without a second table that would drift away from this one.
+Ranges, allowed values and null are in the annotations, from which `raytrain.config.decode` and `--help` derive what a
+key expects, so there is no second table to keep in sync.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class TelemetryConfig(Section):
-    """What is watched while a job runs; nothing here can change the run."""
+    """What is monitored while a job runs; none of these keys changes the run."""
 
     every: Positive = Field(default=5.0, description="seconds between two samples of a node")
-    observers: list[Text] = Field(default=[], description="module:Class of your own observers, called on rank 0")
-    tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")
+    observers: list[Text] = Field(default=[], description="module:Class of user-defined observers, called on rank 0")
+    tensorboard: bool = Field(default=True, description="write TensorBoard files in addition to metrics.jsonl")
 
 
 class ClusterConfig(Section):
-    """Which machines the job runs on, and how much of them it may take."""
+    """The machines that the job runs on, and how much of their memory it may use."""
 
     address: Text | None = Field(default=None, description="a running Ray cluster; null starts a private local one")
     interface: Text | None = Field(default=None, description="network interface for the collectives; null finds it")
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.9, description="part of a device's memory the job may take"
+        default=0.9, description="fraction of a device's memory that the job may use"
     )
     memory_limit: Count | None = Field(
-        default=None, description="bytes of its device, or of memory on a CPU, one worker may take; null: the fraction"
+        default=None,
+        description="bytes of device memory, or of RAM on a CPU, that one worker may use; null: the fraction",
     )

@@ -1,4 +1,4 @@
-"""Writing a snapshot as the files of a checkpoint, in the order of trust (`raytrain.checkpoint.writer`)."""
+"""Writes a snapshot as the files of a checkpoint, in the order that `raytrain.checkpoint.writer` describes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def write_checkpoint(
     Args:
         about: the manifest's fields that describe the run.
         fence: called before every file; raises to stop, and then there is no COMPLETE.
-        others: waits for what other processes write: {"files": ..., "parts": their files of our parts, more for the
-            manifest}.
+        others: waits for the files of other processes; returns {"files": ..., "parts": their files of our parts, and
+            more fields for the manifest}.
     """
     files, parts = write_parts(store, snapshot.tensors, fence=fence, shard_bytes=shard_bytes)
     files[STATE] = _write_json(store, STATE, {"state": snapshot.state, "parts": snapshot.skeletons}, fence)

@@ -1,7 +1,7 @@
-"""Reading checkpoints: what is there, whether it is whole, and what it holds.
+"""Lists, verifies and loads checkpoints.
 
-Nothing here unpickles: tensors come through safetensors, everything else is JSON, and a file that looks like
-a pickle is refused by name.
+Nothing is unpickled: tensors are read with safetensors, everything else is JSON, and a file that looks like a pickle is
+refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PICKLE_PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint directory; `complete` says that COMPLETE is there, not that the content is good."""
+    """A checkpoint directory; `complete` says that COMPLETE exists, not that the content is valid."""
 
     step: int
     path: str
@@ -45,7 +45,7 @@ class CheckpointInfo:
 
 @dataclass
 class LoadedCheckpoint:
-    """A verified checkpoint. `parts` holds the nested states as they were given, tensors on the CPU."""
+    """A verified checkpoint. `parts` holds the nested states as saved, with tensors on the CPU."""
 
     step: int
     parts: dict[str, Any]
@@ -55,7 +55,7 @@ class LoadedCheckpoint:
 
 
 class NewestValid(NamedTuple):
-    """`checkpoint` is None where no good one exists; `refused` says why newer ones were passed over."""
+    """`checkpoint` is None if no valid one exists; `refused` says why newer ones were skipped."""
 
     checkpoint: LoadedCheckpoint | None
     refused: list[str]
@@ -75,7 +75,7 @@ def list_checkpoints(run: RunFolder) -> list[CheckpointInfo]:
 
 
 def eval_loss_of(info: CheckpointInfo) -> float | None:
-    """The eval loss at the checkpoint as its manifest has it; None where there is none to be read."""
+    """The eval loss in the manifest of a checkpoint; None if it has none or cannot be read."""
     try:
         value = json.loads(open_store(info.path).read_bytes(MANIFEST)).get("eval_loss")
     except (OSError, ValueError, AttributeError):
@@ -84,16 +84,16 @@ def eval_loss_of(info: CheckpointInfo) -> float | None:
 
 
 def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
-    """The complete checkpoint with the lowest eval loss, the newest of equals; None where none has one."""
+    """The complete checkpoint with the lowest eval loss, the newest of equals; None if none has an eval loss."""
     scored = [(eval_loss_of(info), info) for info in infos if info.complete]
     rated = [(loss, -info.step, info) for loss, info in scored if loss is not None]
     return min(rated, key=lambda row: row[:2])[2] if rated else None
 
 
 def newest_valid(run: RunFolder, *, place: ShardPosition | None = None) -> NewestValid:
-    """Loads the newest checkpoint that is whole (`place` as in `load`); a bad one is passed over, with the reason.
+    """Loads the latest valid checkpoint (`place` as in `load`); invalid ones are skipped and their reasons returned.
 
-    Errors: OSError where one could not be read, which says nothing about the checkpoint.
+    Errors: OSError if one could not be read, which says nothing about the checkpoint.
     """
     refused = []
     for info in reversed(list_checkpoints(run)):
@@ -115,7 +115,7 @@ def verify(path: str) -> dict[str, Any]:
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """The manifest of a checkpoint that was verified before."""
+    """The manifest of a checkpoint that has been verified before."""
     return json.loads(open_store(path).read_bytes(MANIFEST))
 
 
@@ -124,7 +124,7 @@ def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = 
 
     Args:
         check_hashes: False where another process of this run has just verified the same path.
-        place: whose rows of split tensors are wanted; None = all.
+        place: the worker whose rows of split tensors are loaded; None = all rows.
 
     Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
     """
@@ -152,7 +152,7 @@ def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = 
 
 @contextlib.contextmanager
 def _named_files(path: str) -> Iterator[None]:
-    """A file that is not there, or is no file, is damage; any other error of reading may pass."""
+    """Turns a missing file, or a directory in its place, into CheckpointError; other read errors may be transient."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -162,7 +162,7 @@ def _named_files(path: str) -> Iterator[None]:
 def part_tensors(
     files: list[str], *, tied: dict[str, str], split: list[str], place: ShardPosition | None
 ) -> dict[str, Tensor]:
-    """The tensors of a part; each worker has written its rows of those that are split, its files in rank order."""
+    """The tensors of a part. Each worker wrote its rows of the split tensors; `files` are in rank order."""
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors.update(read_tensors(file, without=split))
@@ -203,7 +203,7 @@ def _checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[st
 
 def _checked_manifest(store: Store, names: set[str]) -> dict[str, Any]:
     if COMPLETE not in names:
-        raise CheckpointError(f"{store.uri}/{COMPLETE}: missing, the writer was stopped before the end")
+        raise CheckpointError(f"{store.uri}/{COMPLETE}: missing, the writer was stopped before it finished")
     if MANIFEST not in names:
         raise CheckpointError(f"{store.uri}/{MANIFEST}: missing")
     data = store.read_bytes(MANIFEST)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Deletes checkpoints: which ones are kept, and which are discarded before an attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrain.runs.storage import open_store
 
 
 def discard(path: str) -> None:
-    """Deletes a checkpoint directory, COMPLETE first: half deleted, it never looks complete."""
+    """Deletes a checkpoint directory, COMPLETE first, so that a partly deleted one never looks complete."""
     store = open_store(path)
     store.delete(COMPLETE)
     store.delete_tree("")
@@ -36,10 +36,10 @@ def retain(run: RunFolder, *, keep: int | Literal["all"], newest: int) -> list[i
 
 
 def discard_after(run: RunFolder, step: int) -> list[int]:
-    """Deletes the checkpoints past the one that an attempt starts from; returns their steps.
+    """Deletes the checkpoints after the one that an attempt starts from; returns their steps.
 
-    They belong to a course that was given up, or are damaged; a later resume must not find them. Where there is none to
-    start from (step 0), the complete ones stay: whatever kept them from being loaded, they are all that is left.
+    They belong to steps that were rolled back, or are damaged; a later resume must not find them. If an attempt starts
+    from step 0, complete ones are kept: they could not be loaded, but they are all that is left.
     """
     gone = [info for info in list_checkpoints(run) if info.step > step and (step or not info.complete)]
     for info in gone:

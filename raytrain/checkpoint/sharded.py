@@ -1,4 +1,4 @@
-"""Tensors that several workers have saved, each its rows: which rows are whose, and reading all or some of them."""
+"""Tensors saved in rows by several workers: which worker has which rows, and reading all or some of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raytrain.errors import CheckpointError
 
 
 class ShardPosition(NamedTuple):
-    """One of so many workers."""
+    """A worker's rank and the number of workers."""
 
     rank: int
     world_size: int
 
 
 def rows_of(total: int, place: ShardPosition) -> tuple[int, int]:
-    """First row and end of a worker's piece of so many, as FSDP2 cuts them: equal pieces, the last ones shorter or
+    """(first row, end) of a worker's part of `total` rows, as FSDP2 cuts them: equal parts, the last ones shorter or
     empty."""
     size = -(-total // place.world_size)
     return min(place.rank * size, total), min((place.rank + 1) * size, total)

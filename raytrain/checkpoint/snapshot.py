@@ -1,7 +1,7 @@
-"""A snapshot: the training state copied into memory, as named tensors and JSON.
+"""Snapshots: copies of the training state in memory, as named tensors and JSON.
 
-Any nesting of dicts, lists and tuples with tensors and scalars (a module's or optimizer's state_dict) is
-split into tensors with readable names and a skeleton in JSON, and put together again without loss.
+Any nesting of dicts, lists and tuples with tensors and scalars (a module's or optimizer's state_dict) is split into
+tensors with readable names and a JSON skeleton, and restored from them without loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESERVED = frozenset({"manifest", "state"})
 
 
 class Flat(NamedTuple):
-    """`tensors` by name (views, not copies) and the JSON `skeleton` that they hang on."""
+    """`tensors` by name (views, not copies) and the JSON `skeleton` that refers to them."""
 
     tensors: dict[str, Tensor]
     skeleton: Any
@@ -31,14 +31,14 @@ class Flat(NamedTuple):
 
 @dataclass
 class Snapshot:
-    """The state after `step` steps, apart from the live training: written at leisure.
+    """The state after `step` steps, independent of the running training.
 
     Attributes:
         tensors: part -> name -> CPU tensor, each distinct one once.
         state: the caller's JSON state, in skeleton form.
-        skeletons: part -> how its tensors hang together.
-        tied: part -> other name of a tensor -> the name it is kept under.
-        split: part -> names of the tensors of which this process holds some rows.
+        skeletons: part -> the nesting of its tensors.
+        tied: part -> other name of a tensor -> the name it is saved under.
+        split: part -> names of the tensors of which this process holds only some rows.
     """
 
     step: int
@@ -56,7 +56,7 @@ def flatten(state: Any) -> Flat:
 
 
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
-    """The nested state again: keys keep their type and order, tuples stay tuples, floats their bits.
+    """Restores the nested state: keys keep their type and order, tuples stay tuples, floats are bit-identical.
 
     Errors: CheckpointError for a tensor that is missing or a skeleton of another kind.
     """
@@ -141,7 +141,7 @@ def _add(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> s
 
 
 def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors that are one and the same memory are kept under their first name; the others are its aliases.
+    """Keeps tensors that share the same memory under their first name; the other names are aliases.
 
     Returns: the distinct tensors, and alias -> kept name.
     """
@@ -159,7 +159,7 @@ def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 
 class Staging:
-    """CPU buffers that a snapshot is copied into, used again by the next one: at most one is in flight.
+    """CPU buffers for snapshots, reused by the next one: at most one snapshot is in flight.
 
     Buffers for CUDA tensors are pinned; their copies run on a side stream and are complete on return.
     """

@@ -1,9 +1,9 @@
-"""Checkpoints: written in the background, complete or not there at all, loaded only after they were verified.
+"""Writes checkpoints in the background. A checkpoint is either complete or ignored, and is verified before loading.
 
     checkpoints/step_00001000/{<part>.safetensors, state.json, manifest.json, COMPLETE}
 
-The order of writing is the order of trust: parts, then the manifest with every file's size and hash, and COMPLETE,
-which holds the manifest's hash, last. Each is on the disk (fsync) before the next begins.
+Files are written in this order: the parts, the manifest with every file's size and hash, and last COMPLETE with the
+hash of the manifest. Each is on the disk (fsync) before the next one is written.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class CheckpointWriter:
     """Writes the checkpoints of one attempt; used by one thread of rank 0.
 
     With `asynchronous`, `save` copies the state into reusable CPU buffers and returns, and one background thread
-    writes them; a second `save` waits for the first, so there is one copy of the state in flight. A failure of the
-    thread surfaces at the next `save`, `wait` or `close`.
+    writes them; a second `save` waits for the first, so there is one copy of the state in flight. An error of the
+    thread is raised by the next `save`, `wait` or `close`.
 
     Args:
-        run_folder: whose checkpoints.
-        keep: how many of the newest stay, besides the best by eval loss.
+        run_folder: the run that the checkpoints belong to.
+        keep: number of latest checkpoints to keep, besides the best by eval loss.
         asynchronous: False writes in the caller's thread, without a copy.
-        fence: raises if a newer attempt owns the run folder; asked before every file and before COMPLETE.
-        world_size: noted in the manifest.
-        shard_bytes: a part larger than this is split over several files.
+        fence: raises if a newer attempt owns the run folder; called before every file and before COMPLETE.
+        world_size: written into the manifest.
+        shard_bytes: a part larger than this is split into several files.
 
     Attributes:
         stalls: seconds that each `save` blocked the caller.
@@ -83,10 +83,10 @@ class CheckpointWriter:
         return self._staging.nbytes if self._staging else 0
 
     def rehearse(self, parts: Mapping[str, Any]) -> float | None:
-        """Makes the buffers and times a copy into them, without writing; None where saving is synchronous.
+        """Allocates the buffers and times a copy into them, without writing; None if saving is synchronous.
 
-        The first copy into new memory takes far longer than all later ones: done at the start, no step pays
-        for it, and the time returned (seconds) is the stall that `solve_interval` needs.
+        The first copy into new memory takes far longer than later ones, so it is made at the start and not in a step.
+        The returned time (seconds) is the stall that `solve_interval` needs.
         """
         if self._staging is None:
             return None
@@ -111,9 +111,9 @@ class CheckpointWriter:
         Args:
             parts: part (model, optimizer, rng, ...) -> nested state or an object with `state_dict()`.
             state: small JSON state.
-            eval_loss: of exactly these weights, where known; decides which checkpoint is the best.
-            extra: more for the manifest.
-            elsewhere: state that other processes are writing into the directory, which `prepare` has made.
+            eval_loss: the eval loss of exactly these weights, if known; it decides which checkpoint is the best.
+            extra: additional fields of the manifest.
+            remote: state that other processes write into the directory, which `prepare` has created.
 
         Errors: RunError (disk full, naming the file and the key), CheckpointError (state that cannot be saved), what
         `fence` raises; with `asynchronous` those of the previous save.
@@ -138,26 +138,26 @@ class CheckpointWriter:
         return self.stalls[-1]
 
     def prepare(self, step: int) -> None:
-        """An empty directory for a checkpoint that other processes write into as well."""
+        """Creates an empty directory for a checkpoint that other processes write into as well."""
         self.wait()
         self._fence()
         discard(self._run.checkpoint_dir(step))
         open_store(self._run.checkpoint_dir(step)).make_dir("")
 
     def abandon(self) -> None:
-        """As `close`, where what is being written can no longer be completed: it leaves nothing behind."""
+        """Closes without completing a checkpoint whose remote state is lost; leaves no partial checkpoint."""
         with contextlib.suppress(RunError):
             self.wait()
         self.close()
 
     def wait(self) -> None:
-        """Returns when nothing is being written; raises what the background thread raised, once."""
+        """Returns when nothing is being written; raises an error of the background thread once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Waits and ends the thread; may be called twice."""
+        """Waits for the write in progress and ends the thread; may be called twice."""
         try:
             self.wait()
         finally:
@@ -180,7 +180,7 @@ class CheckpointWriter:
                 others=None if remote is None else lambda: remote.finish_save(path),
             )
         except BaseException:
-            # Give the room back, unless the directory is a newer attempt's by now.
+            # Free the disk space, unless a newer attempt owns the directory by now.
             with contextlib.suppress(Exception):
                 self._fence()
                 discard(path)

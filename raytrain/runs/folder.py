@@ -1,4 +1,4 @@
-"""The run folder: the only module that spells a path in a run, and that says who owns it. Torch-free.
+"""The run folder: the paths of its files, reading and writing them, and its owner. Torch-free.
 
 Layout (DESIGN section 3): job.yaml, plan.json, ..., metrics.jsonl, events.jsonl, checkpoints/, result.json,
 report/, logs/; beside them job.json (the job as a mapping) and attempts/ (who runs it, and the heartbeat).
@@ -26,10 +26,10 @@ def _file(name: str, doc: str) -> property:
 
 
 class RunFolder:
-    """One run on disk or in an object store. Cheap to build; pickles by path; any process may hold one.
+    """One run on disk or in an object store. Cheap to create; pickled by path; any process may use one.
 
-    Properties ending in a file give full paths (or URIs); every method that takes a `name` takes such a path
-    or the part of it below the run folder. Reading verbs raise FileNotFoundError, writing verbs RunError.
+    Properties that name a file are full paths (or URIs); a `name` argument is such a path or the part of it below the
+    run folder. Reading methods raise FileNotFoundError, writing methods RunError.
     """
 
     def __init__(self, path: str) -> None:
@@ -49,12 +49,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, save_dir: str, name: str, *, job: dict[str, Any] | None = None, latest: bool = True) -> Self:
-        """A new `<save_dir>/<name>-<UTC stamp>`, owned by this process; `latest` then points to it.
+        """Creates `<save_dir>/<name>-<UTC stamp>`, owned by this process, and points `latest` to it.
 
         Args:
             save_dir: local path (relative to the working directory) or URI.
             job: the job as a mapping, kept as job.json for `--resume auto`.
-            latest: whether `latest` shall point to it.
+            latest: whether `latest` should point to it.
 
         Errors: InputError for a `save.dir` that cannot be written. No earlier run is touched.
         """
@@ -62,7 +62,7 @@ class RunFolder:
             parent = open_store(save_dir)
             parent.make_dir("")
             if parent.is_local and _is_plain_dir(parent.at("latest")):
-                raise FileExistsError("it holds a directory named `latest`, which is the link's place")
+                raise FileExistsError("it contains a directory named `latest`, where the link should be")
             folder = _new_folder(parent, f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
             run = cls(f"{parent.uri}/{folder}")
             run._attempts.found(this_process())
@@ -78,7 +78,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """An existing run; `latest` is followed once. Errors: InputError if there is none."""
+        """Opens an existing run; `latest` is followed once. Errors: InputError if there is none."""
         path = path.rstrip("/")
         try:
             store = open_store(path)
@@ -107,7 +107,7 @@ class RunFolder:
     preflight = _file("preflight.json", "The checks before the start.")
     memory_probe = _file("memory_probe.json", "What measurements decided.")
     metrics = _file("metrics.jsonl", "Train and eval rows.")
-    experts = _file("experts.jsonl", "Of each window between logged rows: what went to each expert, and where.")
+    experts = _file("experts.jsonl", "Rows routed to each expert in each log interval, and the expert's location.")
     events = _file("events.jsonl", "Attempts, faults, decisions.")
     result = _file("result.json", "How it ended.")
     sample = _file("sample.json", "Text that a language model wrote.")
@@ -118,7 +118,7 @@ class RunFolder:
     checkpoints_dir = _file("checkpoints", "One directory per checkpoint.")
 
     def routing_trace(self, step: int) -> str:
-        """Where the tokens of step `step` went, of those steps that are traced."""
+        """The routing trace of step `step`, if that step is traced."""
         return f"{self.path}/routing/step_{step:08d}.npz"
 
     def checkpoint_dir(self, step: int) -> str:
@@ -134,7 +134,7 @@ class RunFolder:
         return self.store.read_bytes(self._name(name)).decode()
 
     def read_json(self, name: str) -> Any:
-        """Non-finite numbers come back as floats. Errors: RunError where it is no JSON."""
+        """Non-finite numbers are restored as floats. Errors: RunError if the file is not JSON."""
         try:
             return revived(json.loads(self.read_text(name)))
         except ValueError as error:
@@ -149,14 +149,14 @@ class RunFolder:
         return rows_of(data, origin=f"{self.path}/{self._name(name)}")
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Whole and, on a local path, atomic; directories in between are made."""
+        """Writes the full file, atomically on a local path; creates missing directories."""
         self.store.write_bytes(self._name(name), data)
 
     def write_text(self, name: str, text: str) -> None:
         self.write_bytes(name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Non-finite numbers are written as strings, so that any JSON reader takes the file."""
+        """Non-finite numbers are written as strings, so that any JSON parser can read the file."""
         self.write_text(name, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
     def writer(self, name: str) -> JsonlWriter | ObjectJsonlWriter:
@@ -174,7 +174,7 @@ class RunFolder:
         self.writer(self.events).write(row)
 
     def flush(self) -> None:
-        """Uploads rows that are still here only (object stores)."""
+        """Uploads rows that are not uploaded yet (object stores)."""
         for writer in self._writers.values():
             writer.flush()
 
@@ -186,7 +186,7 @@ class RunFolder:
     def truncate_metrics(self, step: int) -> int:
         """Removes what lies after `step` from metrics.jsonl, experts.jsonl and routing/; returns how many metrics rows.
 
-        The files are replaced, never shortened: an old writer that still lives keeps appending to a dead inode.
+        The files are replaced, not truncated: an old writer that is still running appends to the unlinked file.
         """
         for entry in self.store.entries("routing"):
             if int(entry.name.removeprefix("step_").partition(".")[0]) > step:
@@ -225,7 +225,7 @@ class RunFolder:
         return self._attempts.owner_of(number)
 
     def heartbeat(self) -> None:
-        """Says that the newest attempt lives, for readers on other hosts; writes at most once in 5 s."""
+        """Records that the newest attempt is alive, for readers on other hosts; writes at most every 5 s."""
         self._attempts.beat()
 
     def alive(self) -> dict[str, Any] | None:

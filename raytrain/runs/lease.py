@@ -1,7 +1,7 @@
-"""Who runs a run: numbered attempts, their owners, and whether one is still alive. Torch-free.
+"""The lease on a run folder: numbered attempts, their owners, and whether one is still alive. Torch-free.
 
-`attempts/0000.json` names who made the run folder, `attempts/0001.json` who runs the first attempt, ...
-One writer: an attempt that finds a newer number than its own ends before it writes.
+`attempts/0000.json` names the process that created the run folder, `attempts/0001.json` the owner of the first attempt,
+and so on. There is one writer: an attempt that finds a newer number than its own ends before it writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEARTBEAT = "attempts/heartbeat.json"
 def process_start(pid: int) -> int | None:
     """Start time of a live process of this machine in clock ticks since boot; None if it is dead or a zombie.
 
-    Together with the pid it names a process for good: pids are used again, start times are not.
+    Together with the pid it identifies a process uniquely: pids are reused, start times are not.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -84,7 +84,7 @@ class Attempts:
     def alive(self, *, ended: float | None) -> dict[str, Any] | None:
         """The owner if its process still works on this run, else None.
 
-        On the owner's host the process itself is asked; elsewhere a heartbeat younger than 30 s counts.
+        On the owner's host the process itself is checked; on other hosts a heartbeat younger than 30 s counts.
 
         Args:
             ended: when the result was written (unix seconds). One written after the newest attempt began ends

@@ -159,7 +159,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 class JsonlWriter:
     """Appends rows to a local file, each with one system call, so that a reader sees it at once.
 
-    Opening mends the tail that a killed writer left behind. Errors: RunError (disk full).
+    Opening repairs an incomplete last line of a killed writer. Errors: RunError (disk full).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -179,7 +179,7 @@ class JsonlWriter:
                 data = data[os.write(self._descriptor, data) :]
 
     def flush(self) -> None:
-        """Every row has reached the file already; here for the sake of the writer on an object store."""
+        """Does nothing, since every row is already in the file; matches `ObjectJsonlWriter`."""
 
     def close(self) -> None:
         """May be called twice."""

@@ -1,4 +1,4 @@
-"""Where files live: a local directory or an object store, behind the same few verbs.
+"""File storage: a local directory or an object store with the same interface.
 
 Torch-free. pyarrow is imported only when a URI is opened, so that `plan` on a local path stays fast.
 """
@@ -34,7 +34,7 @@ class Entry:
 
 @contextlib.contextmanager
 def explained_writes(path: str) -> Iterator[None]:
-    """Turns an OSError of a write to `path` into a RunError naming the file, the room left and the key."""
+    """Turns an OSError of a write to `path` into a RunError with the file, the free space and the key."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def _free(path: str) -> str:
 class Store(Protocol):
     """A tree of files below `uri`; every name is relative to it, with forward slashes.
 
-    Reading verbs raise FileNotFoundError (OSError), writing verbs RunError.
+    Reading methods raise FileNotFoundError (OSError), writing methods RunError.
     """
 
     uri: str

@@ -1,8 +1,8 @@
-"""Where the time of a run went, from its events: pure, records in, seconds out (`time` in result.json).
+"""The account of a run's time by purpose, from its events (`time` in result.json). Pure.
 
 A run consists of commands (each from `driver_start` to `driver_end`, or to its last sign of life), a command of
-attempts. What an attempt did after its last account and before its end is lost; what lies between the end of one
-attempt and the beginning of the next, inside one command, is restart.
+attempts. Work of an attempt after its last account is `lost`; the time between the end of one attempt and the start of
+the next within one command is `restart`.
 """
 
 from __future__ import annotations

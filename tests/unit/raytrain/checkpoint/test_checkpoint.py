@@ -653,7 +653,7 @@ def test_checkpoints_in_an_object_store(tmp_path):
 
 KILLS = """
     import os, random, select, signal, sys, torch
-    from raytrain.checkpoint.reader import newest_good
+    from raytrain.checkpoint.reader import newest_valid
     from raytrain.checkpoint.writer import CheckpointWriter
     from raytrain.runs.folder import RunFolder
 
@@ -679,7 +679,7 @@ KILLS = """
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(reading), os.close(writing)
-        loaded, refused = newest_good(run)
+        loaded, refused = newest_valid(run)
         torn += len(refused)
         assert loaded.step > newest, (loaded.step, newest, refused)
         newest, wanted = loaded.step, content(loaded.step)
