@@ -16,7 +16,7 @@ INTERRUPTED = 130
 
 
 class _Verbs(click.Group):
-    """Every failure that we explain ourselves is one message on stderr and its exit code."""
+    """Prints raytrain's own errors as one message on stderr, and exits with their code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb takes the signals over
@@ -38,7 +38,7 @@ class _Verbs(click.Group):
 
 
 def _leave(number: int, frame: object) -> None:
-    """Nothing was started yet, so nothing has to be saved."""
+    """Exit at once: nothing was started yet, so nothing has to be saved."""
     raise KeyboardInterrupt
 
 
@@ -87,8 +87,8 @@ def main() -> None:
 
 @main.command(cls=_keys_option(ALL))
 @click.argument("arguments", nargs=-1, metavar=JOB)
-@click.option("--resume", metavar="RUN_DIR", help="go on with this run; `auto`: with the newest unfinished one")
-@click.option("--from-tune", "sweep", metavar="DIR", help="train what this sweep found: its best.yaml")
+@click.option("--resume", metavar="RUN_DIR", help="resume this run; `auto`: the newest unfinished run of the same job")
+@click.option("--from-tune", "sweep", metavar="DIR", help="train the result of this sweep: its best.yaml")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, verbose: bool) -> None:
     """Train; without a file, the built-in recipe."""
@@ -105,14 +105,14 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
     code = {"done": 0, "failed": 1, "interrupted": INTERRUPTED}[result.status]
     sys.stdout.flush()
     sys.stderr.flush()
-    # the fit thread of an interrupted run may still wait inside Ray or gloo; nothing of ours is left to do
+    # the fit thread of an interrupted run may still wait inside Ray or gloo; do not wait for it
     os._exit(code)
 
 
 @main.command(cls=_keys_option(("tune", *ALL)))
 @click.argument("arguments", nargs=-1, metavar=JOB)
-@click.option("--resume", metavar="DIR", help="go on with this sweep; trials that died are run once more")
-@click.option("--fresh", is_flag=True, help="measure anew what an earlier search has measured")
+@click.option("--resume", metavar="DIR", help="resume this sweep; trials whose process died run again")
+@click.option("--fresh", is_flag=True, help="measure again what an earlier search has measured")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: bool) -> None:
     """Search batch size and precision, or the keys of tune.space, with Ray Tune."""
@@ -125,7 +125,7 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
     result = run_tune(path, overrides, resume=resume, fresh=fresh, verbose=verbose, console=console)
     sys.stdout.flush()
     sys.stderr.flush()
-    # the thread of an interrupted sweep may still wait inside Ray; nothing of ours is left to do
+    # the thread of an interrupted sweep may still wait inside Ray; do not wait for it
     os._exit({"done": 0, "interrupted": INTERRUPTED}[result.status])
 
 
@@ -187,7 +187,7 @@ class _BenchCommand(click.Command):
 @click.argument("arguments", nargs=-1, metavar="[key=value ...]")
 @click.option("--list", "as_list", is_flag=True, help="name the benches and what they measure")
 @click.option("--out", metavar="FILE.json", help="where the raw values go (default: runs/bench/NAME-TIME.json)")
-@click.option("--quick", is_flag=True, help="tiny sizes: shows that it works, measures nothing worth quoting")
+@click.option("--quick", is_flag=True, help="tiny sizes: shows that it works; the numbers mean nothing")
 @click.option("--json", "as_json", is_flag=True, help="print the document as well; what people read goes to stderr")
 def bench(
     name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool

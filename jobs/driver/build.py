@@ -89,14 +89,14 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
 
 
 class Joins(RaytrainError):
-    """The builder asks for the experts' hosts, as it should."""
+    """Raised where a builder connects to the expert hosts, as it should."""
 
 
 class Asked:
-    """A connection that leads nowhere."""
+    """A connection to no hosts, for the check whether a builder uses it."""
 
     def join(self, *_about: Any) -> Any:
-        """Whoever comes here would join in a run."""
+        """A builder that calls this hands its experts over in a run."""
         raise Joins("a builder joins")
 
 
@@ -104,7 +104,7 @@ def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> 
     """That a model of the user's own makes of the `experts` section what was asked for.
 
     Args:
-        elsewhere: its experts are to live outside the workers, or be shared out over them.
+        remote: its experts are to be held by hosts, or shared out over the workers.
 
     Raises:
         InputError: it is never told the number of experts, or keeps them all.

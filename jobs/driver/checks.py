@@ -1,4 +1,4 @@
-"""What the driver does with torch at hand: find wrong input before Ray starts, phrase the workers' job."""
+"""Checking a job on the driver before Ray starts, for `train`, `tune` and `plan --build`; making the workers' job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
         initial: False where a checkpoint takes the place of `model.init_from`.
 
     Raises:
-        InputError: naming the key that mends it.
+        InputError: naming the key that fixes it.
     """
     make_importable(os.getcwd())
     check_shadowing()
@@ -67,7 +67,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         key = "model.builder" if spec.model.module is None else "model.module"
-        seen = "a model that is frozen whole" if parameters else "a model without parameters"
+        seen = "a model whose parameters are all frozen" if parameters else "a model without parameters"
         raise InputError(key, seen=seen, expected="at least one parameter that requires a gradient")
     if initial and spec.model.init_from is not None:
         StartingWeights.at(spec.model.init_from).check(trainable.module, trainable.translate)
@@ -89,8 +89,12 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
 def train_job(
     spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int, connection: Connection | None = None
 ) -> TrainJob:
-    """The workers' orders; `attempt` is the number the driver has taken for their first attempt, `connection` how a
-    builder reaches the experts' hosts."""
+    """What the workers receive.
+
+    Args:
+        attempt: the number that the driver took for their first attempt.
+        connection: how a builder reaches the expert hosts; None without hosts.
+    """
     names = [name for name in type(spec).model_fields if name not in ("model", "data")]
     sections = {name: getattr(spec, name) for name in names}
     sections["experts"] = spec.experts.connected(connection)

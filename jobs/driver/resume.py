@@ -1,4 +1,4 @@
-"""`--resume`: which run goes on, with which job, and what may have changed."""
+"""`--resume`: which run is resumed, with which job, and which keys may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain.runs.folder import RunFolder, find_unfinished
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on. `changed` lists the dotted keys that differ from the run's own job."""
+    """A run to resume. `changed` lists the dotted keys that differ from the run's own job."""
 
     run: RunFolder
     loaded: LoadedSpec
@@ -25,16 +25,16 @@ class Resumed:
     finished: bool = False
 
     def has_checkpoint(self) -> bool:
-        """Whether there is one to go on from."""
+        """Whether it has a complete checkpoint to start from."""
         from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
 
         return any(info.complete for info in list_checkpoints(self.run))
 
     def checked_against(self, plan: Plan) -> RunFolder:
-        """The run, where this plan can take what its newest checkpoint holds.
+        """The run, after checking that this plan can load its newest checkpoint.
 
         Raises:
-            InputError: experts stand in it by name and would live in every worker, or the other way round.
+            InputError: the checkpoint holds experts apart from the model and the plan puts them inside, or vice versa.
         """
         from raytrain.checkpoint.reader import (  # imports torch, as the command has by now
             list_checkpoints,
@@ -58,11 +58,11 @@ class Resumed:
 def open_resumed(
     resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None
 ) -> Resumed | None:
-    """The run to go on with; None for "auto" where there is none.
+    """The run to resume; None for "auto" where there is none.
 
     Args:
-        resume: a run folder, or "auto" (then `loaded` is the job that looks for its newest unfinished run).
-        path: a JOB.yaml given beside it, which may change some keys only.
+        resume: a run folder, or "auto": the newest unfinished run of the job `loaded`.
+        path: a JOB.yaml given with it, which may change some keys only.
         overrides: changes on the command line, under the same rule.
 
     Raises:
@@ -94,21 +94,21 @@ def open_resumed(
     if refused:
         raise InputError(
             refused[0],
-            seen="a change beside --resume",
-            expected="the value the run began with",
-            remedy="a new run may have it: leave --resume away",
+            seen="a change with --resume",
+            expected="the value that the run started with",
+            remedy="to change it, start a new run, without --resume",
         )
     loaded = _from_run(load_spec(mapping=mapping), changed)
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))
 
 
 def _extended(changed: list[str]) -> bool:
-    """A finished run with a new length is not finished any more."""
+    """Whether the length of the run changed: a finished run then continues."""
     return bool({"loop.max_steps", "loop.epochs"} & set(changed))
 
 
 def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
-    """The same job, its keys marked as the run's own where they were not given anew beside --resume."""
+    """The same job, with keys that were not changed with --resume marked as the run's own."""
     sources = {
         key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
         for key, source in loaded.sources.items()

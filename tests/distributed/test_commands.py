@@ -213,7 +213,7 @@ def test_wrong_input_is_one_message_exit_2_and_nothing_started(
     before = sorted(place.folder.rglob("*"))
     resumed = {
         ("--resume", alive.path): f"still being trained by pid {os.getpid()} on {this_process()['host']}",
-        ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: seen a change beside --resume",
+        ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: seen a change with --resume",
     }
     commands = [["train", *arguments] for arguments in (wrong | resumed)]
     (place.folder / "commands.json").write_text(json.dumps([*commands, ["train", "--resume", ended.path]]))
