@@ -1,4 +1,4 @@
-"""What many tests share: the command line in a process group of its own, and data drawn from a seed.
+"""Fixtures of many tests: the command line in a process group of its own, and data drawn from a seed.
 
 Nothing here needs a network or a file that is not in the repository.
 """
@@ -62,7 +62,7 @@ class Finished:
 
     @property
     def text(self) -> str:
-        """Everything it said, for the message of a failing assert."""
+        """All of its output, for the message of a failing assert."""
         return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
@@ -73,7 +73,7 @@ class Started:
     process: subprocess.Popen[str]
 
     def signal_group(self, number: int) -> None:
-        """Signals every process of the group; one that is gone already is fine."""
+        """Signals every process of the group, or none if it has exited."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -91,9 +91,9 @@ class Started:
 
 
 def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """The environment of every command: one thread per process, no colours, no GPU unless a test asks.
+    """The environment of every command: one thread per process, no colours.
 
-    Ray is asked to look more often for the end of its workers, as the runs are short.
+    Ray checks more often whether its workers have ended, because the runs are short.
     """
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
     fixed["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
@@ -102,21 +102,21 @@ def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., Started]]:
-    """`start_python(*args, cwd=, env=)` starts `python ...`; whatever is left at the end is killed."""
+    """`start_python(*args, cwd=, env=)` starts `python ...`; what still runs at the end is killed."""
     with python_processes() as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def start_module_python() -> Iterator[Callable[..., Started]]:
-    """`start_python` for a process that several tests look at."""
+    """`start_python` for a process that several tests share."""
     with python_processes() as start:
         yield start
 
 
 @contextlib.contextmanager
 def python_processes() -> Iterator[Callable[..., Started]]:
-    """What `start_python` yields."""
+    """The `start` that `start_python` yields."""
     started: list[Started] = []
 
     def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
@@ -156,7 +156,7 @@ def run_cli(start_cli: Callable[..., Started]) -> Callable[..., Finished]:
 
 
 class SharedDriver:
-    """tests/driver.py, started at the first job; one that hangs or dies is killed, and the next job starts another."""
+    """tests/driver.py, started with the first job. One that hangs or dies is killed; the next job starts another."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -170,7 +170,7 @@ class SharedDriver:
         return Path(answer["run"])
 
     def run_script(self, path: Path, *, timeout: float = 120) -> str:
-        """Runs a Python file in its own folder, where Ray is up already; returns what it printed."""
+        """Runs a Python file in its own folder, with Ray already started; returns what it printed."""
         return self.ask({"script": str(path), "cwd": str(path.parent)}, timeout=timeout)["out"]
 
     def ask(self, request: dict[str, Any], *, timeout: float) -> dict[str, Any]:

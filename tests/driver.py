@@ -1,8 +1,8 @@
 """One driver process for many short runs: it starts Ray once, then trains each job that it reads from stdin.
 
 Started by the fixture `train_shared` of conftest.py. One JSON line in: {"job", "overrides", "cwd", "resume"}; one out,
-after the word ANSWER: the result of `jobs.train.train`, or the error it raised. With {"script"} instead of a job it
-runs that file as Python runs a script, and the answer is what it printed.
+after the prefix ANSWER: the result of `jobs.train.train`, or the error it raised. With {"script"} instead of a job it
+runs that file as a script and answers with its output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raytrain.errors import RaytrainError
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Trains one job in the folder it asks for."""
+    """Trains one job in the folder that the request names."""
     os.chdir(request["cwd"])
     if "script" in request:
         return {"out": run_script(request["script"])}
@@ -33,7 +33,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_script(path: str) -> str:
-    """What a script prints, run in this process, where Ray is up: as in a notebook."""
+    """The output of a script that runs in this process, where Ray has started, as in a notebook."""
     printed, before = io.StringIO(), list(sys.path)
     sys.path.insert(0, os.path.dirname(path))
     try:

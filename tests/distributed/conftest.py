@@ -1,4 +1,4 @@
-"""What the tests with real processes share: guests' code, run folders as records, and a machine left clean."""
+"""Fixtures of the tests with real processes: user code, run folders as records, and the cleanup of processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Run:
     path: Path
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl that are whole by now."""
+        """Complete rows of metrics.jsonl."""
         return [row for row in self._lines("metrics.jsonl") if row["kind"] == kind]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class Place:
 
     @staticmethod
     def job(**sections: Any) -> dict[str, Any]:
-        """What `guest_job` makes."""
+        """The job that `guest_job` makes."""
         return merged_job(**sections)
 
     def write(self, job: dict[str, Any], name: str = "job.yaml") -> Path:
@@ -139,13 +139,13 @@ class Place:
         pytest.fail(f"not within {limit} s\n{command.finish(timeout=5).text if command is not None else ''}")
 
     def steps_of(self, attempt: int, *, more_than: int) -> Callable[[], bool]:
-        """For `wait_for`: this attempt has taken more than so many steps, by the rows on disk."""
+        """For `wait_for`: by the rows on disk, this attempt has run more than `more_than` steps."""
 
         def taken() -> bool:
             if not (self.folder / "runs" / "latest").exists():
                 return False
-            begun = {row["attempt"]: row["from_step"] for row in self.run.events("attempt")}
-            return attempt in begun and len(self.run.losses()) > begun[attempt] + more_than
+            started = {row["attempt"]: row["from_step"] for row in self.run.events("attempt")}
+            return attempt in started and len(self.run.losses()) > started[attempt] + more_than
 
         return taken
 
@@ -158,12 +158,12 @@ class Place:
                 try:
                     if mark in (entry / "environ").read_bytes() + b"\0":
                         found.append(int(entry.name))
-                except OSError:  # it is gone, or is not ours to read
+                except OSError:  # it has exited, or belongs to another user
                     continue
         return found
 
     def titles(self, word: str) -> list[str]:
-        """Command lines with this word among the processes of the commands started here."""
+        """Command lines that contain `word`, of processes of the commands started here."""
         found = []
         for pid in self.processes():
             try:
@@ -174,7 +174,7 @@ class Place:
         return found
 
     def listening(self) -> set[str]:
-        """Addresses on which processes of the commands started here listen."""
+        """Addresses on which the processes of the commands started here listen."""
         sockets, found = _listening_sockets(), set()
         for pid in self.processes():
             for channel in Path(f"/proc/{pid}/fd").glob("*"):
@@ -186,7 +186,7 @@ class Place:
         return found
 
     def end(self, *, within: float) -> list[int]:
-        """Waits until no process of the commands started here is left; returns those that are."""
+        """Waits until all processes of the commands started here have exited; returns those that have not."""
         ends = time.monotonic() + within
         while time.monotonic() < ends and self.processes():
             time.sleep(0.05)
@@ -209,21 +209,21 @@ def _listening_sockets() -> dict[str, str]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """A folder for commands; what they leave behind is ended with the test."""
+    """A folder for commands; processes that they leave behind are killed after the test."""
     with placed(tmp_path) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
 def module_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """`place` for a command that several tests look at."""
+    """`place` for a command that several tests share."""
     with placed(tmp_path_factory.mktemp("place")) as place:
         yield place
 
 
 @contextlib.contextmanager
 def placed(folder: Path) -> Iterator[Place]:
-    """A `Place`; afterwards no process of it lives."""
+    """A `Place`; afterwards all of its processes are killed."""
     shutil.copy(GUEST / "guest_code.py", folder)
     temp = Path(tempfile.mkdtemp(prefix="rtt-", dir="/tmp"))  # short: socket paths end at 107 bytes
     place = Place(folder, temp)

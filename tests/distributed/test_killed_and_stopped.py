@@ -1,4 +1,4 @@
-"""The whole command dies or is stopped, at any moment, and goes on: real processes, real signals."""
+"""The command is killed or stopped at any moment, and its run resumes: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ def test_a_signal_during_start_up_ends_the_command_at_once(
 ) -> None:
     command = start_cli("train", str(place.write(guest_job())), cwd=place.folder, env=place.env)
     maps = Path(f"/proc/{command.process.pid}/maps")
-    come = {
+    reached = {
         "imports": lambda: "libtorch" in maps.read_text(),
         "ray starts": lambda: list(place.temp.glob("rt-*/r/session_*/sockets")),
         "workers start": lambda: place.titles("RayTrainWorker"),
     }
-    place.wait_for(come[moment], limit=FIRST_STEP_S, command=command)
+    place.wait_for(reached[moment], limit=FIRST_STEP_S, command=command)
     command.process.send_signal(number)
     ended = command.finish(timeout=END_S)
     assert ended.code == 130, ended.text

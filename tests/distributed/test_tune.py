@@ -1,4 +1,4 @@
-"""`raytrain tune` as people give it: killed, interrupted, resumed, with trials that die; real Ray, real processes."""
+"""The command `raytrain tune`: killed, interrupted, resumed, with trials that die; real Ray, real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Lines of trials.jsonl that are whole by now."""
+    """Complete lines of trials.jsonl."""
     file = folder / "trials.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -99,8 +99,8 @@ def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
     memory, text = json.loads((sweep / "tune.json").read_text())["memory"], (sweep / "best.yaml").read_text()
     assert best.tune.found is not None and best.tune.found.peak_bytes == memory["peak_bytes"]
     assert memory["limit_bytes"] == 2000 * MIB and memory["used"] == memory["peak_bytes"] / memory["limit_bytes"]
-    told, words = f"{memory['used']:.1%}", " ".join(text.replace("#", " ").split())
-    assert f"its peak is {told} of what" in words and f"memory      {told} used: a peak of " in tuned.out
+    used, words = f"{memory['used']:.1%}", " ".join(text.replace("#", " ").split())
+    assert f"its peak is {used} of what" in words and f"memory      {used} used: a peak of " in tuned.out
     assert "batches/s of 12 rows" in words, "and the table of the other counts"
     assert all(f"{count}: {rate:.3g}" in words for count, rate in rates.items() if count != best.data.loader_workers)
     assert f"data.loader_workers {best.data.loader_workers}: " in tuned.out

@@ -1,7 +1,7 @@
 """Runs a function in N new processes that form a gloo group, with a hard limit. No Ray.
 
-The processes are forked from a server that has imported torch and nothing else, so each is as fresh as a process of
-its own (no thread, no random number drawn, no memory reused) and starts in a tenth of a second instead of three.
+The processes are forked from a server that has only imported modules, so each is as fresh as a process of its own (no
+thread, no random number drawn, no memory reused) and starts in a tenth of a second instead of three seconds.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ PRELOAD = [
     "jobs.driver.checks",
     "jobs.plan",
 ]
-"""Among them torch's compiler, which every optimizer imports, and which takes longer than all the rest."""
+"""Torch's compiler is among them: every optimizer imports it, and that takes longer than all the rest."""
 
 
 def run_gang(
     function: Callable[..., Any], *arguments: Any, world_size: int, timeout: float = LIMIT_S, killed: bool = False
 ) -> list[Any]:
-    """`function(rank, world, *arguments)` in `world_size` processes; what each returned, by rank.
+    """Runs `function(rank, world_size, *arguments)` in `world_size` processes; returns their results by rank.
 
     Args:
-        function: a module's own, in a module that a new process can import; it returns no tensors.
-        killed: the group is expected to end by SIGKILL, and nothing comes back.
+        function: a function at the top level of a module that a new process can import; it returns no tensors.
+        killed: the group must end by SIGKILL; the result is an empty list.
 
-    The test fails with the traceback of the first rank that failed; nobody outlives the call.
+    The test fails with the traceback of the first rank that failed; no process outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     before = {name: os.environ.get(name) for name in fixed}
-    os.environ.update(fixed)  # the server, which starts with the first call, hands them on
+    os.environ.update(fixed)  # inherited by the server, which starts with the first call
     with tempfile.TemporaryDirectory(prefix="gang-") as folder:
         ends: list[Connection] = []
         processes = []
@@ -70,7 +70,7 @@ def run_gang(
                 end.close()
         codes = [process.exitcode for process in processes]
         if killed and -signal.SIGKILL not in codes:
-            pytest.fail(f"nobody was killed: exit codes {codes}")
+            pytest.fail(f"no process was killed: exit codes {codes}")
         return results
 
 
@@ -105,7 +105,7 @@ def _live(
     connection: Connection,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Child: join the group, run, send what came of it."""
+    """In a child: joins the group, runs the function and sends its result."""
     from datetime import timedelta
 
     import torch
@@ -126,4 +126,4 @@ def _live(
         connection.send(("failed", traceback.format_exc()))
         raise SystemExit(1) from None
     connection.send(("returned", value))
-    signal.pause()  # the parent ends everybody: a peer may still be reading what this rank sent last
+    signal.pause()  # the parent kills all ranks: a peer may still be reading what this rank sent last
