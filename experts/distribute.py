@@ -179,7 +179,7 @@ class RemoteExpertState:
         locate(read_manifest(folder), [shape.num_experts for shape in self.client.shapes])
         self.client.restore(folder, step=step)
 
-    def whole(self) -> nn.Module | None:
+    def gather_module(self) -> nn.Module | None:
         """See `RemoteState`: puts the experts back into the module, and ends the generation."""
         for number, layer in enumerate(self.layers):
             weights = self.client.fetch(number)

@@ -164,7 +164,7 @@ class RemoteState(RemoteCheckpoint, Protocol):
         """Forget what passes without a step have left behind: gradients and counts."""
         ...
 
-    def whole(self) -> nn.Module | None:
+    def gather_module(self) -> nn.Module | None:
         """The module with everything that lives elsewhere, on rank 0 (None on the others); the end of training."""
         ...
 

@@ -21,25 +21,25 @@ TYPE_SHARE = 0.001
 
 
 def connect(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, report: Callable[[str], Any]
 ) -> Connection | None:
     """Start the owners of the experts, before the workers take the machines; None where every worker holds all experts.
 
     Args:
         local: the cluster is this machine alone, and all connections stay on loopback.
         host_wait_s: `retry.host_wait_s`.
-        say: called with a line about missing resources while the cluster has no room.
+        report: called with a line about missing resources while the cluster has no room.
     """
     hosts = _value(plan.hosts)
     if hosts in ("none", 0):
         return None
     if hosts == "colocated":
         return ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device))
-    return _start(plan, run, local=local, interface=interface, host_wait_s=host_wait_s, say=say)
+    return _start(plan, run, local=local, interface=interface, host_wait_s=host_wait_s, report=report)
 
 
 def _start(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, say: Callable[[str], Any]
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, report: Callable[[str], Any]
 ) -> Connection:
     """Reserve the hosts' places, and have the directory start them while the workers start."""
     import ray
@@ -51,7 +51,7 @@ def _start(
     kinds, on_gpu = kinds_of_hosts(_value(plan.hosts)), _value(plan.device) == "cuda"
     number = len(kinds)
     threads = int(_value(plan.threads) or 1)
-    group = None if local else _reserve(kinds, gpu=on_gpu, threads=threads, say=say)
+    group = None if local else _reserve(kinds, gpu=on_gpu, threads=threads, report=report)
     options = {"num_cpus": 0, "max_concurrency": 2 * int(_value(plan.workers)) + 4 * number + 8}
     actor: Any = ray.remote(ExpertDirectory)
     directory = actor.options(**options).remote(
@@ -77,7 +77,7 @@ def _value(choice: Any) -> Any:
     return choice.value
 
 
-def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, say: Callable[[str], Any]) -> Any:
+def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, report: Callable[[str], Any]) -> Any:
     """Reserve a placement group of one bundle for each host, spread over the nodes.
 
     Args:
@@ -96,7 +96,7 @@ def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, say: Calla
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in want.items() if amount >= 1)
         of_type = f" of type {', '.join(sorted({kind for kind in kinds if kind}))}" if any(kinds) else ""
         have = ", ".join(f"{free.get(name, 0):g} {name}" for name, amount in want.items() if amount >= 1)
-        say(f"waiting for {amounts}{of_type} for {len(kinds)} expert hosts; {have} are free")
+        report(f"waiting for {amounts}{of_type} for {len(kinds)} expert hosts; {have} are free")
     return group
 
 

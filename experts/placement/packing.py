@@ -212,9 +212,9 @@ def _grow(layout: Packing, expert: int, loads: list[float]) -> None:
 def _drop(layout: Packing, expert: int, loads: list[float]) -> None:
     """Remove the replica on the host that finishes last."""
     task, hosts = layout.task, layout.copies[expert]
-    gone = max(hosts[1:], key=lambda h: (loads[h] / task.speeds[h], h))
-    loads[gone] -= task.work[expert] / len(hosts)
-    layout.apply([(expert, [host for host in hosts if host != gone])])
+    slowest = max(hosts[1:], key=lambda h: (loads[h] / task.speeds[h], h))
+    loads[slowest] -= task.work[expert] / len(hosts)
+    layout.apply([(expert, [host for host in hosts if host != slowest])])
 
 
 def pack_bytes(sizes: Sequence[Sequence[int]], memory: Sequence[float], slots: float) -> list[list[list[int]]]:

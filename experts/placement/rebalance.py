@@ -186,16 +186,16 @@ def instalments(
     An expert larger than that moves alone. Replicas, which need no move, change with the last instalment. Intermediate
     placements fit the memory of the hosts; experts that would exceed it move with the last instalment.
     """
-    found, at, taken = [], current, 0
+    found, at, moved = [], current, 0
     for (layer, expert), _, _ in current.home_moves(target):
         size, after = costs[layer][expert].travels, _with_home(at, target, layer, expert)
         if not after.fits(hosts, costs):
             continue
-        if taken and taken + size > budget:
+        if moved and moved + size > budget:
             found.append(replace(at, version=current.version + len(found) + 1))
-            taken = 0
-        at, taken = after, taken + size
-    if taken and at.home_moves(target):
+            moved = 0
+        at, moved = after, moved + size
+    if moved and at.home_moves(target):
         found.append(replace(at, version=current.version + len(found) + 1))
     return [*found, replace(target, version=current.version + len(found) + 1)]
 

@@ -125,13 +125,13 @@ def _push(
         path = []
         host = end
         while host != source:
-            expert, taken, given = reached[host]
-            path.append((expert, taken, given))
-            host = copies[expert][taken]
+            expert, source_copy, target_copy = reached[host]
+            path.append((expert, source_copy, target_copy))
+            host = copies[expert][source_copy]
         amount = min(loads[source] - caps[source], caps[end] - loads[end], *(parts[e][p] for e, p, _ in path))
-        for expert, taken, given in path:
-            parts[expert][taken] -= amount
-            parts[expert][given] += amount
+        for expert, source_copy, target_copy in path:
+            parts[expert][source_copy] -= amount
+            parts[expert][target_copy] += amount
         loads[source] -= amount
         loads[end] += amount
 
@@ -171,9 +171,9 @@ def shares_of(
         if len(hosts) == 1:
             found.append((1.0,))
             continue
-        whole = split.parts[expert] if work[expert] > 0 else [speeds[host] for host in hosts]
-        total = sum(whole)
-        first = [max(0.0, part) / total for part in whole[:-1]]
+        parts = split.parts[expert] if work[expert] > 0 else [speeds[host] for host in hosts]
+        total = sum(parts)
+        first = [max(0.0, part) / total for part in parts[:-1]]
         found.append((*first, max(0.0, 1.0 - sum(first))))
     return tuple(found)
 

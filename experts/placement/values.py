@@ -232,9 +232,9 @@ class Placement:
                         f"layer {index}: host {host} holds {len(experts)} experts, at most {slots_per_host}"
                     )
         for spec in hosts or ():
-            taken = 0 if costs is None else self.bytes_on(spec.host, costs)
-            if spec.memory_bytes is not None and taken > spec.memory_bytes:
-                raise ValueError(f"{spec.title} holds {taken} bytes of experts, at most {spec.memory_bytes}")
+            used = 0 if costs is None else self.bytes_on(spec.host, costs)
+            if spec.memory_bytes is not None and used > spec.memory_bytes:
+                raise ValueError(f"{spec.title} holds {used} bytes of experts, at most {spec.memory_bytes}")
 
     def _validate_layer(self, index: int, layer: LayerPlacement, number: int) -> None:
         for expert in range(max(number, len(layer.copies), len(layer.shares))):

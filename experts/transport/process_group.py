@@ -137,7 +137,7 @@ class JointGroup:
         except RuntimeError as error:
             self._leave()
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Aborted(self._await_reason() or f"a member is gone: {first}") from error
+            raise Aborted(self._await_reason() or f"a member has exited: {first}") from error
         finally:
             self.seconds += time.perf_counter() - began
 

@@ -118,7 +118,7 @@ class BenchWorker:
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
         trainable.interval_log = LoadLog(LoadTracker([layer.router for layer in layers]))
         distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
-        self.client = _pool(layers[0].experts)
+        self.client = _client(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.renew()
 
@@ -176,7 +176,7 @@ class BenchWorker:
         return made
 
 
-def _pool(experts: torch.nn.Module) -> ExpertClient:
+def _client(experts: torch.nn.Module) -> ExpertClient:
     assert isinstance(experts, RemoteExperts)
     return experts.client
 

@@ -96,7 +96,7 @@ class Replicated:
     def whole_module(self, build: Callable[[], Trainable]) -> nn.Module | None:
         """As in `ParallelStrategy`: the module itself, with what lives elsewhere."""
         remote = self._trainable.remote
-        return self._trainable.module if remote is None else remote.whole()
+        return self._trainable.module if remote is None else remote.gather_module()
 
     def remote_checkpoint(self, parts: Callable[[], Mapping[str, Any]], run: RunFolder) -> RemoteCheckpoint | None:
         """As in `ParallelStrategy`: rank 0 has everything but what lives elsewhere."""

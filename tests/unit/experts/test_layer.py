@@ -145,7 +145,7 @@ def test_the_weights_of_one_expert_have_the_names_and_shapes_that_the_plan_count
     for e, hidden in enumerate(experts.hidden_E):
         views = experts.weights_of(e)
         assert {name: tuple(view.shape) for name, view in views.items()} == weight_shapes(D, hidden, **kind)
-        assert list(views) == ["w1", "w2", "w3", "b1", "b2", "b3"]  # the order in which they travel
+        assert list(views) == ["w1", "w2", "w3", "b1", "b2", "b3"]  # the order in which they are packed
         views["b2"].fill_(e + 1.0)
     assert experts.runs[0].b2[:, 0].tolist() == [1.0, 2.0] and experts.runs[2].b2[0, 0] == 4.0
     with pytest.raises(IndexError, match="expert 4 of 4"):

@@ -1,4 +1,4 @@
-"""The mixture-of-experts builders as the loop meets them."""
+"""The mixture-of-experts builders, as the training loop uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 writes down about a change of placement."""
+"""The events of rank 0's rebalancer about a change of placement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COSTS: Costs = [[ExpertCost(16, 8, 1.0, moved_bytes=12)] * 2]
 
 
 def vote_result(placement: Placement, counts: list[float], *, sent: float = 0.0) -> VoteResult:
-    """A step in which equal hosts computed as long as their rows say, and host 0 sent so many bytes."""
+    """A step in which equal hosts computed in proportion to their rows, and host 0 sent `sent` bytes."""
     busy = list(placement.host_loads(0, counts, COSTS[0], HOSTS))
     return VoteResult(
         torch.tensor(1.0), torch.tensor(False), torch.tensor([*counts, 0.0], dtype=torch.float64), 1.0, 1e-3, 0,
@@ -27,8 +27,8 @@ def vote_result(placement: Placement, counts: list[float], *, sent: float = 0.0)
 Row = tuple[str, dict[str, Any]]
 
 
-def told(start: Placement, counts: list[float], *, replicas: int, sent: float = 0.0) -> list[Row]:
-    """The events of one decision, taken after step 2 and in force with step 4."""
+def events(start: Placement, counts: list[float], *, replicas: int, sent: float = 0.0) -> list[Row]:
+    """The events of one decision, made after step 2 and in force with step 4."""
     rebalancer = LoadRebalancer(PlacementRules("lpt", replicas, every=2), COSTS, HOSTS)
     placement = start
     for step in (1, 2):
@@ -43,9 +43,9 @@ def told(start: Placement, counts: list[float], *, replicas: int, sent: float = 
     return rebalancer.notices()
 
 
-def test_another_division_of_the_rows_is_told_as_shares_with_the_old_and_the_new_ones() -> None:
+def test_another_division_of_the_rows_is_recorded_with_the_old_and_the_new_shares() -> None:
     start = Placement(1, 2, (LayerPlacement(((0, 1), (1,)), ((0.9, 0.1), (1.0,))),))
-    (kind, decision), (done, row) = told(start, [100.0, 10.0], replicas=1)
+    (kind, decision), (done, row) = events(start, [100.0, 10.0], replicas=1)
     assert (kind, decision["value"], decision["bytes"]) == ("decision", "shares", 0)
     assert (done, row["what"], row["changes"], row["bytes"]) == ("shares", "shares", [], 0)
     ((layer, expert, old, new),) = row["shares"]
@@ -53,9 +53,9 @@ def test_another_division_of_the_rows_is_told_as_shares_with_the_old_and_the_new
     assert abs(new["0"] - 0.55) < 0.01 and abs(sum(new.values()) - 1) < 1e-9
 
 
-def test_a_move_is_told_with_the_bytes_that_were_sent() -> None:
+def test_a_move_is_recorded_with_the_bytes_that_were_sent() -> None:
     start = Placement(1, 2, (LayerPlacement(((0,), (0,)), ((1.0,), (1.0,))),))
-    (kind, decision), (done, row) = told(start, [100.0, 90.0], replicas=0, sent=14.0)
+    (kind, decision), (done, row) = events(start, [100.0, 90.0], replicas=0, sent=14.0)
     assert (kind, decision["value"], decision["bytes"]) == ("decision", "move", 12), "predicted"
     assert (done, row["what"], row["bytes"], row["seconds"], row["shares"]) == ("move", "move", 14, 0.5, []), "measured"
     assert [change[0] for change in row["changes"]] == ["home"]

@@ -33,13 +33,13 @@ def test_a_store_that_nobody_serves_is_named_with_its_address_and_the_key() -> N
         connect(("127.0.0.1", port), who="expert host 1", limit=1.0)
 
 
-def test_whoever_does_not_come_is_named(address: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_do_not_join_are_named(address: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "RENDEZVOUS_S", 0.3)
     with pytest.raises(RunError, match=r"worker 1, expert host 0, expert host 1 did not join.*cluster\.interface"):
         open_group(spec(address), rank=0)
 
 
-def test_who_waits_for_the_others_hears_of_the_end(address: Any) -> None:
+def test_a_member_that_waits_for_the_others_learns_of_the_end(address: Any) -> None:
     over = threading.Event()
     watch = GenerationWatch(lambda: "expert host 1 died" if over.wait(30) else "")
     threading.Timer(0.2, over.set).start()
@@ -47,7 +47,7 @@ def test_who_waits_for_the_others_hears_of_the_end(address: Any) -> None:
         open_group(spec(address), rank=0, lost=watch.reason)
 
 
-def test_a_group_that_comes_after_the_end_is_ended_at_once() -> None:
+def test_a_group_opened_after_the_end_is_aborted_at_once() -> None:
     ended: list[str] = []
 
     class Group:

@@ -53,7 +53,7 @@ def test_a_layer_written_and_read_again_computes_the_same(layout: str, fused: bo
     before = outputs(again)
     for value in state.values():
         value.zero_()
-    assert torch.equal(outputs(again), before)  # nothing is shared with what was read
+    assert torch.equal(outputs(again), before)  # no storage is shared with the tensors that were read
 
 
 def test_the_names_are_those_of_the_files() -> None:

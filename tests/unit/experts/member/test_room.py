@@ -1,4 +1,4 @@
-"""Room for the experts, by what is known of the hosts' memory."""
+"""Room for the experts, given the known memory of the hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULES = PlacementRules()
 
 
 def hosts(*experts: float) -> list[HostSpec]:
-    """Hosts with room for so many experts each."""
+    """Hosts with room for these numbers of experts."""
     return [HostSpec(host, 1.0, int(room * ONE) + 1, device="T4") for host, room in enumerate(experts)]
 
 
@@ -68,13 +68,13 @@ def test_a_model_is_refused_before_the_start() -> None:
         ("none", {"replicas": 1, "rebalance_every": 5}, []),
     ],
 )
-def test_keys_that_change_nothing_are_told(place: Any, section: dict[str, Any], says: list[str]) -> None:
+def test_keys_that_change_nothing_are_reported(place: Any, section: dict[str, Any], says: list[str]) -> None:
     facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0, 0)
-    told = idle_keys(ExpertsConfig(**section), facts, place=place, workers=1)
-    assert len(told) == len(says)
-    assert all(one.startswith(f"experts.{start}") for one, start in zip(told, says, strict=True))
+    found = idle_keys(ExpertsConfig(**section), facts, place=place, workers=1)
+    assert len(found) == len(says)
+    assert all(one.startswith(f"experts.{start}") for one, start in zip(found, says, strict=True))
 
 
-def test_as_many_replicas_are_made_as_are_told() -> None:
+def test_as_many_replicas_are_made_as_the_message_says() -> None:
     placed = starting_placement(PlacementRules(replicas=7), [SHAPE], hosts(12, 12))
     assert sum(len(copies) - 1 for copies in placed.layers[0].copies) == 6

@@ -1,4 +1,4 @@
-"""A host's experts: what moves, what stays, and what an optimizer makes of it."""
+"""A host's experts: state that moves, state that stays, and the next optimizer step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
 
 SHAPES = [LayerShape(16, (16, 16, 32), "gelu", bias=True), LayerShape(16, (16, 16), "swiglu")]
-"""Whole vectors of the CPU: torch's fused AdamW rounds a rest otherwise than what fills a vector, so that an expert of
-odd sizes may differ in its last bit with who stands beside it in the stack."""
+"""Sizes that fill the CPU's vectors: torch's fused AdamW rounds a remainder differently, so the last bit of an expert
+of odd sizes could depend on its neighbours in the stack."""
 
 
 def placed(version: int, *layers: tuple[tuple[int, ...], ...]) -> Placement:
@@ -40,7 +40,7 @@ def shard_of(placement: Placement, host: int) -> ExpertShard:
 
 
 def step(shard: ExpertShard) -> None:
-    """A gradient of its own for each expert at home, and a commit."""
+    """Give each expert at home its own gradient, and commit."""
     for layer, expert in shard.homes():
         draw = torch.Generator().manual_seed(100 + 10 * layer + expert)
         for grad in shard.layers[layer].gradients_of(expert).values():
@@ -49,7 +49,7 @@ def step(shard: ExpertShard) -> None:
 
 
 def hashes(shard: ExpertShard) -> dict[Key, str]:
-    """Of weights and optimizer state of each expert at home."""
+    """Hashes of weights and optimizer state of each expert at home."""
     found = {}
     for key in shard.homes():
         digest = hashlib.sha256()
@@ -92,7 +92,7 @@ def test_a_copy_that_becomes_the_home_keeps_its_gradient_and_what_leaves_frees_i
     assert all((grad == 5.0).all() for grad in shard.layers[0].gradients_of(2).values()), "another layer's were lost"
 
 
-def test_what_arrives_spoilt_is_not_taken() -> None:
+def test_data_that_arrives_corrupted_is_refused() -> None:
     data, into = _pack(shard_of(BEFORE, 0), [(0, 1)]), {}
-    spoilt = data[:-1] + bytes([data[-1] ^ 1])
-    assert not _unpack(spoilt, _digest(data), into=into) and not into
+    corrupted = data[:-1] + bytes([data[-1] ^ 1])
+    assert not _unpack(corrupted, _digest(data), into=into) and not into

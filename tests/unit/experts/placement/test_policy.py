@@ -1,4 +1,4 @@
-"""Policies: EPLB's published plan, our bounds against brute force, memory, moves, and when to act at all."""
+"""Policies: EPLB's published plan, our bounds against brute force, memory, moves, and when to rebalance."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_a_skewed_load_moves_and_an_even_one_keeps() -> None:
     current = place("round_robin", load, hosts, costs_of(load), 0)
     costs = [[ExpertCost(16, 2, 1.0, moved_bytes=12)] * 4]
     charged = decide(current, load, hosts, costs, "lpt", 0, steps_until_next=100, step_s=0.1, bytes_per_s=1e3)
-    assert charged.bytes == 12 * len(charged.moves) > 0, "gradients do not travel"
+    assert charged.bytes == 12 * len(charged.moves) > 0, "gradients are not sent"
     found = decision(current, load, hosts)
     assert found.action == "move" and found.gain == pytest.approx(200 / 101, rel=1e-3)
     assert found.bytes == sum(move.bytes for move in found.moves) > 0 and found.placement.version == 1
@@ -311,4 +311,6 @@ def test_the_forecast_weighs_windows_by_age_and_not_by_length() -> None:
     assert predict(windows, newest=0.5)[0] == pytest.approx([200.0, 200.0])
     assert predict([[[0.0, 0.0]]]) == [[0.0, 0.0]]
     assert predict([[[1.0, 1.0]], [[1.0, 1.0, 2.0]]]) == [pytest.approx([1.0, 1.0, 2.0])], "another number of experts"
-    assert predict([[[1.0, 3.0]], [[0.0, 0.0]]])[0] == pytest.approx([0.25, 0.75]), "a window without rows says nothing"
+    assert predict([[[1.0, 3.0]], [[0.0, 0.0]]])[0] == pytest.approx([0.25, 0.75]), (
+        "an interval without rows does not count"
+    )

@@ -1,4 +1,4 @@
-"""Placements as values: who holds what, what is checked, what moves, how rows are split."""
+"""Placements as values: slots, validation, moves, and the split of rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def layer(*copies: tuple[int, ...]) -> LayerPlacement:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (layer((0,), ()), "layer 0 expert 1 is missing"),
         (layer((0,)), "layer 0 expert 1 is missing"),
@@ -59,8 +59,8 @@ def layer(*copies: tuple[int, ...]) -> LayerPlacement:
         (LayerPlacement(((0,), (0, 1)), ((1.0,), (float("nan"), 1.0))), "layer 0 expert 1 has shares"),
     ],
 )
-def test_a_wrong_placement_is_refused_by_layer_and_expert(wrong: LayerPlacement, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_wrong_placement_is_refused_by_layer_and_expert(wrong: LayerPlacement, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Placement(0, 2, (wrong,)).validate([2])
 
 
@@ -162,7 +162,7 @@ def test_shares_reach_the_least_possible_level_of_the_slowest_host() -> None:
 
 
 def test_a_long_chain_of_shared_experts_evens_out() -> None:
-    """All work on one end; every step along the chain must pass the rest on."""
+    """All work is at one end; every host along the chain must pass the rest on."""
     number = 40
     copies = [(0,), *((host, host + 1) for host in range(number - 1))]
     work = [1.0, *(2.0 for _ in range(number - 1))]

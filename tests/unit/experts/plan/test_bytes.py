@@ -1,4 +1,4 @@
-"""What experts take: the plan's formulas against the tensors and the memory of real shards and routers."""
+"""Bytes of experts: the plan's formulas against the tensors and the memory of real shards and routers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(resident() - before)
 
 
 def shard_of(placement: Placement, shapes: list[LayerShape], host: int, optim: OptimConfig) -> ExpertShard:
-    """One host's, after a step: an optimizer makes its state with the first."""
+    """The shard of one host after a step: the optimizer creates its state with the first."""
     shard = ExpertShard(shapes, placement, host, optim=optim, dtype=torch.float32, device=torch.device("cpu"))
     for key in shard.held():
         for weight in shard.weights_of(key).values():
@@ -130,7 +130,7 @@ def test_expert_parallel_spreads_the_bytes_that_data_parallel_holds_in_every_slo
     held = [sum(allocated(shard_of(placement, shapes, slot, optim))) for slot in range(slots)]
     whole = sum(allocated(shard_of(first_placement([number] * layers, hosts=1), shapes, 0, optim)))
     assert max(held) * slots / sum(held) <= 1.25
-    assert sum(held) == whole, "in all as much as one of the N copies that data parallel keeps"
+    assert sum(held) == whole, "in total as much as one of the N copies that data parallelism keeps"
     told = shared_out(planned, ExpertsConfig())(slots)
     assert [held_bytes(own, optim, dtype="fp32").kept for own in told] == held
     assert sum(own.number for own in told) == number * layers

@@ -1,4 +1,4 @@
-"""Routing: who goes where, with which weight, and losses and counts that add up over any split."""
+"""Routing: the experts of each token and their weights, and losses and counts that are additive over any split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes: who gets which rows, for any placement; and the vote's vector."""
+"""Routes: which host gets which rows, for any placement; and the vote's vector."""
 
 from __future__ import annotations
 
