@@ -71,7 +71,7 @@ class _Fit:
             local=cluster.local,
             interface="lo" if cluster.local else spec.cluster.interface,
             host_wait_s=spec.retry.host_wait_s,
-            say=console.print,
+            report=console.print,
         )
         self._job = train_job(spec, plan, run, attempt=opened.attempt, connection=self._connection)
         self.channel = driver_channel.open_channel()
