@@ -19,7 +19,7 @@ from raytrain.plan.shares import Shares
 class Cursor:
     """Where training stands in the data: `position` rows of `epoch` (from 0) are consumed.
 
-    It knows nothing of ranks or micro-batches, so a run may go on with other numbers of either.
+    It is independent of ranks and micro-batches, so that a run can continue with other numbers of either.
     """
 
     epoch: int = 0
@@ -36,9 +36,9 @@ class GlobalBatch(NamedTuple):
 def rank_micro_batches(
     indices: np.ndarray, *, micro_batch: int, rank: int, world_size: int, shares: Shares | None = None
 ) -> list[np.ndarray]:
-    """This rank's micro-batches of one window, in order.
+    """This rank's micro-batches of one global batch, in order.
 
-    The window is cut into M micro-batches of `micro_batch` rows (the last may be shorter); rank r takes
+    The global batch is cut into M micro-batches of `micro_batch` rows (the last may be shorter); rank r takes
     M // world of them, one more where r < M % world, all next to each other. Ranks that get none give [].
     With `shares` each rank takes as many rows as they say, next to each other too.
     """
@@ -71,7 +71,8 @@ class StepBatches:
         tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
             (`raytrain.data.rows.token_budget`); None = by rows, in order.
 
-    `shares` may be set to share windows out unequally; None while all workers take the same. `budget_part` (a, b) may
+    `shares` may be set to divide global batches unequally; None while all workers take the same number of rows.
+    `budget_part` (a, b) may
     be set where memory ran out: a / b of the budget of tokens is in force.
     """
 
@@ -111,7 +112,7 @@ class StepBatches:
         return -(-len(self.split) // self.global_batch_size)
 
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
-        """The global window that begins at `cursor`. The last of an epoch holds what is left."""
+        """The global batch at `cursor`. The last one of an epoch holds the rows that are left."""
         if cursor.position >= len(self.split):
             cursor = Cursor(cursor.epoch + 1)
         order = self._epoch_order(cursor.epoch)
@@ -120,7 +121,7 @@ class StepBatches:
         return GlobalBatch(order[cursor.position : end], following)
 
     def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
-        """So many rows of its epoch from `cursor` on, as indices; again from the front where the epoch ends."""
+        """Indices of `count` rows of the epoch from `cursor` on; starts again at the front if the epoch ends."""
         order = self._epoch_order(cursor.epoch)
         begin = cursor.position % len(order)
         taken = order[begin : begin + count]
@@ -134,7 +135,7 @@ class StepBatches:
         return self._order
 
     def rank_indices(self, indices: np.ndarray) -> list[np.ndarray]:
-        """This rank's micro-batches of a window, as indices."""
+        """This rank's micro-batches of a global batch, as indices."""
         if self.tokens_per_batch is not None:
             parts = self.parts(indices, self.split)
             return parts[part_of_rank(len(parts), rank=self.rank, world_size=self.world_size)]
@@ -172,12 +173,12 @@ class StepBatches:
         return lengths
 
     def micro_batches(self, indices: np.ndarray) -> Iterator[tuple[Batch, int]]:
-        """This rank's micro-batches of a window: (batch on the device, its rows)."""
+        """This rank's micro-batches of a global batch: (batch on the device, its rows)."""
         for rows in self.rank_indices(indices):
             yield self.split.gather(rows), len(rows)
 
     def global_weight(self, indices: np.ndarray) -> int | None:
-        """What the mean loss of the whole window averages over; None where only the batches can tell."""
+        """The weight that the mean loss of a global batch is divided by; None if only its batches tell."""
         return self.split.weights(indices)
 
     def epoch_indices(self, epoch: int) -> Iterator[np.ndarray]:

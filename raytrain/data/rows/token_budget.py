@@ -1,4 +1,4 @@
-"""Micro-batches by a budget of tokens: a window's rows by length, cut so that none is padded beyond the budget.
+"""Micro-batches by a budget of tokens: a global batch's rows by length, cut so that padding stays in the budget.
 
 Which rows make up a step, and what its loss is divided by, stay as they are; only how they are put together changes.
 Batches by tokens are fairseq's `--max-tokens` (Ott et al. 2019), here inside one window, so that order and resume hold.
