@@ -95,13 +95,7 @@ def run_train(
 
 
 def train_loaded(
-    loaded: LoadedSpec,
-    *,
-    resumed: Resumed | None,
-    signals: StopSignals,
-    verbose: bool,
-    console: Console,
-    began: float,
+    loaded: LoadedSpec, *, resumed: Resumed | None, signals: StopSignals, verbose: bool, console: Console, began: float
 ) -> Result:
     """Train a loaded job: everything from the checks on the driver to the report.
 
