@@ -32,6 +32,7 @@ from raytrain.models.weights.initial import fill_offered
 from raytrain.train.compute.activation_checkpointing import as_with_rows
 from raytrain.train.memory.oom import Shortage
 from raytrain.train.optim.build import build_optimizers, muons_blocks
+from raytrain.train.parallel.interleave import Interleaver
 from raytrain.trainable import Death, Notice, Trainable
 
 
@@ -113,12 +114,9 @@ class RemoteExpertState:
     ) -> None:
         self.client, self.layers, self.trainable, self._rebalancer = client, layers, trainable, rebalancer
         self.module = trainable.module
-        self.note, self.workers_group, self.interleaver = (
-            client.member.note,
-            client.member.workers_group,
-            client.interleaver,
-        )
-        self.deaths = list(client.member.deaths)
+        self.note, self.workers_group = client.member.note, client.member.workers_group
+        self.interleaver: Interleaver | None = client.interleaver
+        self.distributed, self.deaths = True, list(client.member.deaths)
         self._deaths_reported = not self.deaths
         self._width = client.shapes[0].width
 
@@ -174,12 +172,12 @@ class RemoteExpertState:
         """See `RemoteState`."""
         return self.client.finish_save(folder)
 
-    def restore(self, folder: str, *, step: int) -> None:
+    def restore(self, folder: str, *, step: int, files: list[str]) -> None:
         """See `RemoteState`."""
         locate(read_manifest(folder), [shape.num_experts for shape in self.client.shapes])
         self.client.restore(folder, step=step)
 
-    def gather_module(self) -> nn.Module | None:
+    def gather_module(self, module: nn.Module) -> nn.Module | None:
         """See `RemoteState`: puts the experts back into the module, and ends the generation."""
         for number, layer in enumerate(self.layers):
             weights = self.client.fetch(number)
@@ -193,4 +191,4 @@ class RemoteExpertState:
                     view.copy_(own[name])
             layer.experts = experts
         self.client.end()
-        return self.module if self.client.member.rank == 0 else None
+        return module if self.client.member.rank == 0 else None

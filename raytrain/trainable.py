@@ -1,4 +1,5 @@
-"""What the loop trains: a module, its loss, and hooks; and how a plain `nn.Module` becomes one."""
+"""`Trainable`: a module, its loss and hooks, as the training loop sees them; made by hand or from a plain
+`nn.Module`."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from raytrain.errors import InputError
+from raytrain.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from raytrain.train.memory.oom import Shortage
@@ -25,12 +27,12 @@ GLOBAL_COUNT = "num_items_in_batch"
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function returns for one micro-batch; every value a mean over the batch's weight.
+    """What a loss function returns for one micro-batch; every value is a mean over the batch's weight.
 
     Attributes:
         loss: scalar, without auxiliary losses.
-        aux: scalar, added to `loss` before backward (a router's balance loss), reported apart.
-        metrics: scalars by name, "accuracy" where it has a meaning; detached.
+        aux: scalar, added to `loss` before backward (a router's balance loss), reported separately.
+        metrics: scalars by name, with "accuracy" where the model has one; detached.
     """
 
     loss: Tensor
@@ -40,8 +42,13 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward pass of this worker: `batch` on the device, `weight` of it (samples or tokens), whether
-    it is the `last` of its step as far as is known."""
+    """The rows of one forward and backward pass on one worker.
+
+    Attributes:
+        batch: on the device.
+        weight: samples or tokens that its loss averages over.
+        last: whether it is the last of its step, as far as is known.
+    """
 
     batch: Batch
     weight: int
@@ -58,8 +65,8 @@ class LocalStep:
         nonfinite: bool scalar, true where a gradient or the loss is not finite.
         counts: this rank's routed tokens (`Trainable.counts`), or None.
         lr: learning rate of this step.
-        inverse_scale: of fp16's loss scale, which gradients elsewhere still carry; device scalar, None where there
-            is no scale.
+        inverse_scale: inverse of fp16's loss scale, which remote gradients still carry; device scalar, None where
+            there is no scale.
     """
 
     step: int
@@ -85,13 +92,13 @@ Notice = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Death:
-    """A process that held state and is no more.
+    """A process that held state and has died.
 
     Attributes:
-        who: as people call it.
-        node, pid: where it was; empty and None where it never stood.
-        time: when that was noticed, in unix seconds.
-        why: in the words of who noticed.
+        who: its name in messages.
+        node, pid: where it ran; empty and None where it never started.
+        time: when the death was noticed, in unix seconds.
+        why: the reason given by whoever noticed it.
     """
 
     who: str
@@ -102,80 +109,131 @@ class Death:
 
     @property
     def title(self) -> str:
-        """Who and where, in one line."""
+        """Name and place in one line."""
         where = f" on {self.node}" if self.node else ""
         return f"{self.who}{where}{f' (pid {self.pid})' if self.pid else ''}"
 
 
 class RemoteCheckpoint(Protocol):
-    """State that other processes write into a checkpoint's directory beside rank 0."""
+    """State that other processes than rank 0 write into the directory of each checkpoint."""
 
     def begin_save(self, step: int) -> None:
-        """Have it snapshotted as it is after `step`; its owners write it in the background. All workers call it."""
-        ...
+        """Snapshot the state after `step` and write it in the background, where it is held. All workers call it."""
 
     def finish_save(self, folder: str) -> dict[str, Any]:
-        """Wait for them: {"files": name -> WrittenFile, and more for the manifest}. Rank 0's writer calls it.
-
-        Raises:
-            RunError: one could not write.
-        """
+        """Wait for the files: {"files": name -> WrittenFile, and more for the manifest}. Rank 0's writer calls it.
+        Raises RunError where a process could not write."""
         ...
 
 
 class RemoteState(RemoteCheckpoint, Protocol):
-    """Every call is one of all workers, but for `finish_save`, which rank 0's writer makes, and those that say so.
+    """Parts of a model that other processes hold.
+
+    All workers make every call together, except `finish_save`, which rank 0's writer makes, and those marked as no
+    collective.
 
     Attributes:
-        note: what is different about where it lives since the time before, for the record; mostly nothing.
-        deaths: who has died since the last step that was committed and before this came to be, in order.
-        workers_group: where the workers' own group must end together with theirs; None = torch's default group.
-        interleaver: lets another pass run while one waits for other processes.
+        distributed: whether there is any: passes then exchange messages with other processes. False in `LocalState`.
+        note: what has changed about where the state is held since the last time, for the record; usually empty.
+        deaths: processes that died after the last committed step and before this object was made, in order.
+        workers_group: the workers' process groups, where they must end together with those of the other processes;
+            None = torch's default group.
+        interleaver: runs another pass while one waits for other processes; None where no pass waits.
     """
 
+    distributed: bool
     note: str
     deaths: list[Death]
     workers_group: WorkersGroup | None
-    interleaver: Interleaver
+    interleaver: Interleaver | None
 
     def waited_s(self) -> float:
-        """Seconds that this worker has spent waiting for them, so far; no collective."""
+        """Seconds that this worker has spent waiting for other processes so far; no collective."""
         ...
 
     def notices(self) -> list[Notice]:
-        """What has happened since the last call, for `events.jsonl`; asked after each step, no collective. After the
-        first step a "death" for each of `deaths`, with the seconds that it took."""
+        """Events since the last call, for `events.jsonl`; called after each step, no collective. After the first step
+        they include a "death" for each of `deaths`, with the seconds that the recovery took."""
         ...
 
     def idle(self) -> Tensor:
-        """Take part in a micro-batch of other workers, without rows; a scalar zero to call backward on."""
+        """Take part in a micro-batch of other workers, without rows; returns a scalar zero to call backward on."""
         ...
 
     def end_passes(self, *, short: bool) -> None:
-        """This worker's passes of a step or of an evaluation are over. Where `short`, before their end: it had no
-        memory for them, and those of the others go on without it until `discard`."""
-        ...
+        """End this worker's passes of a step or of an evaluation. With `short` they end early, because memory ran out,
+        and the other workers' passes continue without this worker until `discard`."""
 
     def shortages(self) -> list[Shortage]:
-        """Which of the other processes had no memory for an evaluation; with a step they say so in `agree`."""
+        """Out-of-memory errors of the other processes in an evaluation; those in a step are reported by `agree`."""
         ...
 
     def discard(self) -> None:
-        """Forget what passes without a step have left behind: gradients and counts."""
+        """Drop the gradients and counts of passes that no step follows."""
+
+    def gather_module(self, module: nn.Module) -> nn.Module | None:
+        """`module` with all remote parts in it, on rank 0 (None on the others where there are any); ends training."""
         ...
 
-    def gather_module(self) -> nn.Module | None:
-        """The module with everything that lives elsewhere, on rank 0 (None on the others); the end of training."""
-        ...
+    def restore(self, folder: str, *, step: int, files: list[str]) -> None:
+        """Load the state from a checkpoint, whose `files` hold it. Raises CheckpointError, at the latest in the next
+        step."""
 
-    def restore(self, folder: str, *, step: int) -> None:
-        """Have it loaded from a checkpoint. Raises CheckpointError, at the latest with the next step."""
-        ...
+
+class LocalState:
+    """The `RemoteState` of a model that the workers hold completely: every call is a no-op."""
+
+    def __init__(self) -> None:
+        self.distributed, self.note = False, ""
+        self.deaths: list[Death] = []
+        self.workers_group: WorkersGroup | None = None
+        self.interleaver: Interleaver | None = None
+
+    def begin_save(self, step: int) -> None:
+        """Nothing: rank 0 writes everything."""
+
+    def finish_save(self, folder: str) -> dict[str, Any]:
+        """No files."""
+        return {}
+
+    def waited_s(self) -> float:
+        """Zero."""
+        return 0.0
+
+    def notices(self) -> list[Notice]:
+        """None."""
+        return []
+
+    def idle(self) -> Tensor:
+        """Zero; no gradients come from it."""
+        return torch.zeros((), requires_grad=True)
+
+    def end_passes(self, *, short: bool) -> None:
+        """Nothing."""
+
+    def shortages(self) -> list[Shortage]:
+        """None."""
+        return []
+
+    def discard(self) -> None:
+        """Nothing."""
+
+    def gather_module(self, module: nn.Module) -> nn.Module | None:
+        """The module itself, on every worker."""
+        return module
+
+    def restore(self, folder: str, *, step: int, files: list[str]) -> None:
+        """Raises CheckpointError where the checkpoint has state that only other processes can hold."""
+        if files:
+            raise CheckpointError(
+                f"{folder} holds {', '.join(files)}, state of processes other than the workers: resume it with such "
+                "processes (experts.hosts a number, or colocated)"
+            )
 
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """What a window of steps leaves behind.
+    """What a model reports for a log interval.
 
     Attributes:
         metrics: scalars for the row of metrics.jsonl.
@@ -187,11 +245,11 @@ class IntervalRow:
     metrics: dict[str, float]
     row: dict[str, Any]
     traces: dict[int, bytes] = field(default_factory=dict)
-    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    events: list[Notice] = field(default_factory=list)
 
 
 class IntervalLog(Protocol):
-    """What a model tells at each logged row beside its scalars: sums over the steps since the row before."""
+    """What a model reports at each logged row besides its scalars: sums over the steps since the last row."""
 
     def device_values(self) -> Tensor:
         """(n,) on the device, the same on every worker; read together with the row's other values."""
@@ -202,11 +260,10 @@ class IntervalLog(Protocol):
         ...
 
     def forget(self) -> None:
-        """What ran since the last step was none: a measurement, of which nothing may stay."""
-        ...
+        """Discard what ran since the last step: it was a measurement."""
 
     def close(self, step: int, device: list[float], workers: list[list[float]]) -> IntervalRow:
-        """End the window with both, as read, and those of all workers; the next one begins."""
+        """End the interval, with both kinds of values as read from all workers, and begin the next one."""
         ...
 
 
@@ -216,30 +273,31 @@ class Trainable:
 
     Attributes:
         module: the parameters; the loop moves it to the device and may wrap it.
-        loss: `loss(module, batch) -> LossOutput`; where `takes_global_count`, also given the keyword
-            `num_items_in_batch` (the weight of the whole step), and its loss is then summed as it is.
+        loss: `loss(module, batch) -> LossOutput`; with `takes_global_count` it also gets the keyword
+            `num_items_in_batch` (the weight of the whole step), and its losses are summed without weights.
         weight: `weight(batch) -> int` of a host batch, samples or tokens the loss averages over;
             None = `labels_weight`.
         optimizers: `optimizers(module, optim) -> list` of objects with torch's verbs.
         state_parts: `state_parts() -> {name: Stateful}`, further parts of a checkpoint.
         agree: `agree(LocalStep) -> GlobalStep`; None = an all-reduce over the workers.
         between_steps: `between_steps(step)` once after each commit.
-        commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; nothing in it
-            is read from the device.
-        blocks: name of the module's list of repeated blocks, or names of lists and blocks (recomputing, sharding,
-            compiling one by one); None = the class of modules that repeats (`raytrain.models.blocks`).
+        commit: `commit(GlobalStep)` together with the optimizer step, with the summed counts; must not read the
+            device.
+        blocks: name of the module's list of repeated blocks, or names of lists and blocks, for activation
+            checkpointing, sharding and compiling block by block; None = the class of modules that repeats
+            (`raytrain.models.blocks`).
         flops_per_sample: forward and backward, for the utilisation figure, or None.
         takes_global_count: see `loss`.
         counts: this rank's counts of the pending step (int64 or float64 tensor), which the loop sums
             over the workers and hands to `commit`; None = nothing is counted.
         log_metrics: device scalars by name that the loop reads at log intervals only.
         interval_log: more than scalars at log intervals; None = nothing.
-        elsewhere: what lives in other processes, or None.
-        worst_case: a context in which what depends on the data (routing) takes the most memory it can; None = nothing
-            does but the length of the rows.
-        export: `export(state, folder)` writes the weights as files of the model's own kind, `model.safetensors` among
-            them; None = that file alone.
-        translate: tensors by the names of such a file -> by the names in `module`, where the two may differ.
+        remote: parts that other processes hold.
+        worst_case: a context in which what depends on the data (routing) takes the most memory possible; None = only
+            the length of the rows does.
+        export: `export(state, folder)` writes the weights as files in the model's own format, including
+            `model.safetensors`; None = that file alone.
+        translate: renames tensors of such a file to the names in `module`, where the two may differ.
     """
 
     module: nn.Module
@@ -256,7 +314,7 @@ class Trainable:
     counts: Callable[[], Tensor | None] | None = None
     log_metrics: Callable[[], dict[str, Tensor]] | None = None
     interval_log: IntervalLog | None = None
-    remote: RemoteState | None = None
+    remote: RemoteState = field(default_factory=LocalState)
     worst_case: Callable[[], AbstractContextManager[None]] | None = None
     export: Callable[[dict[str, Tensor], str], None] | None = None
     translate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
@@ -284,7 +342,8 @@ class Trainable:
 
 @contextlib.contextmanager
 def in_eval(module: nn.Module) -> Iterator[None]:
-    """Inside, all of a module is in eval mode; then each part as it was: a user may keep frozen parts so."""
+    """Inside, the whole module is in eval mode; afterwards each part has its own mode back: a user may keep frozen
+    parts in eval mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -303,8 +362,7 @@ def labels_weight(batch: Batch) -> int:
 
 
 def shifted_labels_weight(batch: Batch) -> int:
-    """The same for a model that compares what it says at one place with the label of the next: a row's first label
-    counts for nothing."""
+    """`labels_weight` for a model that predicts the next token: a row's first label does not count."""
     return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
 
 
@@ -323,7 +381,7 @@ def rows(batch: Batch) -> int:
 
 
 def need_keys(batch: Batch, *names: str) -> None:
-    """Raises InputError (data.source) where a batch lacks one of the keys a built-in model reads."""
+    """Raises InputError (data.source) where a batch lacks one of the keys that a built-in model reads."""
     for name in names:
         if name not in batch:
             raise InputError(
@@ -340,18 +398,18 @@ def is_integer(tensor: Tensor) -> bool:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of labels other than -100 that the largest of `logits` (..., C) names; `labels` (...)."""
+    """Share of `labels` (...) other than -100 that equal the argmax of `logits` (..., C)."""
     valid = labels != IGNORED_LABEL
     hits = ((logits.argmax(-1) == labels) & valid).sum()
     return hits.double() / valid.sum().clamp(min=1)
 
 
 def loss_output(value: Any, *, labels: Any = None, training: bool = True) -> LossOutput:
-    """Read a `LossOutput` out of what a user's loss or forward returned.
+    """Convert what a user's loss or forward returned into a `LossOutput`.
 
     Takes a scalar, a (loss, metrics) pair, a mapping with "loss" or an object with `.loss`. In
-    evaluation, "accuracy" is what the result itself names, else it is computed where there is one
-    integer label per row: with one per token it cannot be known whether the model shifts inside.
+    evaluation, "accuracy" is the one in the result, else it is computed where there is one integer
+    label per row: with one per token it is unknown whether the model shifts its labels.
     """
     if isinstance(value, LossOutput):
         return value
@@ -376,7 +434,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _scalar(loss: Any, result: Any = None) -> Tensor:
-    """`loss` as a scalar floating-point tensor, or an InputError that says what came instead."""
+    """`loss` as a scalar floating-point tensor. Raises InputError naming what it is instead."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.reshape(())
     if isinstance(loss, Tensor):
@@ -396,7 +454,7 @@ def _scalar(loss: Any, result: Any = None) -> Tensor:
 
 
 def _names_global_count(function: Callable[..., Any]) -> bool:
-    """Whether `num_items_in_batch` is a parameter by name; **kwargs alone may be ignored inside."""
+    """Whether `num_items_in_batch` is a named parameter; **kwargs alone does not count, as it may be ignored."""
     try:
         return GLOBAL_COUNT in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -412,7 +470,7 @@ def _own_loss(function: Callable[..., Any]) -> Callable[..., LossOutput]:
 
 
 def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
-    """The loss of the transformers convention; the signature is read once, here."""
+    """The loss of the transformers convention; reads the signature of `forward` once."""
     parameters = inspect.signature(module.forward).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     accepted = frozenset(p.name for p in named)

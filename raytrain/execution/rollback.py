@@ -156,9 +156,7 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     _take_over(fresh, session, precision=session.precision or "fp32", loaded=loaded, cursor=cursor)
     _forget_after(fresh, run)
     lost = session.state.step - fresh.state.step
-    deaths, note = [], ""
-    if fresh.trainable.remote is not None:
-        deaths, note = fresh.trainable.remote.deaths, fresh.trainable.remote.note
+    deaths, note = fresh.trainable.remote.deaths, fresh.trainable.remote.note
     more = [f"{death.who} died ({death.why})" for death in deaths if f"{death.who} died" not in reason]
     return fresh, {
         "what": "rewind",

@@ -177,7 +177,7 @@ class Worker:
         if outcome.kind == "interrupted":
             return self._result("interrupted", outcome.reason)
         self._report_progress({"phase": "exporting", "row": reporter.last_row})
-        module = session.whole_module()
+        module = session.full_module()
         if self.workers.rank == 0 and module is not None:
             export(session, module, self.run_folder)
         return self._result("done", outcome.reason)

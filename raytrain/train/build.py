@@ -1,17 +1,21 @@
-"""Builds the model that a job names."""
+"""Builds the model that a job names, and loads a checkpoint into it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 
+from raytrain.checkpoint.reader import STATE, LoadedCheckpoint
 from raytrain.config.sections import ModelConfig
 from raytrain.config.user_code import resolve
 from raytrain.data.rows.contract import Source
+from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, to_trainable
 from raytrain.models.weights.initial import StartingWeights, offered
 from raytrain.train.job import TrainJob
@@ -88,3 +92,48 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
     made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, cells)
     made.__kwdefaults__ = value.__kwdefaults__
     return made
+
+
+def restore_remote(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
+    """Restore the state that other processes hold.
+
+    Raises:
+        CheckpointError: the checkpoint holds such state and the run does not, or the other way round.
+    """
+    own = {STATE}.union(*loaded.manifest["parts"].values())
+    others = sorted(set(loaded.manifest["files"]) - own)
+    trainable.remote.restore(loaded.path, step=loaded.step, files=others)
+
+
+def load_module(module: nn.Module, state: dict[str, Any]) -> None:
+    """Load weights.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message has the first five.
+    """
+    refuse_other_model(differences(module.state_dict(), state, shapes=lambda one: {one.shape}))
+    module.load_state_dict(state)
+
+
+def differences(
+    own: Mapping[str, Any], state: Mapping[str, Any], *, shapes: Callable[[torch.Tensor], set[torch.Size]]
+) -> list[str]:
+    """Differences between a saved `state` and a module's `own` state, one line each.
+
+    Args:
+        shapes: returns the shapes that the saved tensor may have for one of `own`.
+    """
+    wrong = [f"{name} is missing" for name in own if name not in state]
+    wrong += [f"{name} is not in the model" for name in state if name not in own]
+    return wrong + [
+        f"{name} has shape {tuple(state[name].shape)}, the model {tuple(own[name].shape)}"
+        for name in own
+        if name in state and hasattr(own[name], "shape") and state[name].shape not in shapes(own[name])
+    ]
+
+
+def refuse_other_model(wrong: list[str]) -> None:
+    """Raises CheckpointError with the first five differences; nothing where there are none."""
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(wrong[:5]) + more)

@@ -1,4 +1,4 @@
-"""Where the seconds of an attempt go, by purpose; and what fetching batches takes."""
+"""Counts the seconds of an attempt by purpose, and those of fetching batches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
-Got = TypeVar("Got")
+Item = TypeVar("Item")
 
 
 class Clock:
     """Seconds by purpose, on this worker, since its attempt began (DESIGN section 3, `time` in result.json).
 
     Args:
-        step: that the attempt begins with.
+        step: the step that the attempt begins at.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -27,11 +27,11 @@ class Clock:
         self.seconds[purpose] += seconds
 
     def keep(self, step: int) -> None:
-        """A checkpoint of `step`: with it nothing of what was spent so far can be lost."""
+        """Note the checkpoint of `step`: time spent until now is not lost where the run goes back to it."""
         self._kept[step] = time.perf_counter(), dict(self.seconds)
 
     def rewind(self, step: int, *, restart_s: float) -> None:
-        """The checkpoint of `step` is in force again: whatever came after it was lost, but for the way back."""
+        """Go back to the checkpoint of `step`: time spent since then counts as lost, except that of the restart."""
         before = max((known for known in self._kept if known <= step), default=min(self._kept))
         kept_at, seconds = self._kept[before]
         self.seconds = dict(seconds)
@@ -42,24 +42,23 @@ class Clock:
 
 
 class Fetching:
-    """What getting batches takes from the process that trains.
+    """Time that fetching batches takes from the training process.
 
     Attributes:
-        seconds: in which it waited for them, or made them.
-        cpu_s: of these, in which it computed itself.
+        seconds: waiting for batches, or making them.
+        cpu_s: of these, CPU time of the training thread.
     """
 
     def __init__(self) -> None:
         self.seconds = self.cpu_s = 0.0
 
-    def timed(self, batches: Iterator[Got]) -> Iterator[Got]:
-        """The same batches, what each takes added up."""
-        came: Got | None = None
+    def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """Yield the same batches; adds up the time of each."""
         while True:
             begin, cpu = time.perf_counter(), time.thread_time()
-            came = next(batches, None)
+            item = next(batches, None)
             self.seconds += time.perf_counter() - begin
             self.cpu_s += time.thread_time() - cpu
-            if came is None:
+            if item is None:
                 return
-            yield came
+            yield item

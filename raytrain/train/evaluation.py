@@ -1,4 +1,4 @@
-"""The evaluation pass: the whole eval split, shared by the workers, without a trace on the training state."""
+"""Evaluates the eval split on all workers; the training state stays as it was."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ def evaluate(
 ) -> dict[str, Any]:  # fmt: skip
     """Mean loss and metrics over all workers' batches, each weighted by its samples or tokens.
 
-    Dropout is off, no gradient is kept, no random number is drawn by us; counters of a router are not advanced
-    (modules count in training mode only). A failing batch raises; none is skipped. `passes` as in
-    `TrainingStep.backward`; after each `clear_every` batches cached memory is given back, which other processes of the
-    device may need (an evaluation keeps nothing from batch to batch, with it or without).
+    Dropout is off, no gradient is kept, and no random number is drawn by the loop; a router's counters do not advance
+    (modules count in training mode only). A failing batch raises; none is skipped.
+
+    Args:
+        passes: as in `TrainingStep.backward`.
+        clear_every: after this many batches cached memory is released, which other processes on the device may need.
 
     Raises:
-        StepDropped: a worker had no memory for it.
+        StepDropped: a worker ran out of memory.
 
     Returns:
         {"loss": ..., "accuracy": ... where the model reports one, ...} as host floats; one device read.
     """
-    came = step.reduction.run_or_shortage(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
-    names = _agreed_names(step, came, workers)
-    assert not isinstance(came, Shortage)
-    remote = step.trainable.remote
-    shortages = [] if remote is None else remote.shortages()
-    if remote is not None and shortages:
-        remote.discard()
+    result = step.reduction.run_or_shortage(lambda: _scored(step, batches, passes=passes, clear_every=clear_every))
+    names = _agreed_names(step, result, workers)
+    assert not isinstance(result, Shortage)
+    shortages = step.trainable.remote.shortages()
+    if shortages:
+        step.trainable.remote.discard()
         raise StepDropped(shortages)
-    total, weight = came
+    total, weight = result
     zero = torch.zeros((), dtype=torch.float64, device=step.device)
     sums = torch.stack([*(total.get(name, zero) for name in names), zero + weight])
     workers.all_reduce([sums])
@@ -58,7 +59,7 @@ def _scored(
     with in_eval(module), torch.no_grad():
         for number, micro in enumerate(batches, 1):
             if clear_every and number % clear_every == 0:
-                give_back_cached(step.device)
+                release_cached(step.device)
             if micro.weight == 0:
                 continue
             passes -= 1
@@ -69,23 +70,23 @@ def _scored(
                     value.detach().double() * share
                 )
             weight += micro.weight
-        for _ in range(passes if step.meets else 0):
+        for _ in range(passes if step.collective_passes else 0):
             step.idle()
     return total, weight
 
 
-def give_back_cached(device: torch.device) -> None:
-    """What the allocator of a device, or on a CPU the C library, keeps for later."""
+def release_cached(device: torch.device) -> None:
+    """Release what the device's allocator, or on a CPU the C library, has cached."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
         give_back_free_pages()
 
 
-def _agreed_names(step: TrainingStep, came: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:
-    """A worker without eval rows still takes part in the sum: names come from whoever has them. Where somebody had a
-    shortage, everybody hears of it here."""
-    rows = workers.all_gather_object(None if isinstance(came, Shortage) else list(came[0]))
+def _agreed_names(step: TrainingStep, result: tuple[dict[str, Tensor], int] | Shortage, workers: Workers) -> list[str]:
+    """Names of the values, from the first worker that has any: one without eval rows still takes part in the sum.
+    Where one had a shortage (None), all raise here."""
+    rows = workers.all_gather_object(None if isinstance(result, Shortage) else list(result[0]))
     if None in rows:
-        raise step.reduction.dropped(came)
+        raise step.reduction.dropped(result)
     return next(filter(None, rows), ["loss"])

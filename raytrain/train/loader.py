@@ -83,7 +83,7 @@ class BatchLoader:
             source.train,
             seed=job.seed,
             global_batch_size=int(job.planned("global_batch_size")),
-            micro_batch=int(micro.value if isinstance(micro, Resolved) else micro.bounds[-1]),  # until it is measured
+            micro_batch=int(micro.candidates[-1]),  # until it is measured
             rank=workers.rank,
             world_size=workers.world_size,
             storage=None,

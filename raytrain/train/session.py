@@ -1,7 +1,6 @@
-"""One attempt on one worker, without Ray: build everything a plan names, restore, train, export.
+"""One attempt on one worker, without Ray: builds everything a plan names, restores it, and makes its loop.
 
-`worker.py` calls this inside a Ray Train worker; benches and tests call it in a plain process, so that there is one
-way to set up a run.
+`raytrain.execution.worker` uses it inside a Ray Train worker, benches and tests in a plain process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
 from raytrain.plan.choice import Resolved
 from raytrain.plan.shares import shares_in_force
-from raytrain.train.build import build_of, source_facts
+from raytrain.train.build import build_of, restore_remote, source_facts
 from raytrain.train.clock import Clock
 from raytrain.train.compute.switches import Switches
 from raytrain.train.device import (
@@ -43,7 +42,6 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.strategy import strategy_of
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
-from raytrain.train.restore import restore_remote
 from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
 from raytrain.train.step import TrainingStep
 
@@ -52,10 +50,10 @@ class Session:
     """Everything one worker holds during one attempt.
 
     Args:
-        job: what to do.
-        workers: the group (world 1 in a plain process).
+        job: the sections and the plan.
+        workers: the group (a world size of 1 in a plain process).
         local_rank: rank on this node, for the device index.
-        source: opened data, where the caller already has it (tests, handed-over data).
+        source: opened data, where the caller has it already.
         initial: load `model.init_from`; False where a checkpoint will be restored.
     """
 
@@ -68,7 +66,7 @@ class Session:
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
         self.sharing = processes_sharing(self.device, workers)
-        """Workers that take their memory where this one does, itself among them."""
+        """Workers on the same device (on a CPU the same node), including this one."""
         fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
         limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)
@@ -79,18 +77,17 @@ class Session:
         self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
         self.facts = source_facts(self.source)
         self.trainable = build_of(job, facts=self.facts, initial=initial)
-        remote = self.trainable.remote
-        if remote is not None and remote.workers_group is not None:
-            workers.use(remote.workers_group)
+        if self.trainable.remote.workers_group is not None:
+            workers.use(self.trainable.remote.workers_group)
         self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
         self.layers = LayerPrecision(self.trainable.module, self.device)
         self.layers.keep(job.plan.value("fp32_layers", []))
         self.state = LoopState()
-        self.precision: str | None = None  # until `prepare` has come through
-        self.say: ReportEvent = lambda kind, **fields: None  # takes events of what is done before there is a loop
+        self.precision: str | None = None  # until `prepare` has finished
+        self.say: ReportEvent = lambda kind, **fields: None  # receives events of what happens before the loop
         self.sizing: MicroBatchSize | None = None
-        """What memory has taught about micro-batches, from the first loop on; a session that follows this one inside
-        the attempt takes it over."""
+        """The micro-batch size after out-of-memory errors, from the first loop on; the next session of the attempt
+        takes it over."""
 
     def prepare(self, precision: str) -> None:
         """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
@@ -107,6 +104,7 @@ class Session:
         optim = job.optim.model_copy(update={"lr": lr})
         make, blocks = self.trainable.optimizers, muons_blocks(self.trainable, optim)
         self.optimizers = make(module, optim) if make else build_optimizers(module, optim, lr=lr, blocks=blocks)
+        self.loader = self._open_loader()
         schedule = Schedule(
             optim, lr=lr, warmup_steps=int(job.planned("warmup_steps")), max_steps=int(job.planned("max_steps"))
         )
@@ -119,11 +117,10 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
-            inflight=self.job.plan.value("inflight", 1),
-            **self.strategy.for_step(lambda: self.loader),
+            inflight=job.plan.value("inflight", 1),
+            **self.strategy.for_step(self.loader),
         )
-        self.step.reduction.overlap(self.job.plan.value("overlap", False))
-        self.loader = self._open_loader()
+        self.step.reduction.overlap(job.plan.value("overlap", False))
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
             seed_everything(job.seed + self.workers.rank)
@@ -137,13 +134,13 @@ class Session:
         return BatchLoader.open(self.job, self.source, device=self.device, **own)
 
     def close(self) -> None:
-        """End what reads ahead; may be called twice, and before there is any."""
+        """Stop prefetching; may be called twice, and before `prepare`."""
         if hasattr(self, "loader"):
             self.loader.close()
 
     def release(self) -> None:
-        """After `close`, give up what is large: weights, gradients and optimizer state. The session that follows may
-        then fill the memory, whoever still holds this one or a part of it. May be called twice."""
+        """After `close`, free weights, gradients and optimizer state, whoever still refers to this session or a part of
+        it: the next session may need all of the memory. May be called twice."""
         if not hasattr(self, "step"):  # `prepare` has put nothing on the device yet
             return
         for optimizer in self.optimizers:
@@ -154,8 +151,8 @@ class Session:
             torch.cuda.empty_cache()
 
     def apply_choices(self, **choices: Resolved) -> None:
-        """Take over what was measured of `fp32_layers`, `shares`, `inflight` or `overlap`: from now on, and in whatever
-        session follows this one after a rewind."""
+        """Apply measured values of `fp32_layers`, `shares`, `inflight` or `overlap`, here and, through the job, in
+        the session that follows after a rewind."""
         self.job = replace(self.job, plan=replace(self.job.plan, **choices))
         self.layers.keep(self.job.plan.value("fp32_layers", []))
         self.loader.batches.shares = shares_in_force(self.job.plan.shares)
@@ -170,7 +167,7 @@ class Session:
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
 
     def use_micro_batch(self, chosen: Resolved) -> None:
-        """From now on, and in whatever session follows this one after a rewind."""
+        """Apply a measured micro-batch size, here and, through the job, in the session that follows after a rewind."""
         total, world_size = int(self.job.planned("global_batch_size")), self.workers.world_size
         passes = most_passes(total, micro_batch=chosen.value, world_size=world_size)
         accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world_size} workers")
@@ -178,7 +175,7 @@ class Session:
         self.job = replace(self.job, plan=plan)
         self.loader.micro_batch = chosen.value
 
-    # -- checkpoint: what a run consists of -------------------------------------------------------
+    # -- checkpoint -------------------------------------------------------
 
     def parts(self) -> dict[str, Any]:
         """Everything with tensors, by part of a checkpoint (see `raytrain.checkpoint.writer`)."""
@@ -192,17 +189,17 @@ class Session:
         return {**parts, **{f"part_{name}": part.state_dict() for name, part in own.items()}}
 
     def generator_state(self) -> dict[str, Any]:
-        """This worker's random generators."""
+        """The states of this worker's random generators."""
         return rng_state(self.device)
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
-        """Take weights, optimizer, scale, generators and position out of a checkpoint.
+        """Restore weights, optimizer, loss scale, generators and position from a checkpoint.
 
-        A checkpoint of another world size restores everything but the generators, which are seeded anew from
-        (seed, step, rank): each row is still seen exactly once per epoch.
+        From a checkpoint of another world size everything but the generators is restored; they are seeded from
+        (seed, step, rank). Each row is still seen exactly once per epoch.
 
         Raises:
-            CheckpointError: it belongs to another model (names and shapes of the first five differences).
+            CheckpointError: it belongs to another model; the message has the first five differences.
         """
         restore_remote(self.trainable, loaded)
         self.strategy.load(loaded.parts["model"])
@@ -232,7 +229,7 @@ class Session:
         saver: Saver | None = None,
         clock: Clock | None = None,
     ) -> TrainingLoop:
-        """A loop over this session's step and batches; without a saver it never saves."""
+        """A loop over this session's step and loader; without a saver it never saves."""
         if self.sizing is None:
             self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
@@ -249,10 +246,10 @@ class Session:
         clear = self.job.loop.eval_clear_every
         return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
 
-    def whole_module(self) -> nn.Module | None:
+    def full_module(self) -> nn.Module | None:
         """The module with all its weights on rank 0, at the end of training; collective."""
         self.switches.end()
-        return self.strategy.whole_module(lambda: build_of(self.job, facts=self.facts, initial=False))
+        return self.strategy.full_module(lambda: build_of(self.job, facts=self.facts, initial=False))
 
     def peak_memory(self) -> int:
         """The most bytes of this worker since the last call: the device allocator's on a GPU, the process's resident

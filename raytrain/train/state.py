@@ -1,4 +1,4 @@
-"""What a loop obeys, what it must remember, and the doors through which it reports and saves."""
+"""The loop's limits, its state, and the interfaces through which it reports and saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain.data.rows.batches import Cursor
 
 @dataclass(frozen=True)
 class LoopLimits:
-    """The resolved numbers a loop obeys (steps count from 1)."""
+    """The resolved numbers that limit a loop (steps count from 1)."""
 
     max_steps: int
     log_every: int
@@ -26,13 +26,13 @@ class LoopLimits:
 
 @dataclass
 class LoopState:
-    """Exactly what a resumed loop needs besides tensors; plain numbers, written to the checkpoint."""
+    """What a resumed loop needs besides tensors: plain numbers, written to the checkpoint."""
 
     step: int = 0
     cursor: Cursor = field(default_factory=lambda: Cursor(epoch=0, position=0))
     best_eval_loss: float | None = None
     best_step: int | None = None
-    gain_from: float | None = None  # the eval loss that the next must undercut by `min_delta`
+    gain_from: float | None = None  # the next eval loss must be lower by `min_delta`
     evals_without_gain: int = 0
     last_eval: dict[str, Any] | None = None
     final_loss: float | None = None
@@ -44,7 +44,7 @@ class LoopState:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LoopState:
-        """What `to_json` wrote."""
+        """The inverse of `to_json`."""
         return cls(**{**record, "cursor": Cursor(**record["cursor"])})
 
 
@@ -58,7 +58,7 @@ class LoopOutcome:
 
 
 class Reporter(Protocol):
-    """Where rows go; only rank 0's writes anything."""
+    """Receives rows and events; only rank 0's writes anything."""
 
     def metrics(self, row: dict[str, Any]) -> None:
         """One row of metrics.jsonl."""
@@ -74,7 +74,7 @@ class Reporter(Protocol):
 
 
 class Saver(Protocol):
-    """Writes checkpoints; `save` is called by every worker at the same step."""
+    """Writes checkpoints; every worker calls `save` at the same step."""
 
     def due(self, step: int) -> bool:
         """Whether rank 0 wants a checkpoint after `step`."""
@@ -86,18 +86,18 @@ class Saver(Protocol):
 
 
 class NeverSaves:
-    """The saver of a loop whose state nobody keeps (measurements)."""
+    """The saver of a loop whose state is not kept (measurements)."""
 
     def due(self, step: int) -> bool:
         """Never."""
         return False
 
     def save(self, state: LoopState, *, final: bool) -> None:
-        """Nothing is written."""
+        """Nothing."""
 
 
 class NonFinite:
-    """Skipped steps, counted on the device; read with the other values of a logged row."""
+    """Counts skipped steps on the device; read with the other values of a logged row."""
 
     def __init__(self, device: torch.device) -> None:
         self.total = torch.zeros((), dtype=torch.float64, device=device)
@@ -105,8 +105,12 @@ class NonFinite:
         self.longest = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, skip: Tensor, *, scale: Tensor | None) -> None:
-        """Count one step. While a loss scale above 1 can still fall, a skip is its ordinary search and no failure."""
+        """Count one step. A skip while the loss scale is above 1 only lowers the scale and is no failure."""
         self.total += skip
         failed = skip if scale is None else skip & (scale <= 1.0)
         self._run = torch.where(failed, self._run + 1, 0.0)
         self.longest = torch.maximum(self.longest, self._run)
+
+    def reset_longest(self) -> None:
+        """Begin a new log interval."""
+        self.longest = torch.zeros_like(self.longest)

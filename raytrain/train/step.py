@@ -1,17 +1,17 @@
 """One optimizer step: micro-batches, one reduction, one agreement, one commit.
 
     zero -> for each micro-batch: forward, scaled backward (no communication between the workers)
-         -> everybody has come through (else all drop the step), and sum gradients over the workers, buffer by buffer
-         -> unscale, float64 sum of squares, agree (norm and skip are one value for everybody)
+         -> all-reduce the gradients buffer by buffer (if a worker ran out of memory, all drop the step)
+         -> unscale, float64 sum of squares, agree (norm and skip are the same on every worker)
          -> clip by that norm, optimizer step (or skip, on the device), loss scale, commit
 
 The loss is normalised by the *global* weight of the step (samples or tokens), so that one worker with four
-micro-batches, two with two and four with one take the same step. Nothing here reads a device value, except for an
+micro-batches, two with two and four with one compute the same step. Nothing here reads a device value, except for an
 optimizer that cannot skip on the device.
 
-Where a model waits for other processes in its passes, two micro-batches can be in flight: the backward of one and the
-forward of the next take turns at each such wait. Backward passes still follow each other in the order of the
-micro-batches, and so do forwards, so that gradients and what is drawn are the same to the last bit.
+Where the passes of a model wait for other processes, two micro-batches can be in flight: the backward of one and the
+forward of the next are interleaved at each such wait. Forward and backward passes each still run in the order of the
+micro-batches, so that gradients and random draws are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from raytrain.trainable import Batch, GlobalStep, LocalStep, LossOutput, MicroBa
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves behind, all of it still on the device (float64 scalars).
+    """The result of a step, all of it still on the device (float64 scalars).
 
     Attributes:
-        loss: this worker's share of the global mean loss, without auxiliary losses; shares add up over workers.
-        aux_loss: the same for the auxiliary losses.
+        loss: this worker's share of the global mean loss, without auxiliary losses; the sum over workers is the mean.
+        aux_loss: likewise for the auxiliary losses.
         norm: global gradient norm before clipping.
         skip: True where the step was dropped for a non-finite gradient.
         lr: the learning rate used (a host number).
         compute_s, communication_s: host seconds inside forward/backward/optimizer, and waiting for other processes.
-        flags: what the workers told each other with it, summed (host numbers).
+        flags: the sums of the workers' flags (host numbers).
     """
 
     loss: Tensor
@@ -62,27 +62,27 @@ def _total(output: LossOutput) -> Tensor:
 
 
 def default_agreement(workers: Workers, local: LocalStep) -> GlobalStep:
-    """Without experts elsewhere: gradients were summed already, and only the counts (tokens per expert) are not."""
+    """The agreement of a model without remote parts: only the counts (tokens per expert) are still to be summed."""
     if local.counts is not None:
         workers.all_reduce([local.counts])
     return GlobalStep(norm=local.sum_of_squares.sqrt(), skip=local.nonfinite, counts=local.counts)
 
 
 class TrainingStep:
-    """Everything that is constant from step to step, and the verb `run`.
+    """Runs optimizer steps; holds everything that is constant from step to step.
 
     Args:
         trainable: the model with its loss; its module is on the device in the master dtype.
         optimizers: torch optimizers over the module's parameters.
         policy: precision of forward and backward.
-        scale: the loss scale (enabled for fp16 only), the only one there is.
+        scale: the loss scale (enabled for fp16 only); there is no other.
         workers: the group to reduce over.
         schedule: learning rate by step.
         max_grad_norm: clip threshold; None or 0 leaves gradients as they are.
         inflight: micro-batches in flight, 2 only where the trainable has an interleaver.
-        reduction: what becomes of the gradients; None = passes without communication, then a sum of flat buffers.
-        filler: where the workers meet inside their passes: a batch for those of the others that this worker has no
-            rows for; what it computes with it has no effect.
+        reduction: how gradients are summed; None = passes without communication, then all-reduces of flat buffers.
+        filler: for workers that communicate inside their passes: makes the batch for passes in which this worker has
+            no rows of its own; its results have no effect.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TrainingStep:
         self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
         self.gradients = self.reduction.gradients
         self.filler = filler
-        self.placement = DeviceGuard(trainable.module, device)
+        self.device_guard = DeviceGuard(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
     def forward(self, batch: Batch, *, global_weight: int) -> LossOutput:
@@ -127,14 +127,15 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Accumulate gradients of this worker's micro-batches; returns its shares of the loss and auxiliary loss.
 
-        `passes` is how many the busiest worker has: a model that needs the others in its forward takes part in those.
+        Args:
+            passes: of the worker that has most; where passes are collective, every worker takes part in as many.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         aux_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.gradients.zero_()
         totals = self._forwards(micro_batches, loss_sum, aux_sum, global_weight=global_weight, passes=passes)
         if self.inflight == 2:
-            self._in_turns(totals)
+            self._interleave(totals)
         else:
             for total in totals:
                 total.backward()
@@ -144,9 +145,9 @@ class TrainingStep:
     def _forwards(
         self, micro_batches: Iterable[MicroBatch], loss_sum: Tensor, aux_sum: Tensor, *, global_weight: int, passes: int
     ) -> Iterator[Tensor]:
-        """What to take backward for each pass, whose forward runs when it is asked for; adds to the sums in place."""
+        """Run the forward of each pass on demand and yield the loss for its backward; adds to the sums in place."""
         for micro in micro_batches:
-            if micro.weight == 0:  # nothing to average over: a mean of nothing is NaN, and NaN times 0 too
+            if micro.weight == 0:  # nothing to average over: its mean is NaN, and so is NaN times 0
                 continue
             passes -= 1
             output = self.forward(micro.batch, global_weight=global_weight)
@@ -155,35 +156,36 @@ class TrainingStep:
             loss_sum += output.loss.detach().double() * share
             if output.aux is not None:
                 aux_sum += output.aux.detach().double() * share
-            if micro.last and not self.meets:
+            if micro.last and not self.collective_passes:
                 self.reduction.last_pass()
             yield self.scale.scale(total)
-        for _ in range(passes if self.meets else 0):
-            # until its backward is over, which may compute blocks again: nothing is drawn, counted or learned of these
+        for _ in range(passes if self.collective_passes else 0):
+            # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they
+            # are
             with in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext():
                 yield self.idle()
 
     @property
-    def meets(self) -> bool:
-        """Whether processes meet inside a pass, so that each worker takes part in as many as the busiest has."""
-        return self.trainable.remote is not None or self.filler is not None
+    def collective_passes(self) -> bool:
+        """Whether processes communicate inside a pass, so that every worker takes part in the same number of them."""
+        return self.trainable.remote.distributed or self.filler is not None
 
-    def _in_turns(self, totals: Iterator[Tensor]) -> None:
-        """The backward of each pass beside the forward of the next."""
-        remote = self.trainable.remote
-        assert remote is not None, "a plan lets two micro-batches be in flight only where the model can take turns"
+    def _interleave(self, totals: Iterator[Tensor]) -> None:
+        """Run the backward of each pass interleaved with the forward of the next."""
+        interleaver = self.trainable.remote.interleaver
+        assert interleaver is not None, "a plan allows two micro-batches in flight only where passes can be interleaved"
         total = next(totals, None)
         while total is not None:
-            total = remote.interleaver.run_interleaved(partial(self._take_back, total), partial(next, totals, None))
+            total = interleaver.run_interleaved(partial(self._backward_in_thread, total), partial(next, totals, None))
 
-    def _take_back(self, total: Tensor) -> None:
-        if self.device.type == "cuda":  # in a thread that may never have been told
+    def _backward_in_thread(self, total: Tensor) -> None:
+        if self.device.type == "cuda":  # a new thread starts with device 0
             torch.cuda.set_device(self.device)
         total.backward()
 
     def idle(self) -> Tensor:
-        """This worker's part in a micro-batch of the others, in eval mode with a filler; a zero to take backward."""
-        if self.trainable.remote is not None:
+        """Take part in a micro-batch of other workers, in eval mode with a filler; a zero to call backward on."""
+        if self.trainable.remote.distributed:
             with self.policy.autocast(self.device):
                 return self.trainable.remote.idle()
         assert self.filler is not None
@@ -198,14 +200,14 @@ class TrainingStep:
         passes: int = 0,
         flags: Callable[[], list[int]] = list,
     ) -> StepOutput:
-        """Take optimizer step number `step` (1-based); the sums of the workers' `flags` travel with it. Collective.
+        """Run optimizer step number `step` (1-based); the workers' `flags` are summed with it. Collective.
 
         Raises:
-            StepDropped: a worker had no memory for its passes. Nothing was committed, on any of them.
-            DevicePlacementError: a parameter or buffer is not where it was at the start; it is named.
+            StepDropped: a worker ran out of memory in its passes. No worker has committed anything.
+            DevicePlacementError: a parameter or buffer is no longer on the device; the message names it.
         """
         begin, waited = time.perf_counter(), self._waited()
-        with self.placement.guarded():
+        with self.device_guard.guarded():
             work = partial(self.backward, micro_batches, global_weight=global_weight, passes=passes)
             (loss, aux), summed = self.reduction.passed(work, flags=flags)
         self.scale.unscale_(self.gradients.buffers)
@@ -234,12 +236,11 @@ class TrainingStep:
         )
 
     def _waited(self) -> float:
-        """Host seconds spent waiting for other processes, so far."""
-        remote = self.trainable.remote
-        return self.workers.wait_s + (0.0 if remote is None else remote.waited_s())
+        """Host seconds spent waiting for other processes so far."""
+        return self.workers.wait_s + self.trainable.remote.waited_s()
 
     def commit(self, agreed: GlobalStep, *, step: int) -> float:
-        """Clip by the agreed norm, step the optimizers unless it is skipped, tell the trainable. Returns the lr."""
+        """Clip by the agreed norm, step the optimizers unless skipped, call the trainable's hooks. Returns the lr."""
         lr = self.update(agreed, step=step)
         self.scale.update(agreed.skip)
         if self.trainable.commit is not None:
@@ -249,10 +250,10 @@ class TrainingStep:
         return lr
 
     def update(self, agreed: GlobalStep, *, step: int) -> float:
-        """The part of a commit that computes: clip, and step the optimizers unless it is skipped. Returns the lr."""
+        """The part of a commit that computes: clip, and step the optimizers unless skipped. Returns the lr."""
         if self.max_grad_norm is not None:
             coefficient = (self.max_grad_norm / (agreed.norm + 1e-6)).clamp(max=1.0)
-            # gradients of a skipped step stay as they are, so that those that are not finite can be named
+            # gradients of a skipped step are not scaled, so that the nonfinite ones can be named
             self.gradients.scale_(torch.where(agreed.skip, torch.ones_like(coefficient), coefficient))
         lr = self.schedule.apply(self.optimizers, step)
         if self.skips_on_device:

@@ -297,7 +297,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}
     made["counts"] = [part.tolist() for part in _book(session).last]
-    whole = session.whole_module()
+    whole = session.full_module()
     made["weights"] = {} if whole is None else {name: value.numpy() for name, value in weights_of_module(whole).items()}
     return made
 

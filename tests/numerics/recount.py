@@ -60,7 +60,7 @@ def recounted(rank: int, world_size: int, scene: Scene) -> Any:
     recount = Recount(session)
     reporter, _ = train(session)
     windows = [(row["step"] - row["steps"] + 1, row["step"]) for row in reporter.windows]
-    session.whole_module()
+    session.full_module()
     return {
         "windows": reporter.windows,
         "metrics": reporter.rows,

@@ -41,7 +41,7 @@ def session_of(strategy: str, *, precision: str = "fp64", **sections: Any) -> Se
 
 def found(session: Session) -> dict[str, Any]:
     rows, _ = train(session)
-    module = session.whole_module()
+    module = session.full_module()
     weights = {} if module is None else {k: v.numpy().copy() for k, v in module.state_dict().items()}
     own = {} if session.job.planned("strategy") != "fsdp" else session.strategy.facts()["sharded"]
     return {

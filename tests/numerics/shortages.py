@@ -126,7 +126,7 @@ def halves(rank: int, world_size: int, planted: Sequence[Where], steps: int, swi
             loop={"max_steps": steps, "micro_batch_size": 4, "grow_after": None},
         )
         mine = Planted(session, [place for place in planted if place[2] == rank and name == "planted"])
-        inner = session.loader.window
+        inner = session.loader.global_batch
 
         def window(cursor: Any, session: Session = session, inner: Any = inner) -> Any:
             if session.state.step + 1 == switch_at:
@@ -134,7 +134,7 @@ def halves(rank: int, world_size: int, planted: Sequence[Where], steps: int, swi
             return inner(cursor)
 
         if name == "by hand":
-            session.loader.window = window  # type: ignore[method-assign]
+            session.loader.global_batch = window  # type: ignore[method-assign]
         reporter, _ = train(session)
         both[name] = found(session, reporter, mine)
     return both

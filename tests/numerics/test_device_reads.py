@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain.train.session import Session
+from raytrain.train.step import StepOutput
 
 LAYERS, STEPS, LOG_EVERY = 2, 12, 5
 EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "hosts": 0}}
@@ -42,12 +43,12 @@ def reads_by_step(session: Session) -> dict[int, list[str]]:
     """Step -> where the device was read, from the end of one step to the end of the next; set-up left out."""
     reads, steps = DeviceReads(), {}
 
-    def voted(step: int) -> tuple[bool, bool]:
+    def asked(step: int, output: StepOutput) -> tuple[bool, bool]:
         steps[step], reads.spots = reads.spots, []
-        return inner(step)
+        return inner(step, output)
 
     loop = session.loop(reporter=Rows(), should_stop=lambda: False)
-    inner, loop._vote = loop._vote, voted  # the last thing of an iteration, unless it saves
+    inner, loop._stop_or_save = loop._stop_or_save, asked  # the last thing of an iteration, unless it saves
     with reads:
         loop.run(session.state)
     return steps
@@ -68,7 +69,7 @@ def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, p
         logged = step % LOG_EVERY == 0 or step == STEPS
         counted = Counter(spots)
         assert counted.pop("tolist in experts/routing/grouped.py:forward", 0) == layers, (step, spots)
-        assert counted == ({"tolist in raytrain/train/loop.py:_log": 1} if logged else {}), (step, spots)
+        assert counted == ({"tolist in raytrain/train/row.py:read_row": 1} if logged else {}), (step, spots)
 
 
 def test_the_counter_sees_every_way_to_read() -> None:

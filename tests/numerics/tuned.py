@@ -19,7 +19,7 @@ def fine_tune(rank: int, world_size: int, model: dict[str, Any], data: dict[str,
     )  # fmt: skip
     held = [getattr(parameter, "_local_tensor", parameter) for parameter in session.trainable.module.parameters()]
     rows, _ = train(session)
-    module = session.whole_module()
+    module = session.full_module()
     if rank == 0:
         assert module is not None
         export(session, module, RunFolder(run))

@@ -42,7 +42,7 @@ class HostsTrainer:
 
     def end(self) -> None:
         """The hosts may go."""
-        self.session.whole_module()
+        self.session.full_module()
 
 
 def _never() -> bool:

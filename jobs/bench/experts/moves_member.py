@@ -144,7 +144,7 @@ def train(settings: dict[str, Any]) -> None:
         times = trainer.run(steps)
         rows = trainer.rows
         line.send({"seconds": sum(times), "times": times, "losses": rows.losses, "notices": rows.notices})
-    trainer.session.whole_module()
+    trainer.session.full_module()
 
 
 def serve(settings: dict[str, Any], rank: int) -> None:

@@ -24,7 +24,7 @@ def run_agreed(
     *,
     workers: Workers,
     device: torch.device,
-    remote: RemoteState | None,
+    remote: RemoteState,
     meets: bool = False,
     budget: int | None = None,
 ) -> tuple[Outcome, str]:
@@ -43,19 +43,17 @@ def run_agreed(
     try:
         work()
     except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
-        if meets and remote is None and workers.world_size > 1:
+        if meets and not remote.distributed and workers.world_size > 1:
             raise
         outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
         reason = first_line(error)
         let_go(error, device)
-    if remote is not None:
-        remote.end_passes(short=outcome != "ok")
+    remote.end_passes(short=outcome != "ok")
     short, failed = workers.all_reduce_ints([int(outcome == "out_of_memory"), int(outcome == "error")])
-    if remote is not None and not short and not failed:
+    if not short and not failed:
         hosts = remote.shortages()
         short, reason = len(hosts), "; ".join(map(str, hosts))
     if not short and not failed:
         return "ok", ""
-    if remote is not None:
-        remote.discard()
+    remote.discard()
     return "out_of_memory" if short else "error", reason or "on another worker"

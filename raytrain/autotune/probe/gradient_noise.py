@@ -35,7 +35,7 @@ def measure_norms(
         ValueError: fewer than two micro-batches in all.
     """
     world_size = session.workers.world_size
-    if session.trainable.remote is not None:
+    if session.trainable.remote.distributed:
         raise RunError("the gradient noise scale needs the whole model in the workers: experts.hosts=0")
     if micro_batches * world_size < 2:
         raise ValueError("the gradient noise scale needs at least two micro-batches")

@@ -40,7 +40,7 @@ def run_gate(
     Raises:
         RunError: parts of the model are in other processes, whose state cannot be restored.
     """
-    if session.trainable.remote is not None:
+    if session.trainable.remote.distributed:
         raise RunError("the numeric gate needs the whole model in the workers: experts.hosts=0")
     size, workers = candidate.micro_batch_size, session.workers
     taken = session.loader.batches.rows_from(session.state.cursor, size * steps * workers.world_size)

@@ -42,8 +42,7 @@ def preserve_model(trainable: Trainable, device: torch.device, *, worst: bool = 
             part.training = training
     if trainable.interval_log is not None:
         trainable.interval_log.forget()
-    if trainable.remote is not None:  # not after a failure: the hosts may be in the middle of an exchange
-        trainable.remote.discard()
+    trainable.remote.discard()  # not after a failure: the hosts may be in the middle of an exchange
 
 
 @contextlib.contextmanager

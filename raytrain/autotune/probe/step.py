@@ -326,7 +326,7 @@ class StepProbe:
         """Whether it succeeded on every worker; if not, `readings` has the outcome and the reason."""
         outcome, reason = run_agreed(
             work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
-            meets=self.step.meets, budget=budget,
+            meets=self.step.collective_passes, budget=budget,
         )  # fmt: skip
         if outcome != "ok":
             readings.outcome, readings.reason = outcome, reason

@@ -63,7 +63,7 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
         min_rounds=MIN_ROUNDS,
         max_rounds=MAX_ROUNDS,
         attempt=lambda work: run_agreed(
-            work, workers=workers, device=device, remote=trainable.remote, meets=step.meets
+            work, workers=workers, device=device, remote=trainable.remote, meets=step.collective_passes
         )[1],
         stop_on_failure=True,
     )  # fmt: skip

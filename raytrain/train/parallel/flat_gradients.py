@@ -29,7 +29,7 @@ class GradientBuffers:
     Args:
         parameters: the trainable parameters (each once).
         bucket_bytes: size at which a buffer is closed, in bytes.
-        with_word: room for one number beside the first buffer, which travels with it (`say_short`).
+        with_flag: room for one number beside the first buffer, which travels with it (`flag_shortage`).
 
     Attributes:
         buffers: the gradients. payloads: the same memory as it is summed, the word included.
@@ -37,10 +37,10 @@ class GradientBuffers:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_word: bool = False
+        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES, with_flag: bool = False
     ) -> None:
         self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its gradient, and that one's own numbers
-        self._with_word = with_word
+        self._with_flag = with_flag
         self.buffers: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.members: list[list[nn.Parameter]] = []
@@ -62,7 +62,7 @@ class GradientBuffers:
 
     def _close(self, bucket: list[nn.Parameter]) -> None:
         size = sum(self.own(p).numel() for p in bucket)
-        word = int(self._with_word and not self.buffers)
+        word = int(self._with_flag and not self.buffers)
         payload = torch.zeros(size + word, dtype=bucket[0].dtype, device=bucket[0].device)
         flat = payload[:size]
         self.buffers.append(flat)
@@ -130,11 +130,11 @@ class GradientBuffers:
         first = self.buffers[0][:1]
         first.copy_(torch.where(bad, torch.full_like(first, torch.nan), first))
 
-    def say_short(self) -> None:
+    def flag_shortage(self) -> None:
         """This worker had no memory for its passes: everybody hears it with the sum of the payloads."""
         self.payloads[0][-1:].fill_(1.0)
 
-    def some_were_short(self) -> bool:
+    def shortage_flagged(self) -> bool:
         """After the sum over the workers, on a CPU: whether any of them had no memory. Not for a GPU, which it would
         wait for."""
         return bool(self.payloads[0].numpy()[-1] != 0.0)

@@ -1,4 +1,4 @@
-"""What becomes of gradients between the first backward of a step and its agreement: one object for each strategy.
+"""Sums a step's gradients over the workers: the `Reduction` protocol, and `FlatReduction` for replicated models.
 
 `data_parallel` and `expert_parallel` compute their passes without communication between the workers and then sum flat
 buffers (`FlatReduction`); `fsdp` sums inside the passes (`raytrain.train.parallel.fsdp.reduction`).
@@ -18,49 +18,54 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.parallel.flat_gradients import GradientBuffers
 from raytrain.trainable import Trainable
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 Losses = tuple[Tensor, Tensor]
 """This worker's shares of the loss and of the auxiliary losses; float64 scalars on the device."""
 
 
 class Reduction(Protocol):
-    """Every verb but `run_or_shortage` and `last_pass` is one of all workers at the same moment.
+    """How gradients are summed. Every method but `run_or_shortage` and `last_pass` is a collective.
 
     Attributes:
-        gradients: where backward accumulates, and what norm, clip and optimizer see after `passed`.
+        gradients: where backward accumulates, and what norm, clip and optimizer use after `passed`.
     """
 
     gradients: GradientBuffers
 
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
-        """Run this worker's passes; afterwards `gradients` hold the sum over the workers, NaN somewhere if the loss of
-        one was not finite. Returns what `passes` did and the sums of the flags.
+        """Run this worker's passes and sum the gradients over the workers.
+
+        Afterwards `gradients` hold the sum, with a NaN where the loss of a worker was not finite.
+
+        Returns:
+            the result of `passes`, and the sums of the workers' `flags`.
 
         Raises:
-            StepDropped: a worker had no memory for its passes and all can take the step again.
-            OutOfMemory: this worker had none, and the others cannot go on without it.
+            StepDropped: a worker ran out of memory, and all can retry the step.
+            OutOfMemory: this worker ran out of memory, and the others cannot continue without it.
         """
         ...
 
-    def run_or_shortage(self, passes: Callable[[], Made]) -> Made | Shortage:
-        """What passes of this worker return, or that it had no memory for them, where the others go on without it."""
+    def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
+        """Run passes of this worker; a `Shortage` where memory ran out and the other workers continue without it."""
         ...
 
-    def dropped(self, came: object) -> StepDropped:
-        """What all workers raise together where one had a shortage; the passes of the others are forgotten."""
+    def dropped(self, result: object) -> StepDropped:
+        """The error that all workers raise together where the `result` of one is a `Shortage`; gradients of the others
+        are dropped."""
         ...
 
     def overlap(self, wanted: bool) -> None:
-        """Whether sums begin inside the last backward of a step, from the next step on, where that can be."""
+        """Whether, from the next step on, sums begin inside the last backward of a step where possible."""
         ...
 
     def last_pass(self) -> None:
-        """The next backward is the last one of this worker's passes. Its word alone: no meeting."""
+        """Announce that the next backward is the last of this worker's passes; no collective."""
         ...
 
     def sum_of_squares(self) -> Tensor:
-        """Of the gradients of all workers after `passed`: a float64 scalar on the device, the same for everybody."""
+        """Of all gradients after `passed`: a float64 scalar on the device, the same on every worker."""
         ...
 
     def nonfinite(self) -> list[str]:
@@ -69,17 +74,17 @@ class Reduction(Protocol):
 
 
 class FlatReduction:
-    """Passes without communication, then one sum over the workers, buffer by buffer; or a buffer's sum as soon as the
-    last pass has made it whole (`raytrain.train.parallel.buckets`).
+    """A `Reduction` by one all-reduce for each flat buffer, after the passes or as soon as a buffer is complete in the
+    last one (`raytrain.train.parallel.buckets`).
 
     Attributes:
-        sums: who adds the buffers up.
+        sums: runs the all-reduces.
     """
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
         own = [parameter for parameter in trainable.module.parameters() if parameter.requires_grad]
         size = BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
-        self.gradients = GradientBuffers(own, bucket_bytes=size, with_word=True)
+        self.gradients = GradientBuffers(own, bucket_bytes=size, with_flag=True)
         self.workers = workers
         self.sums = BucketSums(self.gradients, workers=workers)
         self._trainable, self._device = trainable, device
@@ -87,40 +92,36 @@ class FlatReduction:
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
         """As in `Reduction`.
 
-        A shortage is told with the gradients (a meeting of its own would cost some percent of a step): on a CPU inside
-        them, on a GPU, whose memory the host does not read, beside them. All raise StepDropped then.
+        A shortage travels with the gradients, as a collective of its own would cost some percent of a step: on a CPU
+        inside the first buffer; on a GPU, whose memory the host does not read, among the flags.
         """
         workers, inside = self.workers, self._device.type == "cpu"
-        begun = workers.start_all_reduce_ints(flags()) if inside else None  # travels while the passes compute
+        pending = workers.start_all_reduce_ints(flags()) if inside else None  # runs while the passes compute
         with self.sums.inside():
-            came = self.run_or_shortage(passes)
-        begun = begun or workers.start_all_reduce_ints([*flags(), int(isinstance(came, Shortage))])
-        if isinstance(came, Shortage):
-            self.gradients.say_short()
-        else:  # its gradients may be finite, the step is none all the same
-            self.gradients.mark_(~torch.isfinite(came[0] + came[1]))
-        self.sums.finish(learn=not isinstance(came, Shortage))
-        summed = begun()
-        short = (
-            self.gradients.some_were_short() if inside and workers.world_size > 1 else not inside and summed.pop() > 0
-        )
-        if short or isinstance(came, Shortage):
-            raise self.dropped(came)
-        return came, summed
+            result = self.run_or_shortage(passes)
+        pending = pending or workers.start_all_reduce_ints([*flags(), int(isinstance(result, Shortage))])
+        if isinstance(result, Shortage):
+            self.gradients.flag_shortage()
+        else:  # the gradients may be finite although the loss is not
+            self.gradients.mark_(~torch.isfinite(result[0] + result[1]))
+        self.sums.finish(learn=not isinstance(result, Shortage))
+        summed = pending()
+        flagged = workers.world_size > 1 and self.gradients.shortage_flagged() if inside else summed.pop() > 0
+        if flagged or isinstance(result, Shortage):
+            raise self.dropped(result)
+        return result, summed
 
-    def run_or_shortage(self, passes: Callable[[], Made]) -> Made | Shortage:
+    def run_or_shortage(self, passes: Callable[[], Result]) -> Result | Shortage:
         """As in `Reduction`."""
-        came = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
-        if self._trainable.remote is not None:
-            self._trainable.remote.end_passes(short=isinstance(came, Shortage))
-        return came
+        result = run_or_shortage(passes, device=self._device, who=f"rank {self.workers.rank}")
+        self._trainable.remote.end_passes(short=isinstance(result, Shortage))
+        return result
 
-    def dropped(self, came: object) -> StepDropped:
+    def dropped(self, result: object) -> StepDropped:
         """As in `Reduction`."""
-        error = step_dropped(self.workers, came)
+        error = step_dropped(self.workers, result)
         self.gradients.zero_()
-        if self._trainable.remote is not None:
-            self._trainable.remote.discard()
+        self._trainable.remote.discard()
         return error
 
     def overlap(self, wanted: bool) -> None:
@@ -132,7 +133,7 @@ class FlatReduction:
         self.sums.last_pass()
 
     def sum_of_squares(self) -> Tensor:
-        """As in `Reduction`: they have been summed, so each worker has all of them."""
+        """As in `Reduction`: each worker has all gradients."""
         return self.gradients.sum_of_squares()
 
     def nonfinite(self) -> list[str]:

@@ -274,7 +274,7 @@ def trained(loaded: LoadedSpec, place: Place | None = None) -> dict[str, Any]:
 def evaluated(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """How often an evaluation gives memory back."""
     times: list[Any] = []
-    place.patch.setattr("raytrain.train.evaluation.give_back_cached", times.append)
+    place.patch.setattr("raytrain.train.evaluation.release_cached", times.append)
     trained(loaded, place)
     return {"cleared": len(times)}
 

@@ -1,4 +1,4 @@
-"""The step's reduction under `fsdp`: gradients are summed into shards inside each backward."""
+"""The reduction of `fsdp`: gradients are summed into shards inside each backward."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from raytrain.train.parallel.flat_gradients import GradientBuffers
 from raytrain.train.parallel.reduction import Losses
 from raytrain.trainable import Trainable
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class ShardGradients(GradientBuffers):
-    """FSDP2 adds what it reduces into a `.grad` that is there: these are, from before the first backward on."""
+    """Flat buffers of this worker's rows of each gradient. FSDP2 adds into a `.grad` that exists already."""
 
     def own(self, parameter: nn.Parameter) -> Tensor:
         """This worker's rows of it."""
         return local(parameter)
 
     def as_grad(self, parameter: nn.Parameter, view: Tensor) -> Tensor:
-        """The view as a gradient of the whole parameter."""
+        """The view as the gradient of the sharded parameter."""
         return like(parameter, view)
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """What this worker holds of a tensor: its rows of a sharded one, sharing memory."""
+    """This worker's rows of a sharded tensor, sharing memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(whole: Tensor, own: Tensor) -> Tensor:
-    """`own`, this worker's rows, as a tensor sharded as `whole` is, sharing memory; itself where that is not sharded.
-    No communication."""
+    """`own`, this worker's rows, as a tensor sharded like `whole`, sharing memory; `own` itself where `whole` is not
+    sharded. No communication."""
     if not isinstance(whole, DTensor):
         return own
     return DTensor.from_local(
@@ -50,10 +50,10 @@ def like(whole: Tensor, own: Tensor) -> Tensor:
 
 class ShardedReduction:
     """Each backward reduce-scatters block by block, so that no worker ever holds the gradients of the whole model: kept
-    unreduced until the last of a step's micro-batches, they would take as much as the weights that sharding saved.
+    unreduced until the last micro-batch of a step, they would take as much memory as sharding saved on the weights.
 
-    An out-of-memory inside a pass cannot be undone: the others sit in a collective that this worker has left. It is
-    raised, the attempt ends, and the next one has half the micro-batch (`raytrain.execution.failure_policy`).
+    An out-of-memory error inside a pass is fatal, since the other workers wait in a collective that this one has left.
+    The attempt ends, and the next one has half the micro-batch size (`raytrain.execution.failure_policy`).
     """
 
     def __init__(self, trainable: Trainable, *, workers: Workers, device: torch.device) -> None:
@@ -64,54 +64,54 @@ class ShardedReduction:
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
 
     def passed(self, passes: Callable[[], Losses], *, flags: Callable[[], list[int]]) -> tuple[Losses, list[int]]:
-        """As in `raytrain.train.parallel.reduction.Reduction`. Raises OutOfMemory alone."""
-        early = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
-        came = self.run_or_shortage(passes)
-        self._bad = ~torch.isfinite(came[0] + came[1])
-        return came, (early or self._workers.start_all_reduce_ints(flags()))()
+        """As in `Reduction`; raises OutOfMemory and never StepDropped."""
+        pending = self._workers.start_all_reduce_ints(flags()) if self._device.type == "cpu" else None
+        result = self.run_or_shortage(passes)
+        self._bad = ~torch.isfinite(result[0] + result[1])
+        return result, (pending or self._workers.start_all_reduce_ints(flags()))()
 
-    def run_or_shortage(self, passes: Callable[[], Made]) -> Made:
-        """What the passes return.
+    def run_or_shortage(self, passes: Callable[[], Result]) -> Result:
+        """Run passes of this worker.
 
         Raises:
-            OutOfMemory: they had no memory.
-            CollectiveFailed: another worker is gone; no fault of what was computed, though torch raises RuntimeError.
+            OutOfMemory: memory ran out.
+            CollectiveFailed: a collective inside a pass failed, as where another worker has died.
         """
         try:
-            came = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
+            result = run_or_shortage(passes, device=self._device, who=f"rank {self._workers.rank}")
         except RuntimeError as error:
-            if not _is_of_a_meeting(error):
+            if not _is_of_a_collective(error):
                 raise
-            text = f"a meeting of {self._workers.world_size} workers inside a pass failed: {first_line(error)}"
+            text = f"a collective of {self._workers.world_size} workers inside a pass failed: {first_line(error)}"
             raise CollectiveFailed(text) from error
-        if isinstance(came, Shortage):
-            raise OutOfMemory(str(came))
-        return came
+        if isinstance(result, Shortage):
+            raise OutOfMemory(str(result))
+        return result
 
-    def dropped(self, came: object) -> StepDropped:
-        """As in `raytrain.train.parallel.reduction.Reduction`: of what is done outside the passes."""
-        return step_dropped(self._workers, came)
+    def dropped(self, result: object) -> StepDropped:
+        """As in `Reduction`; for work outside the passes."""
+        return step_dropped(self._workers, result)
 
     def overlap(self, wanted: bool) -> None:
-        """As in `raytrain.train.parallel.reduction.Reduction`: each block is summed inside each backward anyway."""
+        """As in `Reduction`: each block is summed inside each backward."""
 
     def last_pass(self) -> None:
-        """As in `raytrain.train.parallel.reduction.Reduction`: every pass is alike."""
+        """As in `Reduction`: all passes are alike."""
 
     def sum_of_squares(self) -> Tensor:
-        """As in `raytrain.train.parallel.reduction.Reduction`: over all shards, and not finite where the loss of a
-        worker was not."""
+        """As in `Reduction`: over all shards; NaN where the loss of a worker
+        was not finite."""
         squares = self.gradients.sum_of_squares()
         squares = torch.where(self._bad, torch.full_like(squares, torch.nan), squares)
         self._workers.all_reduce([squares])
         return squares
 
     def nonfinite(self) -> list[str]:
-        """As in `raytrain.train.parallel.reduction.Reduction`: in the shard of any worker. Collective."""
+        """As in `Reduction`: in the shards of all workers. Collective."""
         bad = self._workers.all_reduce_ints([int(not good) for good in self.gradients.finite()])
         return [name for name, count in zip(self._names, bad, strict=True) if count]
 
 
-def _is_of_a_meeting(error: RuntimeError) -> bool:
-    """NCCL's failures have a type; gloo's are plain ones, with the place in gloo where a connection ended."""
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """NCCL's errors have a type; gloo's are plain RuntimeErrors that name the source file in gloo."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)

@@ -1,4 +1,4 @@
-"""State of a sharded run: taken out of what was saved by any number of workers, and brought together to be exported."""
+"""Loads state saved by any number of workers into shards, and gathers sharded weights for an export."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from raytrain.checkpoint.sharded import ShardPosition, rows_of
 from raytrain.errors import CheckpointError
+from raytrain.train.build import differences, refuse_other_model
 from raytrain.train.parallel.fsdp.reduction import like, local
-from raytrain.train.restore import differences, refuse_other_model
 
 
 def cut(whole: Tensor, value: Tensor) -> Tensor:
-    """`value`, all of it or this worker's rows, as a tensor that is sharded as `whole` is; a view or a copy on its
-    device."""
+    """`value`, complete or this worker's rows, as a tensor sharded like `whole`; a view, or a copy on its device."""
     if not isinstance(whole, DTensor):
         return value
     own = local(whole)
@@ -29,10 +28,10 @@ def cut(whole: Tensor, value: Tensor) -> Tensor:
 
 
 def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load weights, whole ones or this worker's rows, without communication.
+    """Load weights, complete or this worker's rows, without communication.
 
     Raises:
-        CheckpointError: they are another model's.
+        CheckpointError: they belong to another model.
     """
     own = module.state_dict()
     refuse_other_model(differences(own, state, shapes=lambda one: {one.shape, local(one).shape}))
@@ -40,11 +39,11 @@ def load_sharded(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's state: what has the shape of its parameter is sharded as that is."""
+    """Load an optimizer's state; tensors of the shape of their parameter are sharded like it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = state["state"]
-    strange = [index for index in known if not 0 <= int(index) < len(parameters)]
-    if strange:
+    unknown = [index for index in known if not 0 <= int(index) < len(parameters)]
+    if unknown:
         raise CheckpointError(f"the checkpoint's optimizer has {len(known)} parameters, this run's {len(parameters)}")
     held = {index: _as(parameters[int(index)], values) for index, values in known.items()}
     optimizer.load_state_dict({**state, "state": held})
@@ -58,8 +57,8 @@ def _as(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def whole_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Names and whole values on the CPU, tied ones the same tensor, where `keep`; {} elsewhere. Collective."""
+def full_state(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Complete values by name, on the CPU, tied ones the same tensor; {} on workers without `keep`. Collective."""
     found: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():

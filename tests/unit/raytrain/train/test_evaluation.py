@@ -48,14 +48,14 @@ def test_losses_and_accuracies_are_those_of_an_offline_recomputation() -> None:
         loop={"epochs": 2, "max_steps": None, "eval_every": 5, "micro_batch_size": 4, "global_batch_size": 16},
     )
     used: list[tuple[Weights, np.ndarray]] = []  # of each step: the weights it began with, its rows
-    window = session.loader.window
+    window = session.loader.global_batch
 
     def watched(cursor: Cursor) -> Any:
         found = window(cursor)
         used.append((weights_now(session), found.indices))
         return found
 
-    session.loader.window = watched  # type: ignore[method-assign]
+    session.loader.global_batch = watched  # type: ignore[method-assign]
     made, _ = train(session)
     assert len(made.losses) == len(used) == 10 and [len(indices) for _, indices in used][4] == 11
     for loss, (weights, indices) in zip(made.losses, used, strict=True):

@@ -75,7 +75,7 @@ def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every
         rows, _ = train(session)
     assert rows.of("train", "step") == logged
     assert len(rows.of("train", "peak_memory_bytes")) == len(logged) and min(rows.of("train", "peak_memory_bytes")) > 0
-    assert sum("_log" in spot for spot in reads.spots) == len(logged)
+    assert sum("read_row" in spot for spot in reads.spots) == len(logged)
     asked = sum("_row_due" in spot for spot in reads.spots)
     assert asked == {100: 22, 0: 24, 125: 24}[log_every], "every tenth step since the last row: how many have failed"
     assert len(reads.spots) == len(logged) + asked + 1, reads.spots  # and the skipped steps, once, for the last save
@@ -103,11 +103,11 @@ def test_a_row_says_how_fast_it_went(monkeypatch: pytest.MonkeyPatch, tiny_text:
 
     def timed(state: LoopState) -> Any:
         out = inner(state)
-        marks.append(loop._times[-1])
+        marks.append(loop._interval.step_s[-1])
         return out
 
     def logged(state: LoopState, output: Any) -> int:
-        spans.append((clock.count + 1) / 100 - loop._since)  # its first look at the clock ends the interval
+        spans.append((clock.count + 1) / 100 - loop._interval.since)  # its first look at the clock ends the interval
         return log(state, output)
 
     loop._one_step, loop._log = timed, logged  # type: ignore[method-assign]

@@ -140,7 +140,7 @@ def test_an_object_given_in_python_is_sharded_as_a_copy_and_exported_whole(tmp_p
     made = make_session({"module": given}, {"train": class_rows(40)}, scale={"strategy": "fsdp"}, loop={"max_steps": 3})
     train(made)
     assert type(given) is Net and type(made.trainable.module) is not Net
-    whole = made.whole_module()
+    whole = made.full_module()
     assert whole is not None and type(whole) is Net
     trained = {name: value.full_tensor() for name, value in made.trainable.module.state_dict().items()}
     assert all(torch.equal(trained[name], value) for name, value in whole.state_dict().items())

@@ -1,0 +1,112 @@
+"""Builds the logged row of a log interval: one device read, one collective, one `StepRecord`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raytrain.runs.records import StepRecord, spreads
+from raytrain.train.clock import Fetching
+from raytrain.train.state import NonFinite
+from raytrain.train.step import StepOutput, TrainingStep
+from raytrain.trainable import IntervalRow
+
+
+@dataclass
+class LogInterval:
+    """Sums over the steps since the last logged row.
+
+    Attributes:
+        step_s: seconds of each step. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
+        samples, tokens: trained on, by all workers.
+        since: when the interval began; moved on by what is not training.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    data_s: float = 0.0
+    data_cpu_s: float = 0.0
+    samples: float = 0.0
+    tokens: float = 0.0
+    since: float = field(default_factory=lambda: time.perf_counter())
+
+    def add(self, step_s: float, fetching: Fetching, *, samples: int, tokens: int) -> None:
+        """Add one step."""
+        self.step_s.append(step_s)
+        self.data_s += fetching.seconds
+        self.data_cpu_s += fetching.cpu_s
+        self.samples += samples
+        self.tokens += tokens
+
+
+@dataclass(frozen=True)
+class LoggedRow:
+    """What a log interval leaves behind.
+
+    Attributes:
+        record: the row of metrics.jsonl.
+        longest_failed: the longest run of failed steps since the last row.
+        failed: whether the last step was skipped for a value that is not finite.
+        model: what the model reports with it (`Trainable.interval_log`).
+    """
+
+    record: StepRecord
+    longest_failed: int
+    failed: bool
+    model: IntervalRow | None
+
+
+def read_row(
+    step: TrainingStep, output: StepOutput, interval: LogInterval, nonfinite: NonFinite, *, number: int, epoch: int,
+    skipped_before: int, peak_memory: Callable[[], int], extra: dict[str, Any],
+) -> LoggedRow:  # fmt: skip
+    """Read the device once, gather the workers' values once, and build the row. Collective.
+
+    Args:
+        number, epoch: of the step.
+        skipped_before: steps that were skipped before this loop began.
+        extra: further values for the record.
+    """
+    trainable, scaler = step.trainable, step.scale
+    metrics = trainable.log_metrics() if trainable.log_metrics else {}
+    log = trainable.interval_log
+    named = [output.loss, output.aux_loss, output.norm, output.skip, nonfinite.total, nonfinite.longest, scaler.value]
+    read = torch.stack([v.detach().double().to(output.loss.device) for v in (*named, *metrics.values())])
+    of_model = read[:0] if log is None else log.device_values().double().to(read.device)
+    values = torch.cat([read, of_model]).tolist()
+    values, of_model = values[: len(read)], values[len(read) :]
+    loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
+    elapsed = max(time.perf_counter() - interval.since, 1e-9)
+    times = sorted(interval.step_s)
+    own = [sum(times) / len(times), interval.data_s / len(times), float(peak_memory()), loss_share, aux_share]
+    own += [] if log is None else log.host_values()
+    workers = step.workers.all_gather_floats(own)
+    step_s, data_s, peak, losses, auxes = zip(*(row[:5] for row in workers), strict=True)
+    model = None if log is None else log.close(number, of_model, [row[5:] for row in workers])
+    record = StepRecord(
+        step=number,
+        epoch=epoch,
+        loss=sum(losses),  # shares of the global mean loss, added in the order of the ranks
+        aux_loss=sum(auxes),
+        grad_norm=norm,
+        lr=output.lr,
+        samples_per_s=interval.samples / elapsed,
+        tokens_per_s=interval.tokens / elapsed if interval.tokens else None,
+        step_time_s=sum(step_s) / len(step_s),
+        data_time_s=sum(data_s) / len(data_s),
+        peak_memory_bytes=int(max(peak)),
+        loss_scale=scale if scaler.enabled else None,
+        extra={
+            **spreads(times, step_s=step_s, data_s=data_s, peak=peak),
+            "data_cpu_share": interval.data_cpu_s / elapsed,
+            "skipped_steps": skipped_before + int(skipped),
+            **extra,
+            **dict(zip(metrics, values[7:], strict=True)),
+            **(model.metrics if model else {}),
+        },
+    )
+    failed = bool(skip) and (not scaler.enabled or scale <= 1.0)
+    return LoggedRow(record, int(longest), failed, model)
