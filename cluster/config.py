@@ -1,7 +1,7 @@
 """The sections about machines, and `Section`, the base class of every section of a job.
 
-Ranges, allowed values and null are in the annotations, from which `raytrain.config.decode` and `--help` derive what a
-key expects, so there is no second table to keep in sync.
+The annotations define ranges, allowed values and whether null is valid. `raytrain.config.decode` and `--help` derive
+the expected values of a key from them, so that there is no second table to keep in sync.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Section(BaseModel):
 
 
 Count = Annotated[int, Field(ge=1)]
-"""How many of something there are: at least one."""
+"""An integer of at least one."""
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-"""A part of a whole, never all of it."""
+"""A fraction from 0 up to, but excluding, 1."""
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class TelemetryConfig(Section):
-    """What is monitored while a job runs; none of these keys changes the run."""
+    """What is monitored while a job runs; none of these keys affects the training itself."""
 
     every: Positive = Field(default=5.0, description="seconds between two samples of a node")
     observers: list[Text] = Field(default=[], description="module:Class of user-defined observers, called on rank 0")

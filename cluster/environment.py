@@ -1,4 +1,4 @@
-"""Where a run runs: the record of it, and the environment that Ray is started with."""
+"""The execution environment of a run: the variables to start Ray with, and the content of environment.json."""
 
 from __future__ import annotations
 
@@ -25,29 +25,34 @@ VARIABLES = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "RAY_ADDRESS", "RAY_TMPDIR", "LD_PRELOAD",
 )
 # fmt: on
-"""What can change a run's speed or its numbers; nothing secret is among them."""
+"""Environment variables that can change the speed or the numerics of a run; none of them is secret."""
 
 
 DEATH_NOTICE = "A worker died or was killed while executing a task by an unexpected system error"
-"""Begins a paragraph that Ray prints on the driver for every process that dies."""
+"""Start of the message that Ray prints on the driver for every process that dies."""
 
 
 def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[str, str]:
-    """Variables to set before the first ``import ray``, and their values.
+    """Environment variables to set before the first ``import ray``, with their values.
 
-    A variable the user has set wins; merge with ``{**ray_environment(), **os.environ}``. The reasons, all
-    measured: Ray polls its workers every 2 s, and the end of a run waits for two of them, while each poll holds up
-    the training thread, which at every 0.2 s cost a small model 4 % of its time; Ray starts workers
-    at niceness 15, so that on a busy machine everything else comes before the training; printed lines appear
-    twice; workers are moved into an artifacts directory; a sweep's state is saved too seldom to be resumed; usage
-    statistics are not ours to send; a call that comes after the end would start another cluster, one that listens on
-    every interface. `CUDA_DEVICE_ORDER` makes an index mean the same GPU for torch, Ray and NVML.
-    On a local cluster every port is kept on loopback, which Ray otherwise does not do, and nobody watches for the
-    preemption of a machine that is ours alone.
+    Variables set by the user take precedence; merge with ``{**ray_environment(), **os.environ}``. The reasons, all
+    measured:
+
+    - Health checks: Ray polls its workers every 2 s, and the end of a run waits for two polls. Each poll delays the
+      training thread: polling every 0.2 s cost a small model 4 % of its time.
+    - Niceness: Ray starts workers at niceness 15, so that on a busy machine every other process runs first.
+    - Printed lines appear twice, and workers change into an artifacts directory.
+    - The state of a sweep is saved too rarely to be resumed.
+    - Usage statistics are not sent.
+    - Auto-connect: a Ray call after the end of the run would start another cluster, which listens on all interfaces.
+    - `CUDA_DEVICE_ORDER`: an index means the same GPU for torch, Ray and NVML.
+
+    A local cluster keeps every port on loopback, which is not Ray's default, and does not watch for preemption of the
+    machine.
 
     Args:
-        quiet: of a process that died, the driver prints no line of Ray's (`DEATH_NOTICE`): the run tells of it in its
-            own words. Other lines of Ray's, and all of what workers print, come through.
+        quiet: do not print Ray's message about a process that died (`DEATH_NOTICE`) on the driver: the run reports it
+            itself. Other messages of Ray and everything that workers print are still shown.
     """
     variables = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
@@ -73,14 +78,14 @@ def environment_record(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """What environment.json holds: machine, versions, devices, commit and the variables that matter.
+    """The content of environment.json: machine, package versions, devices, git commit and relevant variables.
 
-    Versions are read from the installed packages' metadata; nothing is imported for it.
+    Versions are read from package metadata, without importing the packages.
 
     Args:
         inventory: the machines, by default this one.
-        environ: the environment, by default the process's own.
-        folder: where the user's code lies, by default the working directory; its git commit is recorded.
+        environ: the environment, by default that of this process.
+        folder: the folder of the user's code, whose git commit is recorded; by default the working directory.
     """
     environ = os.environ if environ is None else environ
     inventory = inventory or local_inventory(environ=environ)
@@ -103,7 +108,7 @@ def environment_record(
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """{"commit", "dirty"} of the repository `folder` is in; None where there is none, or no git."""
+    """{"commit", "dirty"} of the repository that contains `folder`; None without a repository or without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -121,7 +126,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def package_version(name: str) -> str | None:
-    """Of an installed package; None where it is not installed."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Checks before a run: can it write, is there room, do the variables agree. Each gives a `CheckResult`.
+"""Checks before a run: storage, disk space, memory and device variables. Each returns a `CheckResult`.
 
-Nothing here raises for what it finds: a failed check is a value, which names the key that mends it.
+A failed check does not raise: it is a value that names the key to change.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from cluster.devices.limits import ROOT
 from cluster.devices.nvidia import select_visible, visible_devices
 
 DISK_SLACK = 64 << 20
-"""Metrics, logs and the report beside the checkpoints."""
+"""Disk space for metrics, logs and the report, in addition to the checkpoints."""
 
 PROCESS_BYTES = 600 << 20
-"""A worker with torch and Ray imported, before any tensor: where its estimate is of a device, or there is none."""
+"""Host memory of a worker that has imported torch and Ray, without tensors. Used if there is no estimate of host
+memory."""
 
 SHARED_MEMORY = 256 << 20
-"""Below this Ray puts its object store on disk."""
+"""With less shared memory, Ray keeps its object store on disk."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check. `status` is ok, warn, fail or na; `key` names what mends it."""
+    """The outcome of one check. `status` is ok, warn, fail or na; `key` names the key to change."""
 
     name: str
     status: str
@@ -43,7 +44,7 @@ class CheckResult:
 
 
 def check_storage(save_dir: str) -> CheckResult:
-    """Makes the folder, a path or any URI pyarrow knows, and writes, reads back and deletes a token in it."""
+    """Creates the folder (a path or a URI that pyarrow supports), then writes, reads back and deletes a token in it."""
     token = secrets.token_hex(16)
     name = f".raytrain-{token}"
     try:
@@ -53,12 +54,12 @@ def check_storage(save_dir: str) -> CheckResult:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return CheckResult(
             "storage", "fail", f"{save_dir}: {reason}", "a folder that can be written to",
-            "give save.dir a folder with room that this user may write to", "save.dir",
+            "set save.dir to a folder with free space that this user may write to", "save.dir",
         )  # fmt: skip
     if seen != token:
         return CheckResult(
-            "storage", "fail", f"{save_dir} gave back {seen!r} for {token!r}", "what was written",
-            "give save.dir another folder", "save.dir",
+            "storage", "fail", f"{save_dir} returned {seen!r} for {token!r}", "the content that was written",
+            "set save.dir to another folder", "save.dir",
         )  # fmt: skip
     return CheckResult("storage", "ok", f"{save_dir}: written, read back and deleted", "a writable folder")
 
@@ -70,7 +71,7 @@ def _round_trip(folder: str, name: str, token: str) -> str:
         with open(path, "x", encoding="ascii") as stream:
             stream.write(token)
             stream.flush()
-            os.fsync(stream.fileno())  # a full disk or quota may only speak here
+            os.fsync(stream.fileno())  # a full disk or quota may only raise here
         return path.read_text(encoding="ascii")
     finally:
         path.unlink(missing_ok=True)
@@ -95,14 +96,14 @@ def _remote_round_trip(uri: str, name: str, token: str) -> str:
 def check_disk(
     save_dir: str, need_bytes: int | None, *, usage: Callable[[Path], Any] = shutil.disk_usage
 ) -> CheckResult:
-    """Room for three checkpoints and the rest of a run.
+    """Checks disk space for three checkpoints and the other files of a run.
 
     Args:
-        need_bytes: bytes of one checkpoint; None where not known before start, which checks the slack alone.
+        need_bytes: bytes of one checkpoint; None if unknown before the start, and then only the slack is checked.
         usage: like `shutil.disk_usage`.
     """
     if "://" in save_dir:
-        return CheckResult("disk", "na", f"{save_dir} is no local disk", "a local disk")
+        return CheckResult("disk", "na", f"{save_dir} is not a local disk", "a local disk")
     folder = Path(save_dir).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
@@ -112,17 +113,17 @@ def check_disk(
     if free < wanted:
         return CheckResult(
             "disk", "fail", f"{_mib(free)} free in {folder}", expected,
-            "give save.dir a disk with room, or free some", "save.dir",
+            "set save.dir to a disk with more free space, or free some", "save.dir",
         )  # fmt: skip
     return CheckResult("disk", "ok", f"{_mib(free)} free in {folder}", expected)
 
 
 def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers: int, on_gpu: bool) -> CheckResult:
-    """Host memory for the processes of the tightest node.
+    """Checks host memory for the worker processes, on the node with the least of it.
 
     Args:
-        need_bytes: estimated bytes of one worker, the process itself among them; None where not known. On a GPU they
-            are the device's.
+        need_bytes: estimated bytes of one worker, including the process itself; None if unknown. On a GPU these are
+            bytes of device memory.
         local_workers: workers on one node.
     """
     each = PROCESS_BYTES if on_gpu or need_bytes is None else need_bytes
@@ -139,7 +140,7 @@ def check_memory(need_bytes: int | None, *, inventory: Inventory, local_workers:
 
 
 def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shutil.disk_usage) -> CheckResult:
-    """/dev/shm, where Ray keeps its objects; too small, and they go to disk."""
+    """Checks /dev/shm, where Ray keeps its objects; if it is too small, Ray keeps them on disk."""
     folder = root / "dev/shm"
     if not folder.is_dir():
         return CheckResult("shared_memory", "na", "there is no /dev/shm", "Linux")
@@ -152,12 +153,12 @@ def check_shared_memory(*, root: Path = ROOT, usage: Callable[[Path], Any] = shu
 
 
 def check_visible_devices(*, environ: Mapping[str, str] | None = None, uuids: list[str] | None = None) -> CheckResult:
-    """Whether the variables that hide devices agree with each other and with the devices there are.
+    """Checks that the variables that hide devices agree with each other and with the existing devices.
 
     Args:
-        environ: by default the process's own.
-        uuids: UUIDs of the NVIDIA devices of this machine in the driver's order, hidden ones included; None
-            where they are not known, which checks the variables alone.
+        environ: the environment, by default that of this process.
+        uuids: UUIDs of the NVIDIA devices of this machine in the driver's order, including hidden ones; None if
+            unknown, and then only the variables are checked.
     """
     environ = os.environ if environ is None else environ
     text = environ.get("CUDA_VISIBLE_DEVICES")
@@ -174,7 +175,7 @@ def check_visible_devices(*, environ: Mapping[str, str] | None = None, uuids: li
     if problems:
         return CheckResult(
             "visible_devices", "warn", f"{seen}: {'; '.join(problems)}", expected,
-            "unset all but one, and give it devices that exist", "CUDA_VISIBLE_DEVICES",
+            "unset all but one, and set that one to devices that exist", "CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     return CheckResult("visible_devices", "ok", seen or "no variable hides a device", expected)
 
@@ -188,7 +189,7 @@ def run_preflight(
     local_workers: int,
     on_gpu: bool,
 ) -> list[CheckResult]:
-    """All checks, in the order in which they are shown; for preflight.json use `to_json` of each."""
+    """Runs all checks, in the order in which they are shown; `to_json` of each goes into preflight.json."""
     every_gpu, _ = visible_devices({})
     return [
         check_storage(save_dir),
@@ -202,26 +203,27 @@ def run_preflight(
 def check_seen_by_all(
     paths: Mapping[str, str], *, ask: Callable[[list[str]], dict[str, list[str]]] | None = None
 ) -> list[CheckResult]:
-    """Whether every node of a cluster sees the local paths that its workers will open.
+    """Checks that every node of a cluster can access the local paths that its workers will open.
 
     Args:
-        paths: key of the job -> path (URIs are left out: they are the same everywhere).
-        ask: paths -> {node: those it does not see}; by default each living node of the connected Ray is asked.
+        paths: key of the job -> path (URIs are not checked: they are the same on all nodes).
+        ask: paths -> {node: the paths that it cannot access}; by default a task checks on each live node of the
+            connected Ray cluster.
     """
     local = {key: path for key, path in paths.items() if "://" not in path}
     missing = (ask or _ask_nodes)(list(local.values())) if local else {}
     results = []
     for key, path in local.items():
         blind = [node for node, unseen in missing.items() if path in unseen]
-        seen = f"{path}, not seen by {', '.join(blind)}" if blind else path
+        seen = f"{path}, which does not exist on {', '.join(blind)}" if blind else path
         remedy = "use shared storage or a URI (s3://, gs://, hdfs://)" if blind else ""
         status = "fail" if blind else "ok"
-        results.append(CheckResult("seen_by_all", status, seen, "a path that every node sees", remedy, key))
+        results.append(CheckResult("seen_by_all", status, seen, "a path that exists on every node", remedy, key))
     return results
 
 
 def _ask_nodes(paths: list[str]) -> dict[str, list[str]]:
-    """One task pinned to each living node; it needs no CPU."""
+    """Runs one task, which needs no CPU, on each live node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,6 +1,6 @@
-"""AMD devices as the kernel driver lists them under /sys: no vendor's tool is asked.
+"""AMD devices, as listed by the kernel driver under /sys, without vendor tools.
 
-Under ROCm torch calls them `cuda`, so that is their kind here.
+PyTorch on ROCm calls these devices `cuda`, so that is their kind here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from cluster.devices.nvidia import Device, select_visible
 
 NODES = "sys/class/kfd/kfd/topology/nodes"
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""HIP follows the first of these that is set; `ROCR_VISIBLE_DEVICES` counts before it."""
+"""HIP uses the first of these that is set, after `ROCR_VISIBLE_DEVICES` has been applied."""
 VIDEO_MEMORY = (1, 2)
-"""Heap types of a device's own memory, seen by the host or not."""
+"""Heap types of device memory: visible to the host, and not visible to it."""
 
 
 def amd_devices(environ: Mapping[str, str], *, root: Path) -> list[Device]:
-    """The devices HIP would show a process with this environment; [] without the driver.
+    """The devices that HIP shows to a process with this environment; [] without the driver.
 
     Args:
-        root: the directory that stands for ``/``.
+        root: the directory to use as ``/``.
     """
     found: list[Device] = []
     for folder in sorted((root / NODES).glob("*"), key=lambda path: (len(path.name), path.name)):

@@ -1,4 +1,4 @@
-"""Which machines and accelerators exist: the only place that asks. No torch; Ray only where it is asked."""
+"""Detects machines and accelerators; no other module does. Torch-free; Ray is imported only where it is queried."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
     "H200": (9, 0), "H20": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3),
 }
 # fmt: on
-"""Compute capability by Ray's accelerator type, which is all that Ray tells about another node's GPU."""
+"""Compute capability by Ray's accelerator type, the only information that Ray has about a GPU of another node."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. `cpus` are the usable cores; `gpu_slots` is what Ray counts there, real or not; `accelerator` is
-    Ray's name for the kind of its devices, by which a task is kept there ("" where Ray has none)."""
+    """One machine.
+
+    Attributes:
+        cpus: the usable cores.
+        gpu_slots: the number of GPUs that Ray counts, whether they exist or not.
+        accelerator: Ray's name for the kind of its devices, which tasks can require; "" if Ray has none.
+    """
 
     host: str
     cpus: int
@@ -42,7 +47,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machines a job may use. `source` says who was asked, `notes` what was noticed on the way."""
+    """The machines that a job may use. `source` says where the information is from; `notes` are remarks for users."""
 
     nodes: tuple[Node, ...]
     source: str
@@ -59,7 +64,7 @@ class Inventory:
         return [device for node in self.nodes for device in node.devices if device.kind == kind]
 
     def describe(self) -> str:
-        """What exists, in words, for messages: ``2 nodes, 16 cores, cuda:0 NVIDIA T4 on a, no GPU on b``."""
+        """A summary for messages: ``2 nodes, 16 cores, cuda:0 NVIDIA T4 on a, no GPU on b``."""
         parts = []
         for node in self.nodes:
             names = [f"{device.kind}:{device.index} {device.name}" for device in node.devices] or ["no GPU"]
@@ -81,16 +86,16 @@ def _listed(capability: tuple[int, int] | None) -> list[int] | None:
 
 
 def local_inventory(*, environ: Mapping[str, str] | None = None, root: Path = ROOT, nvml: Any = None) -> Inventory:
-    """This machine, as this process may use it.
+    """The resources of this machine that this process may use.
 
-    `CUDA_VISIBLE_DEVICES` (under ROCm `HIP_VISIBLE_DEVICES` too) is followed as CUDA does, so that index n here is
-    torch's ``cuda:n``. Without an NVIDIA library or driver, and without AMD's driver, there is no device, and a note
-    says what is missing.
+    `CUDA_VISIBLE_DEVICES` (on ROCm also `HIP_VISIBLE_DEVICES`) is applied as CUDA does, so that index n is ``cuda:n``
+    in torch. Without an NVIDIA library or driver, and without AMD's driver, there is no device, and a note says what is
+    missing.
 
     Args:
-        environ: the environment to read, by default the process's own.
-        root: the directory that stands for ``/``.
-        nvml: the pynvml module or a stand-in for it; by default imported where it is installed.
+        environ: the environment to read, by default that of this process.
+        root: the directory to use as ``/``.
+        nvml: the pynvml module or a substitute; by default it is imported if installed.
     """
     settings = os.environ if environ is None else environ
     devices, notes = visible_devices(settings, nvml=nvml)
@@ -103,11 +108,11 @@ def local_inventory(*, environ: Mapping[str, str] | None = None, root: Path = RO
 
 
 def inventory_from_ray(*, local: Inventory | None = None) -> Inventory:
-    """The living nodes of the Ray cluster this process is connected to.
+    """The live nodes of the Ray cluster that this process is connected to.
 
-    Ray knows counts and types; memory and capability of GPUs on this machine are taken from `local`, of
-    others the capability from the type's name, the memory stays 0 (unknown). GPU slots that Ray counts on
-    this very machine while its driver shows no device are not planned with, and a note says so.
+    Ray provides counts and types of GPUs. For this machine, memory and capability are those in `local`; for other
+    machines the capability follows from the name of the type, and the memory is 0 (unknown). GPU slots that Ray counts
+    on this machine while its driver shows no device are left out, and a note says so.
 
     Raises:
         RuntimeError: Ray is not initialised in this process.
@@ -122,7 +127,7 @@ def inventory_from_ray(*, local: Inventory | None = None) -> Inventory:
 
 
 def inventory_from_rows(rows: list[Mapping[str, Any]], *, local: Inventory, source: str) -> Inventory:
-    """What `ray.nodes()` returned, as an Inventory of the living nodes; see `inventory_from_ray`."""
+    """An Inventory of the live nodes in the result of `ray.nodes()`; see `inventory_from_ray`."""
     here = local.nodes[0]
     notes: list[str] = list(local.notes)
     nodes = []
@@ -157,7 +162,7 @@ def _accelerator(resources: Mapping[str, float]) -> str:
 
 
 def _remote_devices(resources: Mapping[str, float], labels: Mapping[str, str], *, count: int) -> tuple[Device, ...]:
-    """GPUs of a node that only Ray has seen."""
+    """GPUs of another node, as far as Ray describes them."""
     name = _accelerator(resources) or labels.get("ray.io/accelerator-type", "GPU")
     capability = CAPABILITIES.get(name) or CAPABILITIES.get(name.partition("-")[0])
     return tuple(

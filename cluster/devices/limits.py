@@ -1,7 +1,7 @@
-"""What this machine lets one process use: cores, memory and what its CPU can, read from /proc and cgroups.
+"""Resources that this process may use: cores, memory and CPU features, read from /proc and cgroups.
 
-Every function takes `root`, the directory that stands for ``/``, so that other machines can be laid out in a
-temporary directory.
+Every function takes `root`, the directory to use as ``/``, so that tests can imitate other machines in a temporary
+directory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple o
 
 
 def usable_cores(*, root: Path = ROOT, affinity: int | None = None) -> tuple[int, str]:
-    """Cores this process may keep busy, and why so many: the affinity mask, cut by the cgroup's CPU quota."""
+    """The number of cores that this process may use, and the reason: the affinity mask, or a lower cgroup CPU quota."""
     count = affinity if affinity is not None else _affinity_count()
     quota = cpu_quota(root=root)
     if quota is not None and quota < count:
@@ -30,7 +30,7 @@ def _affinity_count() -> int:
 
 
 def cpu_quota(*, root: Path = ROOT) -> float | None:
-    """Cores granted by the narrowest cgroup (v1 or v2) from this process up to the root; None: no limit."""
+    """The smallest CPU quota, in cores, of the cgroups (v1 or v2) from this process up to the root; None: no limit."""
     quotas = []
     for folder in _cgroup_folders(root, controller="cpu"):
         v2 = _words(folder / "cpu.max")
@@ -42,9 +42,9 @@ def cpu_quota(*, root: Path = ROOT) -> float | None:
 
 
 def memory_bytes(*, root: Path = ROOT) -> tuple[int, int]:
-    """(total, free now) bytes this process may use: the machine's memory, cut by the cgroup's limit.
+    """(total, free) bytes that this process may use: the memory of the machine, or a lower cgroup limit.
 
-    Page cache that the kernel gives back counts as free.
+    Page cache that the kernel can reclaim counts as free.
     """
     info = _meminfo(root)
     total = info.get("MemTotal", 0)
@@ -75,14 +75,14 @@ def cpu_description(*, root: Path = ROOT) -> tuple[str, dict[str, bool]]:
 
 
 def _arm_name(fields: dict[str, str]) -> str:
-    """ARM's cpuinfo has numbers instead of a name."""
+    """The CPU model on ARM, where cpuinfo has numbers instead of a name."""
     if "cpu part" not in fields:
         return ""
     return f"ARM implementer {fields.get('cpu implementer', '?')} part {fields['cpu part']}"
 
 
 def _cgroup_memory(folder: Path) -> tuple[int | None, int]:
-    """(limit or None, bytes in use that cannot be given back) of one cgroup folder."""
+    """(limit or None, bytes in use that cannot be reclaimed) of one cgroup folder."""
     for limit_name, used_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -99,8 +99,8 @@ def _cgroup_memory(folder: Path) -> tuple[int | None, int]:
 def _cgroup_folders(root: Path, *, controller: str) -> list[Path]:
     """Folders that may limit this process, innermost first, for cgroup v2 and for one v1 controller.
 
-    In a container the path in /proc/self/cgroup is often the host's and is not there; its parents, up to the
-    mount itself, which then is the container's own cgroup, are.
+    In a container the path in /proc/self/cgroup is often that of the host and does not exist. Its parents do, up to the
+    mount itself, which is then the container's own cgroup.
     """
     folders: list[Path] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -127,7 +127,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty where it is not there or not ours to read, which both mean: no limit known."""
+    """The text of a file; empty if it is missing or unreadable, since both mean that no limit is known."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""NVIDIA devices through NVML, as CUDA would show them to a process with the same environment."""
+"""NVIDIA devices through NVML, as CUDA shows them to a process with the same environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `index` counts the visible ones of its machine, as torch does; bytes 0 = unknown."""
+    """One accelerator. `index` counts the visible devices of its machine, as torch does; 0 bytes = unknown."""
 
     kind: str  # "cuda", "rocm" or "cpu"
     name: str
@@ -21,11 +21,11 @@ class Device:
 
 
 def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> tuple[list[Device], list[str]]:
-    """The devices CUDA would show, in its order, and notes on what is missing or hidden.
+    """The devices that CUDA shows, in its order, and notes about missing or hidden devices.
 
     Args:
-        environ: `CUDA_VISIBLE_DEVICES` is read from it: indices, UUIDs or their beginnings; empty hides all.
-        nvml: the pynvml module or a stand-in; imported where None.
+        environ: the environment with `CUDA_VISIBLE_DEVICES`: indices, UUIDs or UUID prefixes; empty hides all.
+        nvml: the pynvml module or a substitute; imported if None.
     """
     devices, notes = _all_devices(nvml)
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
@@ -40,9 +40,9 @@ def visible_devices(environ: Mapping[str, str], *, nvml: Any = None) -> tuple[li
 
 
 def select_visible(text: str, uuids: list[str]) -> tuple[list[int], str]:
-    """(physical indices in visible order, what is wrong with `text` or "") by CUDA's own rules.
+    """(physical indices in visible order, the problem with `text` or ""), following CUDA's rules.
 
-    CUDA ends the list at the first entry it does not know, and shows nothing if an entry stands twice.
+    CUDA ends the list at the first unknown entry, and shows no device if an entry occurs twice.
     """
     chosen: list[int] = []
     for token in (part.strip() for part in text.split(",")):
@@ -54,17 +54,17 @@ def select_visible(text: str, uuids: list[str]) -> tuple[list[int], str]:
             hides_all = token in ("", "-1", "NoDevFiles", "void")
             return chosen, "" if hides_all else f"there is no device {token!r}; CUDA ends the list there"
         if matches[0] in chosen:
-            return [], f"device {token!r} stands twice; CUDA then shows none"
+            return [], f"device {token!r} is listed twice; CUDA then shows none"
         chosen += matches
     return chosen, ""
 
 
 def narrow_visible(environ: Mapping[str, str], indices: list[int]) -> str:
-    """The CUDA_VISIBLE_DEVICES that shows only these of the devices that are visible now.
+    """The value of CUDA_VISIBLE_DEVICES that leaves only these of the currently visible devices.
 
     Args:
-        environ: the environment in which `indices` were counted.
-        indices: as torch counts them there, in the order wanted.
+        environ: the environment that `indices` refer to.
+        indices: torch's device indices in that environment, in the wanted order.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     names = [] if text is None else [part.strip() for part in text.split(",")]
@@ -72,7 +72,7 @@ def narrow_visible(environ: Mapping[str, str], indices: list[int]) -> str:
 
 
 def driver_version(*, nvml: Any = None) -> str | None:
-    """The NVIDIA driver's version, None without one."""
+    """The version of the NVIDIA driver; None without a driver."""
     nvml = nvml or _import_nvml()
     if nvml is None:
         return None
@@ -89,7 +89,7 @@ def driver_version(*, nvml: Any = None) -> str | None:
 def _all_devices(nvml: Any) -> tuple[list[Device], list[str]]:
     nvml = nvml or _import_nvml()
     if nvml is None:
-        return [], ["no GPU can be seen: the package nvidia-ml-py is not installed"]
+        return [], ["no GPU can be detected: the package nvidia-ml-py is not installed"]
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -97,7 +97,7 @@ def _all_devices(nvml: Any) -> tuple[list[Device], list[str]]:
     try:
         return [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())], []
     except nvml.NVMLError as error:
-        return [], [f"NVML answers, but its devices cannot be read: {error}"]
+        return [], [f"NVML is available, but its devices cannot be read: {error}"]
     finally:
         nvml.nvmlShutdown()
 
@@ -118,7 +118,7 @@ def _read(nvml: Any, index: int) -> Device:
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings return bytes."""
+    """A string from NVML; older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -1,4 +1,4 @@
-"""What this process and machine use while a job runs: memory and CPU time, from /proc. It has no threads."""
+"""Memory and CPU use of this process and machine, read from /proc. Starts no threads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cluster.devices.limits import ROOT, memory_bytes
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of this process: resident now, and the most since the start or the last `reset_peak`."""
+    """Bytes of this process: currently resident, and the peak since the start or the last `reset_peak`."""
 
     rss: int
     peak: int
 
 
 def process_memory(*, root: Path = ROOT) -> MemoryUse:
-    """Memory of this process from /proc/self/status; zeros where there is no such file.
+    """Host memory of this process from /proc/self/status; zeros if there is no such file.
 
-    Device memory is torch's to tell; see raytrain.
+    Device memory is not included.
     """
     fields: dict[str, int] = {}
     try:
@@ -37,7 +37,7 @@ def process_memory(*, root: Path = ROOT) -> MemoryUse:
 
 
 def reset_peak(*, root: Path = ROOT) -> bool:
-    """Start a new peak from here; False where the kernel does not let this process do so."""
+    """Resets the peak to the current value; False if the kernel does not allow it."""
     try:
         (root / "proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -46,16 +46,16 @@ def reset_peak(*, root: Path = ROOT) -> bool:
 
 
 class CpuMeter:
-    """CPU time of this process between two calls, in percent of one core: 200 is two cores busy.
+    """CPU time of this process between two calls, in percent of one core: 200 means two busy cores.
 
-    The first call of `percent` counts from the meter's making.
+    The first call of `percent` measures from the creation of the meter.
     """
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
 
     def percent(self) -> float:
-        """Percent since the last call; 0 where no time has passed."""
+        """Percent since the last call; 0 if no time has passed."""
         wall, cpu = time.monotonic(), _cpu_seconds()
         spent, passed = cpu - self._cpu, wall - self._wall
         self._wall, self._cpu = wall, cpu
@@ -68,6 +68,6 @@ def _cpu_seconds() -> float:
 
 
 def system_sample(*, root: Path = ROOT) -> dict[str, float]:
-    """One row about this machine: load average of a minute, total and free bytes this process may use."""
+    """One sample of this machine: one-minute load average, and total and free bytes that this process may use."""
     total, free = memory_bytes(root=root)
     return {"load": os.getloadavg()[0], "memory_bytes": total, "free_bytes": free}

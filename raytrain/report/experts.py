@@ -232,5 +232,5 @@ def device_spec(records: RunRecords) -> dict[str, Any] | None:
 
 def names_of(experts: Sequence[Name], *, most: int = 6) -> str:
     """Experts as text: layer 1 expert 3, layer 2 expert 0 and 5 more."""
-    told = ", ".join(f"layer {layer} expert {expert}" for layer, expert in experts[:most])
-    return told + (f" and {len(experts) - most} more" if len(experts) > most else "")
+    names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in experts[:most])
+    return names + (f" and {len(experts) - most} more" if len(experts) > most else "")

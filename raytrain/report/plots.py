@@ -1,7 +1,7 @@
-"""The report's pictures, each drawn from a plot spec that holds exactly the plotted numbers.
+"""Draws the pictures of the report, each from a plot spec that holds exactly the plotted numbers.
 
-Specs are pure (records in, a JSON mapping out: `figures.training_spec`, those of experts in `loads`, of a sweep in
-`tune_figures`); `figure`, `activations` and `devices` draw them. Only here is matplotlib.
+Specs are JSON mappings built by pure functions (`figures.training_spec`, those in `experts` and in `tune_figures`);
+`figure`, `activations` and `devices` draw them. This is the only module that imports matplotlib.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FROM_ZERO = ("seconds", "rows/s", "MiB")
 
 
 def figure(spec: Mapping[str, Any]) -> Figure:
-    """Draws a spec on a canvas of its own; no global state of matplotlib is touched."""
+    """Draws a spec on a new canvas, without touching matplotlib's global state."""
     drawn = Figure(figsize=(15, 4.6), dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawn)
     drawn.suptitle(spec["title"], x=0.008, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False)
@@ -78,7 +78,7 @@ def _draw(axes: Any, line: Mapping[str, Any], *, kind: str, spare: str) -> None:
 
 
 def _mark(axes: Any, panel: Mapping[str, Any]) -> None:
-    """What some panels have besides lines: doublings along x, points with words, a limit."""
+    """Optional parts of a panel: a base-2 x axis, annotated points, and a limit line."""
     axes.margins(y=0.15 if panel.get("marks") else 0.05)
     if "shown" in panel:  # of a curve over powers of ten, whose end would leave nothing of the rest to see
         axes.set(xscale="log", ylim=panel["shown"])
@@ -105,13 +105,13 @@ _SHARES = LinearSegmentedColormap.from_list("shares", ["#ffffff", "#cfe0fa", "#2
 )
 _HOSTS = ("#2f6bd8", "#e08a3c", "#15845a", "#8b46c1", "#c23b5e", "#2a9aa8", "#8a6d3b", "#6b7785", "#a3b32a", "#e39ac0")
 _NAMED = 24
-"""So many hosts have a name and numbers each."""
+"""Most hosts for which names and numbers are shown."""
 _LABELLED = 8
-"""So many experts of a layer have their counts written beside the bars."""
+"""Most experts of a layer for which counts are written next to the bars."""
 
 
 def activations(spec: Mapping[str, Any]) -> Figure:
-    """One line of pictures for each layer: its experts over time, their totals, and when each was used last."""
+    """One row of panels per layer: its experts over time, their totals, and the last use of each."""
     panels = spec["panels"]
     most = max(len(panel["totals"]) for panel in panels)
     blocks = 1 if len(panels) <= 8 else 2 if len(panels) <= 16 else 3
@@ -131,14 +131,14 @@ def activations(spec: Mapping[str, Any]) -> Figure:
         axes = [drawn.add_subplot(inner[line, column]) for column in range(3)]
         _draw_layer(axes, panel, spec, scale=scale, top=top)
         last = line == lines - 1 or place == len(panels) - 1
-        for one, name in zip(axes, ("step", "rows in all", "last used at step"), strict=True):
+        for one, name in zip(axes, ("step", "total rows", "last used at step"), strict=True):
             one.tick_params(labelbottom=last)
             one.set_xlabel(name if last else "", fontsize=10, color=_SOFT)
     bar = drawn.add_axes((1 - 3.6 / wide, 1 - 0.62 / high, 3.1 / wide, 0.13 / high))
     drawn.colorbar(ScalarMappable(scale, _SHARES), cax=bar, orientation="horizontal")
     bar.tick_params(labelsize=9, colors=_SOFT, length=0)
     bar.set_title("share of the layer's rows, 1 = even", fontsize=9.5, color=_SOFT, loc="left", pad=4)
-    note = "orange: none in this time; orange bars and dots: none in the last quarter of the run; x: never"
+    note = "orange: no rows in that interval; orange bars and dots: none in the last quarter of the run; x: never used"
     drawn.text(0.25 / wide, 1 - 0.88 / high, note, fontsize=9.5, color=_SOFT)
     return drawn
 
@@ -199,14 +199,14 @@ def _short(value: float) -> str:
 
 
 def devices(spec: Mapping[str, Any]) -> Figure:
-    """Experts, bytes and load of each host, and a map of which host every expert is at home on."""
+    """Experts, bytes and load of each host, and a map of the home host of every expert."""
     names, copies = spec["names"], spec["copies"]
     hosts, layers, most = len(names), len(copies), max(map(len, copies))
     bars = min(7.0, max(1.3, 0.33 * hosts))
     margin = 0.5 + 0.08 * max(map(len, names))
     cell = min(0.45, max(0.16, 6.0 / layers), max(0.16, 18.0 / most))
     wide, high = 10.9 + margin, bars + cell * layers + 2.75
-    drawn = _titled(spec["title"], f"where experts live, placement {spec['version']}", wide, high)
+    drawn = _titled(spec["title"], f"expert placement {spec['version']}", wide, high)
     left, right = margin / wide, 1 - 0.45 / wide
     upper = drawn.add_gridspec(
         1, 3, left=left, right=right, top=1 - 1.2 / high, bottom=1 - (1.2 + bars) / high, wspace=0.1
@@ -217,9 +217,9 @@ def devices(spec: Mapping[str, Any]) -> Figure:
     across = min(2 * cell * most, 9.4)
     grid = drawn.add_axes((left, 0.72 / high, across / wide, cell * layers / high))
     _draw_map(grid, copies, palette, across=across / most, down=cell)
-    words = "each cell is one expert, in the colour of its host"
-    words += "; a dot is a replica, in the colour of the host that has it" if any(spec["replicas"]) else ""
-    grid.set_title(words, loc="left", fontsize=10, color=_SOFT, pad=7)
+    caption = "each cell is one expert, in the colour of its host"
+    caption += "; a dot is a replica, in the colour of its host" if any(spec["replicas"]) else ""
+    grid.set_title(caption, loc="left", fontsize=10, color=_SOFT, pad=7)
     return drawn
 
 
@@ -234,7 +234,7 @@ def _draw_hosts(axes: Sequence[Any], spec: Mapping[str, Any], palette: Sequence[
     hosts, total, busy = len(spec["names"]), sum(spec["rows"]) or 1, sum(spec["busy_s"]) or 0.0
     shares = [100 * rows / total for rows in spec["rows"]] or [0.0] * hosts
     texts = [f"{own} + {more}" if more else f"{own}" for own, more in zip(spec["homes"], spec["replicas"], strict=True)]
-    sizes = [size(taken) for taken in spec["bytes"]]
+    sizes = [size(used) for used in spec["bytes"]]
     percents = [f"{share:.3g} %" for share in shares]
     if busy:
         spent = [f"{100 * own / busy:.3g} % of busy time" for own in spec["busy_s"]]
@@ -246,7 +246,7 @@ def _draw_hosts(axes: Sequence[Any], spec: Mapping[str, Any], palette: Sequence[
         "share of the rows, last quarter",
     )
     columns = (spec["homes"], spec["bytes"], shares)
-    for place, (one, values, words) in enumerate(zip(axes, columns, (texts, sizes, percents), strict=True)):
+    for place, (one, values, labels) in enumerate(zip(axes, columns, (texts, sizes, percents), strict=True)):
         ends = list(values)
         one.barh(range(hosts), values, color=palette, height=0.72)
         if place == 0:
@@ -256,8 +256,8 @@ def _draw_hosts(axes: Sequence[Any], spec: Mapping[str, Any], palette: Sequence[
             ends = [own + more for own, more in zip(values, spec["replicas"], strict=True)]
         top = max(ends) or 1
         if hosts <= _NAMED:
-            for host, (end, word) in enumerate(zip(ends, words, strict=True)):
-                one.text(end + 0.02 * top, host, word, va="center", fontsize=9.5, color=_SOFT)
+            for host, (end, text) in enumerate(zip(ends, labels, strict=True)):
+                one.text(end + 0.02 * top, host, text, va="center", fontsize=9.5, color=_SOFT)
         one.set_xlim(0, top * ((2.2 if busy and place == 2 else 1.4) if hosts <= _NAMED else 1.04))
         one.set_ylim(hosts - 0.5, -0.5)
         step = -(-hosts // _NAMED)

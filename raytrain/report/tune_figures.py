@@ -1,4 +1,4 @@
-"""Plot specs of a sweep: rows of trials in, a JSON mapping with exactly the plotted numbers out. Pure."""
+"""Plot specs of a sweep, as JSON mappings with exactly the plotted numbers, built from the trial rows. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 MIB = 2**20
 NAMED = 8
-"""So many trials have a line with a name; of more, the best alone."""
+"""Most trials whose lines are all labelled; with more, only the best one is."""
 
 
 def whole_spec(
     rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Sequence[tuple[int, float]]], *, best: int, metric: str,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trials that are whole runs: evaluation losses by step, and the metric of each trial.
+    """Trials that are full runs: evaluation losses by step, and the metric of each trial.
 
     Args:
-        rows: of trials.jsonl.
+        rows: rows of trials.jsonl.
         curves: trial -> (step, loss) of each evaluation.
-        best: number of the trial that was taken.
+        best: number of the chosen trial.
         metric: "eval_loss" or "samples_per_s".
     """
-    words = {"eval_loss": "least eval loss", "samples_per_s": "samples a second"}[metric]
+    metric_label = {"eval_loss": "lowest eval loss", "samples_per_s": "samples per second"}[metric]
     lines = []
     for row in sorted(rows, key=lambda one: one["trial"] == best):
         points = [(step, loss) for step, loss in curves.get(row["trial"], ()) if math.isfinite(loss)]
@@ -34,21 +34,21 @@ def whole_spec(
             lines.append(_line(label, points, faint=row["trial"] != best))
     ended = [row for row in rows if math.isfinite(row.get(metric) or math.nan)]
     bars = [
-        _line("ran to its end", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
-        _line("ended early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
+        _line("completed", [(row["trial"], row[metric]) for row in ended if row["outcome"] == "ok"]),
+        _line("stopped early", [(row["trial"], row[metric]) for row in ended if row["outcome"] != "ok"], faint=True),
     ]
-    taken = next(row for row in rows if row["trial"] == best)
+    chosen = next(row for row in rows if row["trial"] == best)
     return {
-        "title": f"{name}: {len(rows)} {'trial' if len(rows) == 1 else 'trials'}, trial {best} taken",
+        "title": f"{name}: {len(rows)} {'trial' if len(rows) == 1 else 'trials'}, trial {best} chosen",
         "panels": [
             {"title": "evaluation loss", "x_label": "step", "y_label": "loss", "kind": "line", "series": lines},
             {
-                "title": words,
+                "title": metric_label,
                 "x_label": "trial",
-                "y_label": words,
+                "y_label": metric_label,
                 "kind": "dot",
                 "series": [bar for bar in bars if bar["x"]],
-                "marks": [{"x": best, "y": taken[metric], "text": "taken"}],
+                "marks": [{"x": best, "y": chosen[metric], "text": "chosen"}],
             },
         ],
     }
@@ -57,7 +57,7 @@ def whole_spec(
 def _label(row: Mapping[str, Any]) -> str:
     named = [(key.rpartition(".")[2], value) for key, value in row["values"].items()]
     values = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in named]
-    return ", ".join(values) + (", ended early" if row["outcome"] == "stopped" else "")
+    return ", ".join(values) + (", stopped early" if row["outcome"] == "stopped" else "")
 
 
 def _line(label: str, points: Sequence[tuple[float | None, float | None]], *, faint: bool = False) -> dict[str, Any]:
@@ -71,11 +71,12 @@ def batch_spec(
     """A search over batch size and precision: throughput and peak memory by micro-batch size.
 
     Args:
-        table: `BatchDecision.table` as mappings; where there are several kinds of devices, "precision" begins with the
-            kind's name.
-        sizes: all that the search could try; a line joins neighbours among them alone, and not over what is unmeasured.
-        chosen: (precision, micro-batch size) that was taken: the knee.
-        budget: bytes that a process may take.
+        table: `BatchDecision.table` as mappings; with several kinds of devices, "precision" begins with the name of
+            the kind.
+        sizes: all sizes that the search could try; a line connects only neighbours among them, so that it has a gap
+            where a size was not measured.
+        chosen: the chosen (precision, micro-batch size): the knee.
+        budget: bytes that a process may use.
     """
     precisions = list(dict.fromkeys(row["precision"] for row in table))
     speeds, peaks = [], []
@@ -91,24 +92,24 @@ def batch_spec(
             speeds.append({**_line(precision, speed), "hue": hue, "intervals": intervals})
         peaks += [{**_line(f"{precision} measured", peak), "hue": hue, "kind": "dot"}] if peak else []
         peaks += [{**_line(f"{precision} predicted", drawn, faint=True), "hue": hue}] if len(drawn) > 1 else []
-    taken = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
-    what = "rows a second, weighed by what they are worth" if goodput else "rows a second, one worker"
+    chosen_row = next(row for row in table if (row["precision"], row["micro_batch_size"]) == chosen)
+    what = "rows per second, weighted by statistical efficiency" if goodput else "rows per second of one worker"
     left = {"title": f"{what} (95 %)", "x_label": "micro-batch size", "y_label": "rows/s", "kind": "line",
             "doubling": True, "series": speeds,
-            "marks": [{"x": chosen[1], "y": taken["rows_per_s"], "text": "taken"}]}  # fmt: skip
+            "marks": [{"x": chosen[1], "y": chosen_row["rows_per_s"], "text": "chosen"}]}  # fmt: skip
     right = {"title": "peak memory of one process", "x_label": "micro-batch size", "y_label": "MiB", "kind": "line",
              "doubling": True, "series": peaks}  # fmt: skip
     highest = max((y for line in peaks for y in line["y"]), default=0.0)
     if budget is not None and budget / MIB < 3 * highest:
         right["limit"] = {"y": budget / MIB, "text": "memory budget"}
     elif budget is not None:
-        right["title"] += f" (the budget, {budget / MIB:,.0f} MiB, lies above)"
+        right["title"] += f" (the budget of {budget / MIB:,.0f} MiB is above the chart)"
     rows = f"{chosen[1]} row" if chosen[1] == 1 else f"{chosen[1]} rows"
     return {"title": f"{name}: {chosen[0]} with micro-batches of {rows}", "panels": [left, right]}
 
 
 def _gapped(points: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[tuple[int | None, float | None]]:
-    """`points` with (None, None) between two that are no neighbours among `sizes`."""
+    """`points` with (None, None) between two points that are not neighbours among `sizes`."""
     found: list[tuple[int | None, float | None]] = []
     for place, (size, value) in enumerate(points):
         if place and any(points[place - 1][0] < other < size for other in sizes):

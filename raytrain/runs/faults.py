@@ -1,4 +1,4 @@
-"""Fault records in the run folder: one file for each failed worker of an attempt, so there is never a second writer."""
+"""Fault records in the run folder: one file per failed worker of an attempt, so that each has a single writer."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from raytrain.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure of one attempt, as the failing worker (or the controller, for a dead one) recorded it.
+    """One failure of one attempt, recorded by the failing worker, or by the controller if the worker died.
 
     Attributes:
         attempt: the attempt that failed.
-        rank: the worker.
-        step: the optimizer step it was in (0 = before the first), None where a process just died.
-        error: exception type name, or "WorkerDied".
-        message: the first line of the exception.
-        traceback: the text of the traceback ("" for a death).
-        precision: `precision.dtype` in force.
+        rank: the rank of the worker.
+        step: the optimizer step it was running (0 = before the first); None if the process died.
+        error: name of the exception type, or "WorkerDied".
+        message: the first line of the exception's message.
+        traceback: the text of the traceback ("" if the process died).
+        precision: the `precision.dtype` in use.
         reduced: whether the step ran under autocast.
-        final: raytrain's own explanation; will not go away by itself.
-        from_step: the step the attempt had started from, as far as whoever wrote it knew (`origins` knows better).
+        final: the failure is an error that raytrain explains itself, so that a retry cannot succeed.
+        from_step: the step that the attempt started from, as known to the recording process (`origins` is exact).
         time: unix seconds.
-        out_of_memory: by the type of the exception.
-        micro_batch: rows of a micro-batch then; None where a process just died, or before there was any.
+        out_of_memory: whether the exception type is an out-of-memory error.
+        micro_batch: rows of a micro-batch at that time; None if the process died, or before the first micro-batch.
     """
 
     attempt: int
@@ -44,18 +44,21 @@ class Fault:
     micro_batch: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain mapping."""
+        """The fields as a plain mapping."""
         return asdict(self)
 
 
 def write_fault(run: RunFolder, fault: Fault) -> None:
-    """One file for each failed worker of an attempt, below the run folder."""
+    """Writes the record of one failed worker of an attempt."""
     run.write_json(f"faults/{fault.attempt:04d}-rank{fault.rank:05d}.json", fault.to_json())
 
 
 def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
-    """The decisive fault of each failed attempt from number `since` on: a death or an out-of-memory before the errors
-    that it caused, and anything before what its peers noticed of it."""
+    """The decisive fault of each failed attempt with a number of at least `since`.
+
+    A died worker or an out-of-memory error comes before other errors, which it may have caused, and a failed
+    collective, which is only a consequence, comes last.
+    """
     first: dict[int, Fault] = {}
     for entry in run.store.entries("faults"):
         fault = Fault(**run.read_json(f"faults/{entry.name}"))
@@ -73,6 +76,6 @@ def _rank(fault: Fault) -> tuple[bool, bool, float]:
 
 
 def fallen_precision(run: RunFolder) -> str | None:
-    """The precision a fall-back of this run has settled on, if any."""
+    """The precision that this run last fell back to, if any."""
     rows = [row for row in run.read_rows(run.events) if row["kind"] == "decision" and row.get("precision")]
     return rows[-1]["precision"] if rows else None

@@ -49,11 +49,11 @@ class Attempts:
         self._last_beat = -_BEAT_EVERY_S
 
     def found(self, owner: dict[str, Any]) -> None:
-        """Writes who made the run folder."""
+        """Records the creator of the run folder."""
         self._store.create_exclusive("attempts/0000.json", _record(owner))
 
     def take_next(self, owner: dict[str, Any]) -> int:
-        """Takes the next number (from 1) for `owner`: two processes that ask at once get different ones."""
+        """Claims the next number (from 1) for `owner`; concurrent callers get different numbers."""
         number = self.current() + 1
         while not self._store.create_exclusive(f"attempts/{number:04d}.json", _record(owner)):
             number += 1
@@ -65,11 +65,11 @@ class Attempts:
         return max((int(name[:-5]) for name in names if name[:-5].isdigit()), default=0)
 
     def owner(self) -> dict[str, Any] | None:
-        """The record {host, pid, start} of the newest attempt, or of the folder's maker."""
+        """The owner {host, pid, start} of the newest attempt, or the creator of the folder before the first."""
         return self._read(f"attempts/{self.current():04d}.json")
 
     def owner_of(self, number: int) -> dict[str, Any] | None:
-        """Who took attempt `number`: {host, pid, start}; None where nobody has."""
+        """The owner of attempt `number`, {host, pid, start}; None if the attempt does not exist."""
         record = self._read(f"attempts/{number:04d}.json")
         return None if record is None else {name: record[name] for name in ("host", "pid", "start")}
 
@@ -87,8 +87,8 @@ class Attempts:
         On the owner's host the process itself is checked; on other hosts a heartbeat younger than 30 s counts.
 
         Args:
-            ended: when the result was written (unix seconds). One written after the newest attempt began ends
-                that attempt, even if its process (a notebook) lives on.
+            ended: when the result was written (unix seconds). A result written after the newest attempt started
+                ends that attempt, even if its process (such as a notebook) is still alive.
         """
         owner = self.owner()
         if owner is None:
@@ -110,5 +110,5 @@ class Attempts:
 
 
 def _record(owner: dict[str, Any]) -> bytes:
-    # The nonce makes two records of one owner differ, which is how an object store's race is decided.
+    # The nonce makes two records of one owner differ, so that a race on an object store has one winner.
     return json.dumps(plain({**owner, "time": time.time(), "nonce": secrets.token_hex(8)})).encode()

@@ -1,4 +1,4 @@
-"""The rows of `metrics.jsonl` and `events.jsonl`, and how they reach a file. Torch-free."""
+"""The rows of `metrics.jsonl` and `events.jsonl`, and their readers and writers. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass
 class StepRecord:
-    """One optimizer step. `loss` is the global mean of this step alone, without auxiliary losses.
+    """One optimizer step. `loss` is the global mean of this step only, without auxiliary losses.
 
-    Times in seconds, memory in bytes; None where a field has no meaning for the job.
-    `extra` becomes columns of its own.
+    Times in seconds, memory in bytes; None where a field does not apply to the job.
+    `extra` becomes additional columns.
     """
 
     step: int
@@ -53,7 +53,7 @@ class StepRecord:
 def spreads(
     times: Sequence[float], *, step_s: Sequence[float], data_s: Sequence[float], peak: Sequence[float]
 ) -> dict[str, float]:
-    """Columns of a StepRecord: how this worker's steps (`times`, sorted) and the means of the workers differ.
+    """Columns of a StepRecord: how this worker's step times (`times`, sorted) and the workers' means vary.
 
     Times in seconds, memory in bytes.
     """
@@ -71,7 +71,7 @@ def spreads(
 
 @dataclass
 class EvalRecord:
-    """One evaluation after `step`; `accuracy` (0..1) only where it has a meaning."""
+    """One evaluation after `step`; `accuracy` (0..1) only where it applies."""
 
     step: int
     loss: float
@@ -92,8 +92,8 @@ def event(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
-    """`value` in JSON's own types: non-finite floats as "nan"/"inf"/"-inf", tuples as lists, numpy scalars as
-    numbers. Anything else goes through `other`; errors: TypeError where that is None.
+    """`value` in JSON types: non-finite floats as "nan"/"inf"/"-inf", tuples as lists, numpy scalars as
+    numbers. Other values are passed to `other`; errors: TypeError if that is None.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -109,11 +109,11 @@ def plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
         return plain(value.item())
     if other is not None:
         return other(value)
-    raise TypeError(f"a {type(value).__name__} has no place in JSON: {value!r}")
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON: {value!r}")
 
 
 def revived(value: Any) -> Any:
-    """The opposite of what `plain` does to non-finite floats."""
+    """Restores the non-finite floats that `plain` wrote as strings."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -129,9 +129,9 @@ def to_line(row: dict[str, Any]) -> bytes:
 
 
 def rows_of(data: bytes, *, origin: str) -> list[dict[str, Any]]:
-    """The rows of a JSONL file. A torn last line (the writer was killed in it) is left out.
+    """The rows of a JSONL file. An incomplete last line (its writer was killed) is left out.
 
-    Errors: RunError for a line that is broken anywhere else.
+    Errors: RunError for any other broken line.
     """
     rows = []
     lines = data.split(b"\n")
@@ -143,12 +143,12 @@ def rows_of(data: bytes, *, origin: str) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):
                 break
-            raise RunError(f"{origin}, line {number}: no JSON ({error})") from error
+            raise RunError(f"{origin}, line {number}: not JSON ({error})") from error
     return rows
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a local JSONL file, [] where there is none; see `rows_of`."""
+    """The rows of a local JSONL file, [] if it does not exist; see `rows_of`."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
@@ -157,9 +157,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 class JsonlWriter:
-    """Appends rows to a local file, each with one system call, so that a reader sees it at once.
+    """Appends rows to a local file, each with one system call, so that readers see complete rows immediately.
 
-    Opening repairs an incomplete last line of a killed writer. Errors: RunError (disk full).
+    Opening repairs an incomplete last line left by a killed writer. Errors: RunError (disk full).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -179,7 +179,7 @@ class JsonlWriter:
                 data = data[os.write(self._descriptor, data) :]
 
     def flush(self) -> None:
-        """Does nothing, since every row is already in the file; matches `ObjectJsonlWriter`."""
+        """Does nothing: every row is already in the file. Exists to match `ObjectJsonlWriter`."""
 
     def close(self) -> None:
         """May be called twice."""
@@ -189,7 +189,7 @@ class JsonlWriter:
 
 
 def _mend_tail(path: str) -> None:
-    """Cuts off a last line without its newline, or completes it where only the newline is missing."""
+    """Removes an incomplete last line, or completes it if only the newline is missing."""
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - 2**20)
@@ -206,10 +206,11 @@ def _mend_tail(path: str) -> None:
 
 
 class ObjectJsonlWriter:
-    """A JSONL object: rows are kept in a private local file and uploaded whole every `every_s` seconds.
+    """Appends rows to an object: they are kept in a private local file, which is uploaded every `every_s` seconds.
 
-    Where another process has written the object meanwhile (the driver beside rank 0), only the rows not yet
-    uploaded are added to what is there. Errors of the upload thread surface at the next call, as RunError.
+    If another process has written the object since the last upload (the driver and rank 0 both write events), only
+    the rows not uploaded yet are added to its current content. Errors of the upload thread are raised by the next
+    call, as RunError.
     """
 
     def __init__(self, store: ObjectStore, name: str, *, every_s: float = 10.0) -> None:
@@ -226,7 +227,7 @@ class ObjectJsonlWriter:
         self._thread: threading.Thread | None = None
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row; it is uploaded at the next beat."""
+        """Appends one row; the next upload includes it."""
         line = to_line(row)
         with self._lock:
             self._pending += line
@@ -236,13 +237,13 @@ class ObjectJsonlWriter:
         self._raise_stored()
 
     def flush(self) -> None:
-        """Uploads what is pending now."""
+        """Uploads pending rows now."""
         self._raise_stored()
         with self._lock:
             self._upload()
 
     def close(self) -> None:
-        """Uploads the rest and ends the thread; may be called twice."""
+        """Uploads the remaining rows and ends the thread; may be called twice."""
         self._stop.set()
         try:
             self.flush()
@@ -266,7 +267,7 @@ class ObjectJsonlWriter:
         if not self._pending:
             return
         changed = self._store.changed(self._name)
-        if changed != self._seen:  # written by somebody else since, or before us
+        if changed != self._seen:  # another process has written it
             theirs = self._store.read_bytes(self._name) if changed is not None else b""
             head, newline, _torn = theirs.rpartition(b"\n")
             self._local.write_bytes(head + newline)

@@ -38,13 +38,13 @@ def explained_writes(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # pyarrow puts the cause into the text alone where the errno gets lost on its way through C++.
+        # pyarrow loses the errno of some errors in C++; their cause is only in the message.
         full = error.errno in _DISK_FULL or "No space left" in str(error)
         free = f", {_free(path)} free there" if full else ""
         remedy = (
             "make room, lower save.keep or point save.dir at a larger disk"
             if full
-            else "see that save.dir can be written"
+            else "check that save.dir can be written"
         )
         reason = error.strerror or str(error)
         raise RunError(f"{path}: cannot be written: {reason}{free}; {remedy}") from error
@@ -104,7 +104,7 @@ class LocalStore:
             return file.read(size)
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Atomic: a reader sees the old content or the new one, also after a power cut."""
+        """Writes a file atomically: readers see the old content or the new, even after a power loss."""
         path = self.at(name)
         folder, last = os.path.split(path)
         temporary = os.path.join(folder, f".{last}.{secrets.token_hex(4)}.tmp")
@@ -122,7 +122,7 @@ class LocalStore:
                 raise
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """False if `name` exists. Name and content appear together (a hard link of a whole file)."""
+        """Creates a file; False if `name` exists. Name and content appear together (a hard link of a complete file)."""
         path = self.at(name)
         temporary = f"{path}.{secrets.token_hex(4)}.tmp"
         with explained_writes(path):
@@ -150,7 +150,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:
-        """An unbuffered new file; it is on the disk (fsync) when the block ends."""
+        """Opens a new unbuffered file; it is on disk (fsync) when the block ends."""
         path = self.at(name)
         with explained_writes(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -159,19 +159,19 @@ class LocalStore:
                 os.fsync(file.fileno())
 
     def local_copy(self, name: str, scratch: str) -> str:
-        """Path of a local file with this content: here the file itself."""
+        """Path of a local file with this content: the file itself."""
         return self.at(name)
 
     def exists(self, name: str) -> bool:
         return os.path.exists(self.at(name))
 
     def entries(self, name: str) -> list[Entry]:
-        """Sorted; empty where the directory does not exist. What is deleted meanwhile is left out."""
+        """The entries in sorted order; empty if the directory does not exist. Files deleted meanwhile are left out."""
         rows = []
         try:
             with os.scandir(self.at(name)) as found:
                 for entry in found:
-                    with contextlib.suppress(FileNotFoundError):  # a temporary file of another process, gone again
+                    with contextlib.suppress(FileNotFoundError):  # a temporary file that another process has deleted
                         size = 0 if entry.is_dir() else entry.stat(follow_symlinks=False).st_size
                         rows.append(Entry(entry.name, entry.is_dir(), size))
         except (FileNotFoundError, NotADirectoryError):
@@ -179,7 +179,7 @@ class LocalStore:
         return sorted(rows, key=lambda row: row.name)
 
     def changed(self, name: str) -> float | None:
-        """Time of the last change in unix seconds; None where it does not exist."""
+        """Time of the last change in unix seconds; None if it does not exist."""
         try:
             return os.stat(self.at(name)).st_mtime_ns / 1e9
         except FileNotFoundError:
@@ -197,7 +197,7 @@ class LocalStore:
             os.makedirs(self.at(name), exist_ok=True)
 
     def sync_dir(self, name: str) -> None:
-        """New names in a directory survive a power cut only after the directory itself was synced."""
+        """Syncs a directory: new names in it survive a power loss only after this."""
         with explained_writes(self.at(name)):
             descriptor = os.open(self.at(name), os.O_RDONLY)
             try:
@@ -210,9 +210,9 @@ class LocalStore:
 
 
 class ObjectStore:
-    """Any place that pyarrow's filesystems know, addressed by URI (s3, gs, hdfs, file).
+    """Any location that a pyarrow filesystem supports, addressed by URI (s3, gs, hdfs, file).
 
-    Objects are written whole; nothing relies on rename or append. `file://` goes this way too.
+    Objects are written in one piece; nothing relies on rename or append. `file://` URIs use this class too.
     """
 
     is_local = False
@@ -225,7 +225,7 @@ class ObjectStore:
         self._root = root.rstrip("/")
 
     def at(self, name: str) -> str:
-        """Path of `name` in the terms of the file system."""
+        """Path of `name` inside the pyarrow filesystem."""
         return posixpath.join(self._root, name) if name else self._root
 
     def read_bytes(self, name: str) -> bytes:
@@ -241,7 +241,7 @@ class ObjectStore:
             file.write(data)
 
     def create_exclusive(self, name: str, data: bytes) -> bool:
-        """Best effort: object stores have no exclusive creation, so the last writer of a race is believed."""
+        """Best effort: object stores have no exclusive creation, so the last writer wins a race."""
         if self.exists(name):
             return False
         self.write_bytes(name, data)
@@ -291,15 +291,15 @@ class ObjectStore:
             self.fs.create_dir(self.at(name), recursive=True)
 
     def sync_dir(self, name: str) -> None:
-        """Objects are durable when their stream is closed."""
+        """Does nothing: objects are durable once their stream is closed."""
 
 
 def open_store(path: str) -> LocalStore | ObjectStore:
-    """The store for a path or a URI. Errors: ValueError or OSError of pyarrow for a URI it does not know."""
+    """The store for a path or a URI. Errors: pyarrow's ValueError or OSError for a URI that it does not support."""
     return ObjectStore(path) if "://" in path else LocalStore(path)
 
 
-# -- single files that a job names: every failure is an InputError with the key it came from ------------
+# -- single files named by a job: every failure is an InputError with the key that names the file -------
 
 
 def locate(path: str, *, key: str) -> tuple[Any, str]:
@@ -323,7 +323,7 @@ def locate(path: str, *, key: str) -> tuple[Any, str]:
 
 
 def file_size(path: str, *, key: str) -> int:
-    """Bytes of one file. Raises InputError for what is missing, unreadable, empty or a directory."""
+    """Bytes of one file. Raises InputError if it is missing, unreadable, empty or a directory."""
     try:
         is_folder, size = _stat(path, key=key)
     except FileNotFoundError as error:
@@ -340,7 +340,7 @@ def file_size(path: str, *, key: str) -> int:
 
 
 def _stat(path: str, *, key: str) -> tuple[bool, int]:
-    """(is a directory, bytes). A local path does without pyarrow, so that `plan` stays fast."""
+    """(is a directory, bytes). A local path does not need pyarrow, so that `plan` stays fast."""
     if "://" not in path:
         found = os.stat(os.path.expanduser(path))
         return stat.S_ISDIR(found.st_mode), found.st_size
@@ -354,7 +354,7 @@ def _stat(path: str, *, key: str) -> tuple[bool, int]:
 
 
 def read_bytes(path: str, *, key: str, limit: int | None = None) -> bytes:
-    """The bytes of one file as they are (nothing is decompressed), or its first `limit` bytes."""
+    """The raw bytes of one file (nothing is decompressed), or its first `limit` bytes."""
     file_size(path, key=key)
     try:
         if "://" not in path:

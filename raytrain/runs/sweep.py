@@ -1,8 +1,8 @@
-"""The folder of a sweep: like a run's, with a line for each trial and what was found. Torch-free.
+"""The sweep folder: a run folder with one row per trial and the result of the sweep. Torch-free.
 
-`trials.jsonl` is the truth: a trial that stands in it has ended and is never run again, but for one: a trial whose
-process died, or could not begin, is measured once more when the sweep goes on. What it comes to then is a second row
-of its number.
+`trials.jsonl` is authoritative: a trial with a row in it has ended and is not run again. The one exception is a trial
+whose process died or could not start: it is measured once more when the sweep resumes, and its result becomes a second
+row with the same number.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class SweepFolder(RunFolder):
 
     @property
     def best(self) -> str:
-        """The job with the values found, which `train` takes as it is."""
+        """The job with the values found; `train` can run it unchanged."""
         return f"{self.path}/best.yaml"
 
     @property
     def outcome(self) -> str:
-        """What was decided, with reasons, by the machine; there once the sweep is done."""
+        """The decisions with their reasons, as JSON; written when the sweep is done."""
         return f"{self.path}/tune.json"
 
     @property
     def picture(self) -> str:
-        """The trials drawn."""
+        """The picture of the trials."""
         return f"{self.path}/tune.png"
 
     @property
     def runs(self) -> str:
-        """Where trials that are whole runs have their run folders."""
+        """The directory with the run folders of trials that are full runs."""
         return f"{self.path}/runs"
 
     def ended(self) -> list[dict[str, Any]]:
@@ -45,23 +45,23 @@ class SweepFolder(RunFolder):
         return self.read_rows(self.trials)
 
     def standing(self) -> list[dict[str, Any]]:
-        """The rows that hold when the sweep goes on: all but first deaths."""
+        """The rows that a resumed sweep keeps: all except first deaths."""
         return [row for row in self.ended() if row.get("deaths") != 1]
 
     def again(self) -> list[dict[str, Any]]:
-        """First deaths that nothing has followed: what is to be measured once more."""
+        """First deaths without a later row for the same trial: the trials to measure once more."""
         rows = self.ended()
         last = {row["trial"]: place for place, row in enumerate(rows)}
         return [row for place, row in enumerate(rows) if row.get("deaths") == 1 and last[row["trial"]] == place]
 
     def record(self, row: dict[str, Any]) -> None:
-        """One more trial has ended."""
+        """Appends the row of a trial that has ended."""
         writer = self.writer(self.trials)
         writer.write(row)
         writer.flush()
 
     def run_of(self, name: str) -> str | None:
-        """The newest run folder whose name begins so; None where there is none."""
+        """The newest run folder of the run `name`; None if there is none."""
         names = [entry.name for entry in self.store.entries("runs") if entry.is_dir]
         found = [one for one in names if one.startswith(f"{name}-")]
         return f"{self.runs}/{max(found)}" if found else None

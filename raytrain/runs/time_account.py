@@ -1,8 +1,8 @@
-"""The account of a run's time by purpose, from its events (`time` in result.json). Pure.
+"""The wall time of a run by purpose, computed from its events (`time` in result.json). Pure.
 
-A run consists of commands (each from `driver_start` to `driver_end`, or to its last sign of life), a command of
-attempts. Work of an attempt after its last account is `lost`; the time between the end of one attempt and the start of
-the next within one command is `restart`.
+A run consists of commands (each from `driver_start` to `driver_end`, or to its last sign of life), and a command
+consists of attempts. The work of an attempt after its last `account` or `checkpoint` event is `lost`; the time between
+the end of one attempt and the start of the next within one command is `restart`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
 
     Args:
         events: rows of events.jsonl, in order.
-        now: unix seconds; the end of a command that has not written its own.
+        now: unix seconds; the end of a command that has not recorded its end.
     """
     total: dict[str, float] = dict.fromkeys(PURPOSES, 0.0)
     wall = 0.0
@@ -31,7 +31,7 @@ def account(events: list[dict[str, Any]], *, now: float) -> dict[str, Any]:
         wall += ended - begin
         _add_command(total, rows, begin=begin, ended=ended)
     total["other"] = wall - sum(value for name, value in total.items() if name != "other")
-    if total["other"] < 0:  # clocks of two processes: what overlaps is taken from the largest
+    if total["other"] < 0:  # clocks of two processes overlap: subtract the excess from the largest part
         largest = max(total, key=lambda name: total[name])
         total[largest] += total["other"]
         total["other"] = 0.0
@@ -54,7 +54,7 @@ def _add_command(total: dict[str, float], rows: list[dict[str, Any]], *, begin: 
         total["startup"] += ended - begin
         return
     prepared = sum(row["seconds"] for row in rows[: starts[0]] if row.get("phase") == "finished")
-    total["data"] += prepared  # read and converted before the first step: a part of the way to it, with its own name
+    total["data"] += prepared  # reading and converting data is part of the start, but is counted as data
     total["startup"] += rows[starts[0]]["time"] - begin - prepared
     for position, start in enumerate(starts):
         last = position + 1 == len(starts)

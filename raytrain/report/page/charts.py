@@ -1,7 +1,7 @@
-"""Charts of the report: inline SVG that stretches with the page, labels and hover read-outs in HTML and CSS.
+"""Charts of the report: inline SVG that stretches with the page, with labels and tooltips in HTML and CSS.
 
-No script: the SVG is stretched without distorting strokes (`non-scaling-stroke`), tick labels are placed in
-percent, and every hover band carries its own read-out. Coordinates inside the SVG run from 0 to 1000.
+There is no script: the SVG is stretched without distorting strokes (`non-scaling-stroke`), tick labels are placed in
+percent, and every hover band contains its own tooltip. Coordinates inside the SVG run from 0 to 1000.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def chart(
     wide: bool = False,
     note: str = "",
 ) -> str:
-    """A figure with axes, gridlines, legend and hover read-outs; "" where no curve has a point.
+    """A figure with axes, gridlines, legend and tooltips; "" if no curve has a point.
 
     Args:
-        from_zero: the y axis starts at zero.
-        write: how a y value is written in the read-out.
-        tick: how it is written at the axis.
-        wide: spans both columns of the page.
+        from_zero: start the y axis at zero.
+        write: formats a y value in a tooltip.
+        tick: formats a y value at the axis.
+        wide: span both columns of the page.
         note: a line below the title.
     """
     curves = [curve for curve in curves if curve.points]
@@ -95,7 +95,7 @@ def chart(
         f'<figure class="chart{" wide" if wide else ""}"><figcaption><span class="title">{esc(title)}</span>'
         f'<span class="legend">{legend}</span></figcaption>{f"<p class=note>{esc(note)}</p>" if note else ""}'
         f'<div class="plot"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
-        f'aria-label="{esc(_spoken(title, curves, write))}">{grid}<path class="axis" d="M0 1000H1000"/>'
+        f'aria-label="{esc(_aria_label(title, curves, write))}">{grid}<path class="axis" d="M0 1000H1000"/>'
         f"{stems}{lines}</svg>{_labels(x_ticks, y_ticks, frame, tick or short)}"
         f"{_bands(curves, marks, frame, write)}</div></figure>"
     )
@@ -124,7 +124,7 @@ def short(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Data coordinates to the 0..1000 of the SVG; values above the axis are held at its edge."""
+    """Maps data coordinates to the range 0..1000 of the SVG; values above the axis are clamped to it."""
 
     left: float
     right: float
@@ -139,7 +139,7 @@ class _Frame:
 
 
 def _y_range(curves: Sequence[Curve], *, from_zero: bool) -> tuple[float, float, int]:
-    """(low, high, points above): a few outliers do not flatten the rest of the curve."""
+    """(low, high, number of points above), chosen so that a few outliers do not flatten the rest of the curve."""
     ys = [y for curve in curves for _, y in curve.points]
     low, high = min(ys), max(ys)
     usual = percentile(ys, 0.95) or 0.0
@@ -157,7 +157,7 @@ def _y_range(curves: Sequence[Curve], *, from_zero: bool) -> tuple[float, float,
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most two points a bucket, its lowest and highest, so that no spike is lost."""
+    """At most two points per bucket, its lowest and its highest, so that no spike is lost."""
     if len(points) <= 2 * _BUCKETS:
         return list(points)
     kept: list[Point] = []
@@ -190,7 +190,7 @@ def _labels(x_ticks: Sequence[float], y_ticks: Sequence[float], frame: _Frame, t
 
 
 def _bands(curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write: Callable[[float], str]) -> str:
-    """Hover bands over the plot, each with a hair line and the values at its step."""
+    """Hover bands over the plot, each with a vertical line and the values at its step."""
     steps = sorted({x for curve in curves for x, _ in curve.points})
     if len(steps) > _BANDS:
         steps = [steps[round(index * (len(steps) - 1) / (_BANDS - 1))] for index in range(_BANDS)]
@@ -203,26 +203,26 @@ def _bands(curves: Sequence[Curve], marks: Sequence[Mark], frame: _Frame, write:
         rows = "".join(_reading(curve, step, write) for curve in curves if curve.style != "faint")
         hair = 100 * (place - start) / (end - start) if end > start else 0
         near = [mark.label for mark in marks if start <= frame.x(mark.x) / 10 < end]
-        told = "".join(f"<br>{esc(label)}" for label in near[:2])
+        events = "".join(f"<br>{esc(label)}" for label in near[:2])
         out.append(
             f'<div class="hit {side}" style="left:{start:.2f}%;width:{end - start:.2f}%">'
-            f'<i style="left:{hair:.1f}%"></i><span class="tip">step {int(step):,}{rows}{told}</span></div>'
+            f'<i style="left:{hair:.1f}%"></i><span class="tip">step {int(step):,}{rows}{events}</span></div>'
         )
     return "".join(out)
 
 
 def _reading(curve: Curve, step: float, write: Callable[[float], str]) -> str:
-    """The value of the curve at the last of its points up to `step`."""
+    """The tooltip line of a curve: its value at the last point up to `step`."""
     index = bisect_right(curve.points, step, key=lambda point: point[0]) - 1
     if index < 0:
         return ""
     return f'<br><i class="key {curve.colour}"></i>{esc(curve.label)} {esc(write(curve.points[index][1]))}'
 
 
-def _spoken(title: str, curves: Sequence[Curve], write: Callable[[float], str]) -> str:
-    told = [
+def _aria_label(title: str, curves: Sequence[Curve], write: Callable[[float], str]) -> str:
+    ranges = [
         f"{curve.label} from {write(curve.points[0][1])} to {write(curve.points[-1][1])}"
         for curve in curves
         if curve.style != "faint"
     ]
-    return f"{title}: {'; '.join(told)}"
+    return f"{title}: {'; '.join(ranges)}"

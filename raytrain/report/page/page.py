@@ -1,4 +1,4 @@
-"""The report page of one run: records in, HTML out. Every text of a record passes through `esc`."""
+"""The report page of one run: records in, HTML out. Every text from a record is escaped with `esc`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raytrain.report.records import RunRecords, number, series, values
 
 TONES = {"done": "good", "failed": "error", "interrupted": "warning", "running": "info", "lost": "warning"}
 _ROUGH = 30
-"""From this many points on a curve is drawn smoothed, with the raw one faint behind it."""
+"""Number of points from which a curve is drawn smoothed, with the raw curve faint behind it."""
 
 
 def report_page(records: RunRecords, pictures: Mapping[str, bytes] | None = None) -> str:
-    """The whole page of a run; sections without records are left out. `pictures` are PNG files by name."""
+    """The complete page of a run; sections without records are left out. `pictures` are PNG files by name."""
     summary = summarise(records)
     findings = diagnose(records)
     sections = [
@@ -103,7 +103,7 @@ def _findings(findings: Sequence[Finding]) -> str:
     cards = (
         f'<article class="card finding {item.severity}"><span class="badge">{item.severity}</span>'
         f"<b>{esc(item.title)}</b><p>{esc(item.evidence)}</p>"
-        f"{f'<p class=mend>{esc(item.remedy)}</p>' if item.remedy else ''}</article>"
+        f"{f'<p class=remedy>{esc(item.remedy)}</p>' if item.remedy else ''}</article>"
         for item in findings
     )
     inner = "".join(cards)
@@ -119,7 +119,7 @@ def marks(records: RunRecords) -> list[Mark]:
 
 
 def rough(label: str, points: Sequence[tuple[float, float]], colour: str) -> list[Curve]:
-    """A curve that scatters: smoothed, with its raw points faint behind."""
+    """A noisy curve: smoothed, with its raw points faint behind."""
     if len(points) < _ROUGH:
         return [Curve(label, points, colour)]
     return [Curve(label, points, colour, "faint"), Curve(f"{label} (smoothed)", smoothed(points), colour)]
@@ -134,7 +134,7 @@ def _curves(records: RunRecords) -> str:
 
 
 def _trends(records: RunRecords) -> list[str]:
-    """The smaller charts; one that would show a single point is left out, its figure stands in a tile."""
+    """The smaller charts; one with a single point is left out, since a tile shows that value already."""
     rows = records.train
     norms, loads = series(rows, "grad_norm"), series(rows, "load_imbalance")
     hosts = Curve("busiest host / mean", series(rows, "host_imbalance"), "c2")
@@ -159,7 +159,7 @@ def _trends(records: RunRecords) -> list[str]:
 
 
 def _pictures(pictures: Mapping[str, bytes]) -> str:
-    """Inside the page, which is one file."""
+    """The pictures, embedded so that the page is a single file."""
     return "".join(
         f'<div class="card scroll"><img alt="{esc(_ALT.get(name, name))}" loading="lazy" style="max-width:100%"'
         f' src="data:image/png;base64,{base64.b64encode(data).decode()}"></div>'
@@ -168,13 +168,13 @@ def _pictures(pictures: Mapping[str, bytes]) -> str:
 
 
 _ALT = {
-    "expert_activations": "rows of each expert over time, in all, and the step of its last use",
-    "expert_device_distribution": "which host each expert lives on, with bytes and rows of each host",
+    "expert_activations": "rows of each expert over time and in total, and the step of its last use",
+    "expert_device_distribution": "which host each expert is on, with bytes and rows of each host",
 }
 
 
 def _clip_line(records: RunRecords, norms: Sequence[tuple[float, float]]) -> list[Curve]:
-    """The clip as a dashed line, where the norms come near it."""
+    """The gradient clip as a dashed line, if the norms come close to it."""
     limit = number(records.configured("optim.max_grad_norm"))
     if not limit or not norms or max(norm for _, norm in norms) < 0.5 * limit:
         return []
@@ -185,4 +185,4 @@ def _foot(records: RunRecords) -> str:
     torn = "".join(f"<p>Could not be read: {esc(line)}</p>" for line in records.unreadable)
     files = "history.csv, training_metrics.png and .json, performance_summary.txt and .json"
     files += ", expert_activations.png and .json" if records.loads else ""
-    return f"<footer>{torn}<p>{esc(records.path)}</p><p>Beside this page: {files}.</p></footer>"
+    return f"<footer>{torn}<p>{esc(records.path)}</p><p>In the same directory: {files}.</p></footer>"

@@ -1,4 +1,4 @@
-"""The frame of a report page: its escaping, its policy, its style sheet (light and dark, from a phone up)."""
+"""The frame of a report page: escaping, content security policy, and style sheet (light, dark, small screens)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 
 def esc(value: object) -> str:
-    """Text for HTML, also inside attributes: escaped, without control characters and lone surrogates."""
+    """Escape text for HTML, also inside attributes; control characters and lone surrogates are removed."""
     text = str(value).encode("utf-8", "replace").decode("utf-8")
     return html.escape("".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document. Its own policy forbids scripts and every request, so it opens offline as it is.
+    """A complete HTML document. Its policy forbids scripts and all requests, so that it opens offline.
 
     Args:
         title: plain text.
@@ -89,7 +89,7 @@ nav{
 .finding .badge{align-self:start;margin-top:1px;min-width:66px;text-align:center}
 .finding b{font-weight:620}
 .finding p{grid-column:2;color:var(--soft);font-size:14px;overflow-wrap:anywhere}
-.finding p.mend{color:var(--ink)}
+.finding p.remedy{color:var(--ink)}
 .badge{
   display:inline-block; font-size:12px; font-weight:600; padding:1px 8px; border-radius:5px;
   white-space:nowrap}

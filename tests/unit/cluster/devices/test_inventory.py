@@ -80,7 +80,7 @@ def test_visible_devices_follow_cudas_rules(text: str, chosen: list[int]) -> Non
     [
         ("0,9,1", [0], "no device '9'"),
         ("GPU-aa", [], "no device 'GPU-aa'"),
-        ("1,1", [], "stands twice"),
+        ("1,1", [], "listed twice"),
         ("MIG-1234", [], "no device 'MIG-1234'"),
     ],
 )

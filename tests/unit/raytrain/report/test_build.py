@@ -134,7 +134,7 @@ def test_the_page_tells_the_run_and_is_one_file(tmp_path: Path):
     assert "svg" in page.tags
     for told in (
         "Done: 20 steps in 9.0 s.", "2 attempts", "Best eval loss 2.5 step 20", "half the time",
-        "settled in the run", "optim.lr 0.001 command line", "experts.num_experts 4 file",
+        "resolved in the run", "optim.lr 0.001 command line", "experts.num_experts 4 file",
         "WorkerDied: signal 9", "Traceback: here", "To be or not", "step 20, temperature 0.8",
         "A CPU, 2 cores", "little space; free some", "threads: one each",
         "startup 2.0 s 22.2%", "total 9.0 s", "name: shown", "stall 4 ms",

@@ -46,7 +46,7 @@ def test_throughput_and_memory_are_drawn_by_batch_and_precision_with_the_knee_ma
     np.testing.assert_array_equal(np.array(curves[1].get_ydata(), dtype=float), [90.0, np.nan, 500.0, 505.0])
     assert [270.0, 330.0] in [list(line.get_ydata()) for line in left.lines], "its interval"
     assert left.get_xscale() == "log" and [tick.get_text() for tick in left.get_xticklabels()] == ["2", "16", "64"]
-    assert "taken" in [text.get_text() for text in left.texts]
+    assert "chosen" in [text.get_text() for text in left.texts]
     assert any(list(line.get_ydata()) == [450.0, 450.0] for line in right.lines)
     assert right.lines[0].get_linestyle() == "None", "measured peaks are points"
     assert left.get_ylim()[0] == right.get_ylim()[0] == 0
@@ -69,10 +69,10 @@ def test_whole_runs_are_drawn_by_step_with_the_best_in_front() -> None:
     curves = {1: [(4, 2.0), (8, 1.0)], 2: [(4, 3.0)], 3: [(4, float("nan"))]}
     spec = whole_spec(rows, curves, best=1, metric="eval_loss", name="job")
     losses, trials = spec["panels"]
-    assert [line["label"] for line in losses["series"]] == ["lr 1e-09, ended early", "lr 0.001"]
+    assert [line["label"] for line in losses["series"]] == ["lr 1e-09, stopped early", "lr 0.001"]
     assert [line["faint"] for line in losses["series"]] == [True, False]
     assert [(line["x"], line["y"]) for line in trials["series"]] == [([1], [1.0]), ([2], [3.0])]
     assert figure(spec).axes[0].get_xlabel() == "step"
-    assert spec["title"] == "job: 3 trials, trial 1 taken"
+    assert spec["title"] == "job: 3 trials, trial 1 chosen"
     alone = whole_spec(rows[:1], curves, best=1, metric="eval_loss", name="job")
-    assert alone["title"] == "job: 1 trial, trial 1 taken"
+    assert alone["title"] == "job: 1 trial, trial 1 chosen"
