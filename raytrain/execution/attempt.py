@@ -1,4 +1,4 @@
-"""How an attempt starts: its number, the decision of the failure rules, and the checkpoint that all workers load."""
+"""Starts an attempt: takes its number, applies the failure rules and chooses the checkpoint that all workers load."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raytrain.train.parallel.collectives import Workers
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """What every worker knows before it builds anything.
+    """The start of an attempt, the same on every worker.
 
     Attributes:
         attempt: the attempt number.
-        decision: of the failure rules after the newest fault.
-        checkpoint: to restore; None starts at step 0.
-        from_step: step of that checkpoint, 0 without one; where no checkpoint could be read, the last step that an
+        decision: the decision of the failure rules after the newest fault.
+        checkpoint: the checkpoint to restore; None starts at step 0.
+        from_step: step of that checkpoint, or 0 without one. If no checkpoint could be read, the last step that an
             attempt started from.
         cursor: where the data continues, if a rollback skipped data after the checkpoint was written.
         refused_checkpoints: why newer checkpoints were not used.
@@ -38,7 +38,7 @@ class AttemptStart:
 
 
 def take_attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int:
-    """Rank 0: the number that the driver took, for its first attempt; the next free one after a restart by Ray.
+    """Rank 0: return the driver's attempt number for the first attempt; after a restart by Ray, take the next free one.
 
     Raises:
         Superseded: another command has taken over the run folder.
@@ -57,7 +57,7 @@ def agree_on_start(
     """Rank 0 reads the run folder and decides, then all workers load the same checkpoint. Collective.
 
     Args:
-        attempt, faults: rank 0's; the other ranks' are not used.
+        attempt, faults: used on rank 0 only.
 
     Raises:
         OSError: a checkpoint could not be read. That does not make it invalid, so no older one is used in its place.

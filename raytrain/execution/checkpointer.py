@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what the workers do together to take one."""
+"""When a checkpoint is due, and how the workers save one together."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.train.state import LoopState, Reporter
 
-#: `save.every: auto`: the stall may cost this share of the time ...
+#: `save.every: auto`: checkpoint stalls may take this share of the run time ...
 STALL_BUDGET = 0.03
-#: ... and at most this many seconds of work may be lost to a failure, budget permitting.
+#: ... and, within that budget, a failure may lose at most this many seconds of work.
 WORK_AT_RISK_S = 30.0
-#: Checkpoints are at most this many steps apart, or as many as the work at risk takes where steps are very short.
+#: The longest interval in steps. Very short steps may need a longer one to cover `WORK_AT_RISK_S`.
 MOST_STEPS = 10_000
-#: The first automatic checkpoint, which measures the stall.
+#: Steps before the first automatic checkpoint, which measures the stall.
 FIRST_STEP = 10
 
 
 class CheckpointSaver:
-    """The loop's `Saver`: rank 0 snapshots and writes, the others send their random generators.
+    """The loop's `Saver`: rank 0 snapshots and writes; the other ranks send the states of their random generators.
 
     Args:
         session: whose state is saved.
         run: the run folder.
         every: steps between checkpoints, or "auto" (from the measured stall).
-        keep: how many to keep besides the best.
+        keep: how many checkpoints to keep in addition to the best one.
         reporter: rank 0's, for events and the fence against a newer attempt.
     """
 
@@ -66,9 +66,9 @@ class CheckpointSaver:
             if self.workers.rank == 0
             else None
         )
-        if self.writer is not None:  # the first copy touches new memory and would stall the loop many times longer
+        if self.writer is not None:  # the first copy allocates its memory, which takes many times longer
             self.writer.rehearse(session.parts())
-        self._others = session.strategy.remote_checkpoint(session.parts, run)
+        self._remote = session.strategy.remote_checkpoint(session.parts, run)
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
@@ -79,13 +79,13 @@ class CheckpointSaver:
         return step % int(self._every) == 0
 
     def save(self, state: LoopState, *, final: bool) -> None:
-        """Collective: gather the generators, snapshot on rank 0, write in the background (wait if it is the last)."""
-        remote = self._others
+        """Gather the generator states, snapshot on rank 0, write in the background; wait if `final`. Collective."""
+        remote = self._remote
         if remote is not None and self.writer is not None:
             self.writer.prepare(state.step)
         flat = flatten(self.session.generator_state())
         gathered = self.workers.all_gather_bytes(_pack(flat.tensors, flat.skeleton))
-        if remote is not None:  # everybody has met: the directory is there
+        if remote is not None:  # the all-gather has completed on every rank, so the directory exists
             remote.begin_save(state.step)
         self._last_step = state.step
         self.clock.keep(state.step)
@@ -123,12 +123,12 @@ class CheckpointSaver:
         self._interval = interval
 
     def abandon(self) -> None:
-        """End where a part of the state is lost: what is being written is given up."""
+        """Discard the checkpoint being written, since a part of the state is lost."""
         if self.writer is not None:
             self.writer.abandon()
 
     def close(self) -> None:
-        """Wait for the last write."""
+        """Wait until the last checkpoint is written."""
         if self.writer is not None:
             self.writer.close()
         self.session.strategy.close_saves()
@@ -143,13 +143,13 @@ def solve_interval(
     minimum: int = 1,
     maximum: int = 10_000,
 ) -> Resolved:
-    """The smallest number of steps between checkpoints whose stall takes at most `budget` of the time.
+    """Return the shortest checkpoint interval, in steps, whose stalls take at most `budget` of the run time.
 
     Args:
-        stall_s: how long one checkpoint holds up the training, as measured.
+        stall_s: measured seconds for which one checkpoint blocks training.
         step_time_s: seconds per step without checkpoints.
-        write_s: how long the background write takes; a shorter interval would wait for it.
-        minimum, maximum: bounds in steps; where `maximum` is the smaller need, the reason says what it costs.
+        write_s: seconds of the background write; with a shorter interval, the next checkpoint would wait for it.
+        minimum, maximum: bounds in steps; if `maximum` exceeds the budget, the reason states the actual share.
     """
     if not step_time_s > 0 or not 0 < budget < 1 or not 1 <= minimum <= maximum:
         raise ValueError(f"no interval for {step_time_s=}, {budget=}, {minimum=}, {maximum=}")
@@ -158,26 +158,26 @@ def solve_interval(
         return stall_s / (stall_s + steps * step_time_s)
 
     steps = max(1, math.ceil(stall_s * (1 - budget) / (budget * step_time_s) - 1e-9))
-    while share(steps) > budget:  # the last bit of the rounding
+    while share(steps) > budget:  # corrects for rounding
         steps += 1
     steps = max(steps, math.ceil(write_s / step_time_s))
     chosen = min(max(steps, minimum), maximum)
-    reason = f"a stall of {stall_s:.3g} s each {chosen} steps of {step_time_s:.3g} s is {share(chosen):.2%}"
+    reason = f"a stall of {stall_s:.3g} s every {chosen} steps of {step_time_s:.3g} s takes {share(chosen):.2%}"
     if chosen < steps:
-        over = f"more than the {budget:.0%} meant, but at most {maximum} steps apart"
+        over = f"above the budget of {budget:.0%}, since the interval is at most {maximum} steps"
         return Resolved(chosen, f"{reason} of the time, {over}")
     if chosen > steps:
-        return Resolved(chosen, f"{reason} of the time; at least {minimum} steps apart")
-    return Resolved(chosen, f"{reason} of the time, at most {budget:.0%} meant")
+        return Resolved(chosen, f"{reason} of the time; the interval is at least {minimum} steps")
+    return Resolved(chosen, f"{reason} of the time; the budget is {budget:.0%}")
 
 
 def _pack(tensors: dict[str, Any], skeleton: Any) -> bytes:
-    """A nested state for the wire, without pickle: length of the JSON, the JSON, the tensors as safetensors."""
+    """Encode a nested state without pickle: the length of the JSON, the JSON, then the tensors as safetensors."""
     text = json.dumps(skeleton).encode()
     return len(text).to_bytes(8, "little") + text + tensors_to_bytes(tensors)
 
 
 def _unpack(payload: bytes) -> tuple[dict[str, Any], Any]:
-    """What `_pack` packed."""
+    """Decode what `_pack` returned."""
     size = int.from_bytes(payload[:8], "little")
     return tensors_from_bytes(payload[8 + size :]), json.loads(payload[8 : 8 + size])

@@ -1,7 +1,7 @@
-"""What runs in Ray Train's controller process: forming the process group, and recording workers that died.
+"""Code that runs in Ray Train's controller process: it forms the process group and records workers that died.
 
-The workers start only after the controller has: nothing here imports torch at module level, which would take longer
-than the rest of its start.
+The workers start after the controller. This module does not import torch at module level, which would take longer than
+the rest of the controller's start.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from raytrain.execution.ray_private import DEATH_ERRORS, end_workers
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
 
-#: Failures in a row before any worker took an attempt number: the workers cannot start at all.
+#: After this many consecutive failures without a new attempt number, the workers cannot start at all.
 START_FAILURES = 5
-#: Retries of forming the process group; it fails when a worker dies meanwhile.
+#: Retries of forming the process group, which fails if a worker dies in the meantime.
 RENDEZVOUS_RETRIES = 2
 #: Timeout for leaving the process group, the same as in Ray's own backend.
 LEAVING_S = 30.0
@@ -38,7 +38,7 @@ class FaultWriter(UserCallback):
 
     Args:
         run_path: the run folder.
-        owner: the driver; once another driver has taken an attempt number, nothing is written and Ray gives up.
+        owner: the driver; once another driver owns the newest attempt, nothing is written and Ray gives up.
     """
 
     def __init__(self, run_path: str, owner: dict[str, Any]) -> None:
@@ -99,12 +99,12 @@ class Collectives(BackendConfig):
 
     @property
     def train_func_context(self) -> Any:
-        """The context manager in which Ray's workers train."""
+        """The context manager that Ray's workers train in."""
         return _torch_config().train_func_context
 
     @property
     def framework(self) -> Any:
-        """What Ray shows of the run."""
+        """The framework that Ray shows for the run."""
         return _torch_config().framework
 
 
@@ -121,7 +121,7 @@ class LoopbackBackend(Backend):
     _failures = 0
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Form the process group of new workers; Ray restarts them if one dies meanwhile."""
+        """Form the process group of new workers; Ray restarts them if one dies in the meantime."""
         try:
             self._form_process_group(worker_group, backend_config)
         except ray.exceptions.RayError as error:
@@ -136,7 +136,7 @@ class LoopbackBackend(Backend):
         self._failures = 0
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """The workers leave their process group before Ray ends their processes, which it does in any case."""
+        """Have the workers leave their process group before Ray ends their processes, which it does in any case."""
         if len(worker_group) > 1:
             with contextlib.suppress(ray.exceptions.GetTimeoutError):
                 ray.get(worker_group.execute_async(_leave_group), timeout=LEAVING_S)
@@ -176,7 +176,7 @@ def _set_interface(interface: str | None) -> None:
 
 
 def _set_environment() -> None:
-    """The variables that torchrun sets, and Accelerate's, as Ray's own backend sets them."""
+    """Set the environment variables of torchrun and Accelerate, as Ray's own backend does."""
     from ray.train.torch import get_device
 
     context = ray.train.get_context()
@@ -189,7 +189,7 @@ def _set_environment() -> None:
 
 
 def _leave_group() -> None:
-    """Worker: destroy the default process group, where there is one."""
+    """Worker: destroy the default process group, if there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What passes between the driver and rank 0: a stop request, progress, printed lines, and the result of an attempt.
+"""Communication between the driver and rank 0: a stop request, progress, printed lines, and the result of an attempt.
 
 `DriverChannel` is an asyncio object that `open_channel` makes a Ray actor. Importing this module loads neither Ray nor
 torch.
@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended, as rank 0 returns it or as the driver knows it.
+    """How an attempt ended, as rank 0 returns it or as the driver determines it.
 
     Attributes:
         status: the `status` of result.json.
-        reason: why, in words.
+        reason: why, as a sentence.
         steps: optimizer steps of the run so far; 0 where the driver does not know.
         workers_running: the driver left without waiting for the workers.
     """
@@ -31,7 +31,7 @@ class AttemptResult:
 
 
 class DriverChannel:
-    """Runs in an actor of its own. Every method is async, so that a waiting call blocks no other."""
+    """Runs in its own actor. Every method is async, so that a waiting call blocks no other call."""
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
@@ -57,7 +57,7 @@ class DriverChannel:
         return self._progress
 
     async def print_lines(self, attempt_id: str, number: int, text: str) -> None:
-        """Rank 0: lines its code printed, for the driver's terminal.
+        """Rank 0: send lines that its code printed to the driver's terminal.
 
         Args:
             attempt_id: unique for each attempt.
@@ -69,8 +69,8 @@ class DriverChannel:
     async def printed_lines(self, *, last: bool = False) -> str:
         """Driver: the lines printed since the last call, in order.
 
-        A text whose predecessor has not arrived is held back, except of an attempt that another one has followed,
-        and except in the `last` call.
+        A text whose predecessor has not arrived is held back, unless a newer attempt has printed lines or this is the
+        `last` call.
         """
         texts = []
         newest = next(reversed(self._lines), None)

@@ -1,4 +1,4 @@
-"""What a finished run leaves for others: weights for plain PyTorch, and for a language model a sample of its text."""
+"""Exports a finished run: weights for plain PyTorch, and a text sample for a language model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from raytrain.train.session import Session
 
 
 def export(session: Session, module: nn.Module, run: RunFolder) -> None:
-    """Write `weights/model.safetensors`, and `sample.json` where the model writes text. Rank 0, at the end.
+    """Write `weights/model.safetensors`, and `sample.json` if the model generates text. Called on rank 0 at the end.
 
-    Beside the weights stand the files that the model's own kind needs (`Trainable.export`), and the tokenizer's.
-    `module` is the session's with all its weights.
+    The weights folder also receives the files that `Trainable.export` writes, and the tokenizer's.
+
+    Args:
+        module: the session's module with its full weights.
     """
     own, tokenizer = session.trainable.export, session.source.tokenizer
     if own is None:
@@ -40,12 +42,12 @@ def export(session: Session, module: nn.Module, run: RunFolder) -> None:
 
 
 def _publish(folder: str, target: str) -> None:
-    """The files of `folder` in `target`, the weights last: where they are, all is."""
+    """Copy the files of `folder` to `target`, the weights last: if they exist, the export is complete."""
     store = open_store(target)
     store.make_dir("")
     for name in sorted(os.listdir(folder), key=lambda name: name.endswith(".safetensors")):
         source = os.path.join(folder, name)
-        os.chmod(source, 0o644)  # safetensors makes files that only their owner may read
+        os.chmod(source, 0o644)  # safetensors creates files that only their owner can read
         if store.is_local:
             os.replace(source, os.path.join(store.uri, name))
             continue

@@ -1,15 +1,15 @@
-"""Failure rules, pure: faults in, a decision out (DESIGN section 7). Rank 0 applies them at the start of an attempt.
+"""The failure rules: pure functions from the recorded faults to a decision (DESIGN section 7).
 
-The rules, in order:
-  1. a failure that raytrain explains itself (wrong device, unreadable data) will not go away: stop.
-  2. out of memory (outside the passes of a step, which undo it by themselves): half the micro-batch, as often as there
-     is a half; such a restart is not counted by the rules below.
-  3. the same traceback at the same step twice, under the same precision, or three times at any step: a bug; stop with
-     its cause. (Not an error of reading or writing, `PASSING_ERRORS`: that may pass.)
-  4. an operation that failed inside a reduced-precision step (torch raises RuntimeError), with `precision.fallback`:
-     go on in fp32, once.
+Rank 0 applies the rules at the start of an attempt, in this order:
+  1. raytrain explains the failure itself (wrong device, unreadable data), so a restart would repeat it: stop.
+  2. out of memory outside the passes of a step (inside them the step retries by itself): restart with half the
+     micro-batch while it is larger than 1. The rules below do not count such a restart.
+  3. the same traceback twice at the same step and precision, or three times at any step, is a bug: stop with its
+     cause. Input and output errors (`TRANSIENT_ERRORS`) are exempt.
+  4. an operation failed inside a reduced-precision step (torch raises RuntimeError) and `precision.fallback` is on:
+     continue in fp32, once.
   5. `retry.restarts_without_progress` restarts without a new committed step: stop.
-  6. otherwise a lost worker: restart from the newest good checkpoint.
+  6. otherwise (a lost worker): restart from the latest valid checkpoint.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from raytrain.config.sections import RetryConfig
 from raytrain.runs.faults import Fault
 from raytrain.train.memory.micro_batch import halved
 
-#: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is somebody's mistake.
+#: What torch raises for an operation without a kernel in the autocast dtype; a TypeError is a mistake in the code.
 OPERATION_ERRORS = ("RuntimeError",)
-#: Of a disk, a network file system or an object store out of order; a file that is not there is somebody's mistake.
-PASSING_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
+#: Errors of a failing disk, network file system or object store; a missing file is a mistake and not among them.
+TRANSIENT_ERRORS = ("OSError", "TimeoutError", "ConnectionError", "ConnectionResetError")
 
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """What the next attempt does: `go_on`, `raise_precision` (to `precision`) or `stop`; and why. Its micro-batches are
-    of at most `micro_batch` rows; None = as planned."""
+    """What the next attempt does, and why.
+
+    Attributes:
+        action: `go_on` (continue), `raise_precision` (continue in `precision`) or `stop`.
+        reason: why, as one sentence.
+        precision: the precision to continue in.
+        micro_batch: maximum micro-batch size in rows; None keeps the planned size.
+    """
 
     action: Literal["go_on", "raise_precision", "stop"]
     reason: str
@@ -41,16 +47,16 @@ class RecoveryDecision:
 
 
 def decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_from: list[int]) -> RecoveryDecision:
-    """The decision after the newest of `faults`.
+    """Decide what follows the newest of `faults`.
 
     Args:
-        faults: of this command, oldest first (one for each failed attempt: the first that was recorded).
+        faults: the faults of this command, oldest first; for each failed attempt the first recorded one.
         retry: the limits.
         fallback: `precision.fallback`.
-        resumed_from: the step each attempt of this command started from, oldest first, the coming one last.
+        resumed_from: the step that each attempt of this command started from, oldest first, including the next one.
     """
     if not faults:
-        return RecoveryDecision("go_on", "no fault so far")
+        return RecoveryDecision("go_on", "no faults")
     decision = _decide(faults, retry=retry, fallback=fallback, resumed_from=resumed_from)
     halves = [halved(fault.micro_batch) for fault in faults if fault.out_of_memory and fault.micro_batch]
     return replace(decision, micro_batch=min(halves)) if halves else decision
@@ -61,19 +67,19 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
     what = f"{newest.error}: {newest.message}" if newest.message else newest.error
     if newest.final:
         return RecoveryDecision("stop", what)
-    if _has_half(newest):
+    if _is_halvable(newest):
         return _after_out_of_memory(newest, what, resumed_from[-1])
-    compared = newest.traceback and newest.error not in PASSING_ERRORS
+    compared = newest.traceback and newest.error not in TRANSIENT_ERRORS
     alike = [fault for fault in faults[:-1] if compared and _same_place(fault, newest)]
     if any((fault.step, fault.precision) == (newest.step, newest.precision) for fault in alike):
-        return RecoveryDecision("stop", f"the same error twice at step {newest.step}, so it is no accident: {what}")
+        return RecoveryDecision("stop", f"the same error occurred twice at step {newest.step}: {what}")
     if len(alike) >= 2:
-        return RecoveryDecision("stop", f"the same error three times, so it is no accident: {what}")
+        return RecoveryDecision("stop", f"the same error occurred three times: {what}")
     if newest.reduced and fallback and newest.error in OPERATION_ERRORS:
         return RecoveryDecision("raise_precision", f"{newest.precision} failed at step {newest.step} ({what})", "fp32")
     without_progress = 0
     for (earlier, later), fault in zip(pairwise(resumed_from), faults, strict=False):
-        if _has_half(fault):
+        if _is_halvable(fault):
             continue
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
@@ -86,24 +92,26 @@ def _when(fault: Fault) -> str:
 
 
 def _from(step: int) -> str:
-    return f"restarted from the checkpoint of step {step}" if step else "there is no checkpoint yet: begun again"
+    return (
+        f"restarted from the checkpoint of step {step}" if step else "restarted from step 0: there is no checkpoint yet"
+    )
 
 
 def origins(faults: list[Fault], rows: Iterable[Mapping[str, Any]], *, step: int) -> list[int]:
-    """The step each failed attempt had started from, and last `step`, which the coming one starts from.
+    """The step that each failed attempt started from, followed by `step`, from which the next one starts.
 
-    An attempt says so in the events once it has everything. One that did not come as far would have started where the
-    next one does: it has made no progress.
+    An attempt records its start in the events once it is set up. An attempt that failed earlier made no progress: it
+    counts as started from the same step as the attempt after it.
     """
-    begun = {row["attempt"]: int(row["from_step"]) for row in rows if row["kind"] == "attempt"}
+    starts = {row["attempt"]: int(row["from_step"]) for row in rows if row["kind"] == "attempt"}
     found = [step]
     for fault in reversed(faults):
-        found.append(begun.get(fault.attempt, found[-1]))
+        found.append(starts.get(fault.attempt, found[-1]))
     return found[::-1]
 
 
-def _has_half(fault: Fault) -> bool:
-    """Out of memory where there were micro-batches, which can be smaller."""
+def _is_halvable(fault: Fault) -> bool:
+    """Whether the fault is an out-of-memory error in code that uses micro-batches, which can be made smaller."""
     return fault.out_of_memory and fault.micro_batch is not None
 
 
@@ -114,13 +122,13 @@ def _after_out_of_memory(fault: Fault, what: str, step: int) -> RecoveryDecision
         return RecoveryDecision("go_on", f"{where}; {_from(step)} with micro-batches of {half}")
     return RecoveryDecision(
         "stop",
-        f"{where} with loop.micro_batch_size 1; a smaller model or shorter samples (model.*), optim.name: sgd, "
-        "loop.activation_checkpointing: true or data.storage: stream need less memory",
+        f"{where} with loop.micro_batch_size 1; to reduce memory, use a smaller model or shorter samples (model.*), "
+        "optim.name: sgd, loop.activation_checkpointing: true or data.storage: stream",
     )
 
 
 def _same_place(one: Fault, other: Fault) -> bool:
-    """Failures are alike when type and frames are; addresses and numbers in the message may differ."""
+    """Whether two faults have the same type and stack frames; addresses and numbers in their messages may differ."""
 
     def frames(text: str) -> list[str]:
         return [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]

@@ -1,8 +1,8 @@
-"""Observers: they see every row on rank 0 and cannot change the run.
+"""Observers receive every logged row on rank 0 and cannot change the run.
 
-An observer is any object with `metrics(row)` and/or `event(row)`, or a plain callable taking a row; users name theirs
-as `telemetry.observers: [my_module:MyObserver]`. Rows are handed over as copies. One that raises is switched off, and
-an event says so; the run goes on.
+An observer is any object with `metrics(row)` and/or `event(row)`, or a plain callable that takes a row. Users
+name theirs in `telemetry.observers: [my_module:MyObserver]`. Observers receive copies of the rows. An observer that
+raises is disabled, which an event records; the run continues.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from raytrain.errors import InputError
 
 
 class Sink(Protocol):
-    """Anything rows can be written to."""
+    """Anything that accepts rows."""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Take one row."""
+        """Write one row."""
         ...
 
 
 class Observers:
-    """Rank 0's observers.
+    """Passes rows to the observers of rank 0.
 
     Args:
         observers: instances or callables.
-        on_failure: told (name, traceback) when one was switched off.
+        on_failure: called with (name, traceback) when an observer is disabled.
     """
 
     def __init__(self, observers: list[Any], *, on_failure: Callable[[str, str], None]) -> None:
@@ -37,61 +37,61 @@ class Observers:
         self._on_failure = on_failure
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl was written."""
-        self._tell("metrics", row)
+        """Pass on a row that was written to metrics.jsonl."""
+        self._notify("metrics", row)
 
     def event(self, row: dict[str, Any]) -> None:
-        """A row of events.jsonl was written."""
-        self._tell("event", row)
+        """Pass on a row that was written to events.jsonl."""
+        self._notify("event", row)
 
     def close(self) -> None:
-        """The run ends; observers with `close` are closed."""
+        """Close the observers that have a `close` method."""
         for observer in list(self._active):
-            self._guarded(observer, getattr(observer, "close", None))
+            self._call(observer, getattr(observer, "close", None))
 
-    def _tell(self, verb: str, row: dict[str, Any]) -> None:
+    def _notify(self, name: str, row: dict[str, Any]) -> None:
         for observer in list(self._active):
-            method = getattr(observer, verb, None)
+            method = getattr(observer, name, None)
             if (
                 method is None
                 and callable(observer)
                 and not (hasattr(observer, "metrics") or hasattr(observer, "event"))
             ):
                 method = observer
-            self._guarded(observer, method, copy.deepcopy(row))
+            self._call(observer, method, copy.deepcopy(row))
 
-    def _guarded(self, observer: Any, method: Callable[..., Any] | None, *arguments: Any) -> None:
+    def _call(self, observer: Any, method: Callable[..., Any] | None, *arguments: Any) -> None:
         if method is None:
             return
         try:
             method(*arguments)
-        except Exception:  # a guest's failure must not end the run: it is switched off, and the event log says why
+        except Exception:  # a failing observer must not end the run: it is disabled, and an event records why
             self._active.remove(observer)
             self._on_failure(type(observer).__name__, traceback.format_exc())
 
 
 def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
-    """Build the users' observers; a class is called without arguments.
+    """Import the observers that the user names; a class is instantiated without arguments.
 
     Raises:
-        InputError: a name cannot be imported, or its class cannot be built that way.
+        InputError: a name cannot be imported, or its class needs arguments.
     """
     built = []
     for name in names:
-        found = resolve(name, key="telemetry.observers")
+        observer = resolve(name, key="telemetry.observers")
         try:
-            built.append(found() if isinstance(found, type) else found)
+            built.append(observer() if isinstance(observer, type) else observer)
         except TypeError as error:
             raise InputError(
                 "telemetry.observers",
                 seen=f"{name} ({error})",
-                expected="a class that is built without arguments, or a callable taking a row",
+                expected="a class that takes no arguments, or a callable that takes a row",
             ) from error
     return built
 
 
 class TensorBoard:
-    """Scalars of every row as TensorBoard files (tensorboardX), on a local run folder."""
+    """Writes the numbers of every row as TensorBoard scalars (tensorboardX); local run folders only."""
 
     def __init__(self, folder: str) -> None:
         from tensorboardX import SummaryWriter
@@ -99,7 +99,7 @@ class TensorBoard:
         self._writer = SummaryWriter(folder, flush_secs=5)
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """One scalar for each finite number of the row, under train/ or eval/; of others tensorboardX complains."""
+        """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones."""
         for name, value in row.items():
             if name not in ("kind", "step") and isinstance(value, int | float) and math.isfinite(value):
                 self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])

@@ -24,14 +24,15 @@ PrintLines = Callable[[str, int, str], Any]
 
 
 def last_state(line: str) -> str:
-    """What a terminal shows of a line that is overwritten with carriage returns, as progress bars do."""
+    """The text that a terminal shows after carriage returns overwrote a line, as progress bars do."""
     return next((part for part in reversed(line.split("\r")) if part), "").rstrip(" ") if "\r" in line else line
 
 
 def split_lines(pending: str, text: str) -> tuple[str, str]:
-    """(complete lines, with their ends; the incomplete last line). Of an overwritten line only the last state is kept.
+    """Split text into (complete lines with their line ends, incomplete last line).
 
-    An incomplete line that is being overwritten keeps a carriage return at its start.
+    Only the last state of an overwritten line is kept. An incomplete line that is being overwritten keeps a carriage
+    return at its start.
     """
     *complete, pending = (pending + text).replace("\r\n", "\n").split("\n")
     if "\r" in pending:
@@ -42,14 +43,14 @@ def split_lines(pending: str, text: str) -> tuple[str, str]:
 class _DriverLines:
     """Sends complete lines to the driver, numbered from 0 in the order in which they were printed.
 
-    Numbered, since actor calls may run out of order; complete, since a line is often written in two pieces, and by
-    several threads at once.
+    The numbers restore the order of actor calls, which may run out of order. Only complete lines are sent, since a line
+    is often written in two pieces, and several threads write at once.
     """
 
     def __init__(self, print_lines: PrintLines, wait: Callable[..., Any] | None) -> None:
         self._print_lines, self._wait, self._attempt_id = print_lines, wait, uuid.uuid4().hex
         self._calls: deque[Any] = deque(maxlen=UNCONFIRMED_CALLS)
-        self._lock = threading.RLock()  # `print_lines` may print itself, and a signal handler in the middle of a line
+        self._lock = threading.RLock()  # `print_lines` itself may print; a signal handler may print mid-line
         self._pending: dict[tuple[int, int], str] = {}
         self._number = 0
 
@@ -63,7 +64,7 @@ class _DriverLines:
                 self._send(complete)
 
     def close(self) -> None:
-        """Send the incomplete lines too, and wait until the driver has everything."""
+        """Send the incomplete lines as well, and wait until the driver has received everything."""
         with self._lock:
             for pending in self._pending.values():
                 self._send(last_state(pending) + "\n")
@@ -102,7 +103,7 @@ class _Tee:
         return self._stream.write(text)
 
     def _for_file(self, text: str) -> str:
-        """What the file receives now: of a line that is being overwritten, nothing until it ends."""
+        """The part of `text` to write to the file now; a line that is being overwritten is written when it ends."""
         overwrites = "\r" in text.replace("\r\n", "\n").partition("\n")[0]
         before = "\n" if self._mid_line and overwrites else ""
         complete, pending = split_lines(self._pending, text)
@@ -113,7 +114,7 @@ class _Tee:
         return wanted
 
     def end(self) -> None:
-        """Close the log file; later writes to this stream go to the original one only."""
+        """Close the log file; later writes go only to the original stream."""
         if self._pending and not self._file.closed:
             self._file.write(last_state(self._pending) + "\n")
         self._file.close()
@@ -126,11 +127,11 @@ class _Tee:
 def rank_log(
     run: RunFolder, rank: int, *, print_lines: PrintLines | None, wait: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Inside, prints and log records of this process also go to `logs/rank_00000.log` of a local run folder.
+    """Context manager that copies this process's prints and log records to `logs/rank_00000.log` of a local run folder.
 
     Args:
-        print_lines: receives the complete lines as well, on rank 0.
-        wait: `ray.wait`, called at the end with what the latest calls of `print_lines` returned.
+        print_lines: also receives the complete lines; set on rank 0.
+        wait: `ray.wait`, called at the end with the results of the latest calls of `print_lines`.
     """
     if not run.is_local:
         yield

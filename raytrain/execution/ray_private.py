@@ -1,22 +1,22 @@
-"""The private names of Ray that raytrain uses, each with what happens where Ray no longer has it.
+"""The private names of Ray that raytrain uses, each with its fallback.
 
-They were seen in Ray 2.60.0. Each is looked up when it is used, and each has a fallback to Ray's public interface: the
-run works without the name, only slower to start or less well protected from signals.
+The names exist in Ray 2.60.0. Each is looked up when it is used and falls back to Ray's public interface: without the
+name, the run still works, but starts more slowly or is less well protected from signals.
 
 | private name | used for | without it |
 |---|---|---|
-| `ray._raylet.Config.initialize` | have Ray read the environment again | Ray must not be imported earlier |
+| `ray._raylet.Config.initialize` | make Ray read the environment again | Ray must not be imported earlier |
 | `ray._private.services.ConsolePopen` | start the daemons in process groups of their own | they stay in ours |
-| `DataParallelTrainer._create_default_callbacks` | leave out two callbacks, each an actor | they are started |
+| `DataParallelTrainer._create_default_callbacks` | omit two callbacks, each an actor | they are started |
 | `DataParallelTrainer._initialize_and_run_controller` | pass our scaling policy | Ray's own policy |
-| `...scaling_policy.FixedScalingPolicy` | ask no autoscaler for workers | Ray's own policy asks one |
+| `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
 
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
 does not know the cluster's token. The command itself imports Ray after it has set the environment.
 
-`ray.init(_temp_dir=, _node_ip_address=)` (`jobs/driver/runtime.py`) has no fallback on purpose: without these a private
-cluster would listen on every interface.
+`ray.init(_temp_dir=, _node_ip_address=)` (`jobs/driver/runtime.py`) deliberately has no fallback: without these
+arguments, a private cluster would listen on every interface.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-#: Default callbacks that a cluster which ends with the command does not need: one hands out Ray Datasets, of which
-#: there are none here, the other removes what a controller leaves behind in a cluster that continues to run.
+#: Default callbacks that a private cluster does not need: one distributes Ray Datasets, which are not used here; the
+#: other cleans up after a controller in a cluster that continues to run.
 UNNEEDED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 
-#: Exceptions by which Ray Train reports a worker whose process died; the first one is private, so all go by name.
+#: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
 
 
 def find(owner: Any, name: str) -> Any | None:
-    """An attribute of a module, by its dotted name, or of an object of Ray's; None where it is missing."""
+    """Return an attribute of a module (given by its dotted name) or of a Ray object; None if it is missing."""
     try:
         return getattr(importlib.import_module(owner) if isinstance(owner, str) else owner, name, None)
     except ImportError:
@@ -45,7 +45,7 @@ def find(owner: Any, name: str) -> Any | None:
 
 
 def reread_environment() -> None:
-    """Have Ray read its settings from the environment again; whoever imported Ray earlier had it read them then."""
+    """Make Ray read its settings from the environment again; it reads them once, when it is imported."""
     config = find("ray._raylet", "Config")
     if config is not None:
         with contextlib.suppress(AttributeError, TypeError):
@@ -54,10 +54,10 @@ def reread_environment() -> None:
 
 @contextlib.contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Inside, `ray.init` starts Ray's daemons in process groups of their own.
+    """Context manager in which `ray.init` starts Ray's daemons in their own process groups.
 
-    A shell, `timeout` and service managers signal a whole process group: the daemons would end before the workers
-    could save. They still end with this process: the kernel signals its death to them.
+    A shell, `timeout` and service managers signal an entire process group, which would end the daemons before the
+    workers could save. The daemons still end with this process: the kernel signals its death to them.
     """
     original = find("ray._private.services", "ConsolePopen")
     if not (isinstance(original, type) and issubclass(original, subprocess.Popen)):
@@ -72,9 +72,10 @@ def own_process_groups() -> Iterator[None]:
 
 
 def fixed_scaling_policy(scaling_config: Any) -> Any | None:
-    """A policy of as many workers as were planned, which asks no autoscaler: Ray would start a process for that.
+    """A scaling policy with the planned number of workers that requests nothing from an autoscaler.
 
-    None where Ray's own class is missing or takes other arguments; then Ray's default policy is right.
+    Ray would start a process for those requests. None if Ray's class is missing or takes different arguments; Ray's
+    default policy applies then.
     """
     parent = find("ray.train.v2._internal.execution.scaling_policy", "FixedScalingPolicy")
     if parent is None:
@@ -82,10 +83,10 @@ def fixed_scaling_policy(scaling_config: Any) -> Any | None:
 
     class PlannedWorkers(parent):
         def after_controller_start(self, *_: Any, **__: Any) -> None:
-            """Ray's would start the process that asks."""
+            """Do not start the process that requests resources."""
 
         def _maybe_send_resource_request(self) -> None:
-            """Ray's would ask for resources."""
+            """Request no resources."""
 
     with contextlib.suppress(TypeError):
         return PlannedWorkers(scaling_config)
@@ -93,9 +94,9 @@ def fixed_scaling_policy(scaling_config: Any) -> Any | None:
 
 
 def local_trainer() -> type[Any]:
-    """`TorchTrainer` for a cluster that ends with the command: three processes fewer, three seconds on two cores.
+    """`TorchTrainer` for a private cluster, with three processes fewer, which saves three seconds on two cores.
 
-    Where Ray has none of the overridden methods they are never called, and it is a plain `TorchTrainer`.
+    Returns the plain `TorchTrainer` if Ray lacks an overridden method.
     """
     from ray.train.torch import TorchTrainer
 
@@ -117,7 +118,7 @@ def local_trainer() -> type[Any]:
 def end_workers(worker_group: Any) -> None:
     """End the processes of a worker group that formed no process group.
 
-    Ray forgets such a group without ending it, and the next one would wait for its resources forever.
+    Ray drops such a group without ending it, and the next group would wait for its resources forever.
     """
     import ray
 

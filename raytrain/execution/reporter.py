@@ -1,4 +1,4 @@
-"""Where the rows of a run go: rank 0 writes them to the run folder and passes them to observers and driver."""
+"""Reports the rows of a run: rank 0 writes them to the run folder and passes them to the observers and the driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
 PRINTED = ("death",)
-"""Kinds of events whose reason is also printed, and so reaches the terminal."""
+"""Kinds of events whose reason is also printed to the terminal."""
 
 
 class Superseded(RunError):
@@ -25,7 +25,7 @@ class SilentReporter:
     last_row: Mapping[str, Any] = {}
 
     def fence(self) -> None:
-        """Never raises: what is not written needs no fence."""
+        """Never raises: a reporter that does not write needs no fence."""
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Nothing is written."""
@@ -45,7 +45,7 @@ class RankZeroReporter:
 
     Args:
         run: the run folder.
-        attempt: number of this attempt; this worker ends before it writes once a newer one is in the folder.
+        attempt: number of this attempt; the worker stops writing once the folder has a newer one.
         observers: objects for `Observers`.
         report_progress: sends a progress mapping to the driver, at most twice a second; None without a driver.
     """
@@ -104,7 +104,7 @@ class RankZeroReporter:
         self.run.append_event(event("observer_failed", attempt=self.attempt, observer=name, traceback=trace))
 
     def close(self) -> None:
-        """Close the observers, then upload what an object store does not have yet. Raises Superseded."""
+        """Close the observers, then upload pending rows to an object store. Raises Superseded."""
         self._observers.close()
         self.fence()
         self.run.flush()

@@ -1,5 +1,8 @@
-"""Going back inside an attempt: after non-finite steps in a row, to later data and a higher precision; after a loss of
-state elsewhere, to the same data."""
+"""Returns to an earlier checkpoint within an attempt.
+
+A rollback follows consecutive non-finite steps: it skips the data of those steps and may raise the precision. A rewind
+follows the loss of remote state: it repeats the same data.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +24,31 @@ from raytrain.train.session import Session
 from raytrain.train.state import LoopOutcome
 
 
-class RollBacks:
-    """Rolls back after non-finite steps in a row, as long as that leads anywhere.
+class RollbackPolicy:
+    """Rolls back after consecutive non-finite steps, until the limit is reached or nothing is left to try.
 
     Args:
-        limit: times in an attempt.
+        limit: maximum number of rollbacks in an attempt.
     """
 
     def __init__(self, run: RunFolder, *, limit: int) -> None:
         self._run, self._limit = run, limit
         self._times = 0
-        self._last: tuple[int, str] | None = None  # step and precision gone on with
+        self._last: tuple[int, str] | None = None  # step and precision of the last rollback
 
-    def back(self, session: Session, outcome: LoopOutcome) -> Session | LoopOutcome:
-        """The session to go on with, or how the run ends: too often, or nothing is left to try. Collective."""
+    def recover(self, session: Session, outcome: LoopOutcome) -> Session | LoopOutcome:
+        """Return the session that continues the run, or the failed outcome if no rollback can help. Collective."""
         self._times += 1
         if self._times > self._limit:
-            return LoopOutcome("failed", f"{outcome.reason}, after {self._times - 1} roll-backs (retry.rollbacks)")
+            return LoopOutcome("failed", f"{outcome.reason}, after {self._times - 1} rollbacks (retry.rollbacks)")
         higher = _next_precision(session)
         last = self._last
-        if last is not None and last == (session.state.step - outcome.bad_steps, higher):  # with the very same weights
+        if last is not None and last == (session.state.step - outcome.bad_steps, higher):  # the same weights again
             return LoopOutcome(
                 "failed",
-                f"{outcome.reason}; no step since step {last[0]} was finite, on other data either, and {higher} "
-                "is not raised any further: a smaller optim.lr, a longer optim.warmup_steps or a look at the data and "
-                "at model.init_from may help",
+                f"{outcome.reason}; no step after step {last[0]} was finite, even with different data, and {higher} "
+                "is not raised any further: try a smaller optim.lr or a longer optim.warmup_steps, and check the data "
+                "and model.init_from",
             )
         fresh, decision = roll_back(session, self._run, outcome=outcome)
         self._last = decision["value"], higher
@@ -53,22 +56,22 @@ class RollBacks:
 
 
 def roll_back(session: Session, run: RunFolder, *, outcome: LoopOutcome) -> tuple[Session, dict[str, Any]]:
-    """The newest good checkpoint (or the start), the data after the bad window, the next higher precision.
+    """Build a session from the latest valid checkpoint (or step 0), skipping data and raising the precision.
 
-    Collective over the workers; rank 0 has written its last checkpoint by now. `session.say` is told before anything is
-    built, so that another attempt knows of it whatever happens.
+    Collective. Rank 0 has finished its last checkpoint write before the call. The decision event is written before the
+    new session is built, so that a later attempt knows of the rollback even if this one fails.
 
     Args:
-        session: where the steps failed; it is of no use afterwards.
-        run: the run folder; what is later than the state returned to is removed from it.
+        session: the session whose steps failed; it is closed.
+        run: the run folder; metrics and checkpoints after the restored step are removed.
         outcome: why the loop returned.
 
     Returns:
-        The session to go on with, and the fields of the decision event.
+        The new session, and the fields of the decision event.
     """
     job, workers = session.job, session.workers
     bad_step, cursor, higher = session.state.step, session.state.cursor, _next_precision(session)
-    loaded, _ = _same_checkpoint(run, job, workers)
+    loaded, _ = _agree_on_checkpoint(run, job, workers)
     decision = {
         "what": "rollback",
         "value": loaded.step if loaded else 0,
@@ -80,56 +83,58 @@ def roll_back(session: Session, run: RunFolder, *, outcome: LoopOutcome) -> tupl
     session.say("decision", **decision)
     if workers.rank == 0:
         run.flush()
-    _end(session)
+    _close(session)
     fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None)
-    _take_over(fresh, session, precision=higher, loaded=loaded, cursor=cursor)
-    _forget_after(fresh, run)
+    _continue_from(fresh, session, precision=higher, loaded=loaded, cursor=cursor)
+    _discard_after(fresh, run)
     return fresh, decision
 
 
 def skipped_to(rows: Iterable[Mapping[str, Any]], step: int) -> Cursor | None:
-    """Where the data goes on after the checkpoint of `step` (0: the start), if a roll-back to it skipped some.
+    """The data cursor to continue from after restoring `step` (0: the start); None if no rollback skipped data.
 
     Args:
-        rows: events of the run. What went back further than a roll-back has passed its data in another way.
+        rows: events of the run. An attempt or rewind that starts before the step of a rollback cancels that rollback.
     """
     found: Mapping[str, Any] | None = None
     for row in rows:
         rolled = row["kind"] == "decision" and row.get("what") == "rollback" and "position" in row
-        begun = row.get("from_step") if row["kind"] == "attempt" else None
-        begun = row["value"] if row.get("what") == "rewind" else begun
+        start = row.get("from_step") if row["kind"] == "attempt" else None
+        start = row["value"] if row.get("what") == "rewind" else start
         if rolled:
             found = row
-        elif found is not None and begun is not None and begun < found["value"]:
+        elif found is not None and start is not None and start < found["value"]:
             found = None
     return None if found is None or found["value"] != step else Cursor(found["epoch"], found["position"])
 
 
-class Rewinds:
-    """Goes back to the newest checkpoint when state elsewhere is lost, as long as that leads anywhere.
+class RewindPolicy:
+    """Rewinds to the latest valid checkpoint when remote state is lost, until the limit is reached.
 
     Args:
-        limit: times without a new step in between.
+        limit: maximum number of rewinds without a new step between them.
     """
 
     def __init__(self, run: RunFolder, *, limit: int) -> None:
         self._run, self._limit = run, limit
         self._furthest = self._times = 0
 
-    def back(self, session: Session, error: StateLost) -> tuple[Session, dict[str, Any]]:
-        """The session to go on with, and the decision event; again where more is lost meanwhile. Collective.
+    def recover(self, session: Session, error: StateLost) -> tuple[Session, dict[str, Any]]:
+        """Return the session that continues the run, and the fields of the decision event. Collective.
+
+        If more remote state is lost during the rewind, the rewind is repeated.
 
         Raises:
-            RunError: too often without progress.
+            RunError: the limit of rewinds without progress is reached.
         """
         began = time.perf_counter()
         if session.state.step > self._furthest:
             self._furthest, self._times = session.state.step, 0
         while True:
-            _forget_frames(error)
+            _clear_frames(error)
             self._times += 1
             if self._times > self._limit:
-                raise RunError(f"{error}; {self._limit} times without a step (retry.restarts_without_progress)")
+                raise RunError(f"{error}; {self._limit} rewinds without a new step (retry.restarts_without_progress)")
             try:
                 fresh, decision = rewind(session, self._run, reason=str(error))
             except StateLost as again:
@@ -139,22 +144,23 @@ class Rewinds:
 
 
 def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, dict[str, Any]]:
-    """The newest good checkpoint (or the start) again, after state elsewhere was lost: the same data, the same series.
+    """Build a session from the latest valid checkpoint (or step 0) after remote state was lost; the data repeats.
 
-    Collective over the workers, which meet anew: the session is built first, and brings their new groups.
+    Collective. The session is built before the checkpoint is read, since it forms the process groups that the workers
+    use for that.
 
     Raises:
-        StateLost: once more, meanwhile.
+        StateLost: more remote state was lost during the rewind.
     """
     job, workers = session.job, session.workers
-    _end(session)
+    _close(session)
     fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source, initial=False)
-    loaded, cursor = _same_checkpoint(run, job, workers)
-    if loaded is None and job.model.init_from is not None:  # which experts elsewhere read while the model is built
-        _end(fresh)
+    loaded, cursor = _agree_on_checkpoint(run, job, workers)
+    if loaded is None and job.model.init_from is not None:  # remote experts read it while the model is built
+        _close(fresh)
         fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
-    _take_over(fresh, session, precision=session.precision or "fp32", loaded=loaded, cursor=cursor)
-    _forget_after(fresh, run)
+    _continue_from(fresh, session, precision=session.precision or "fp32", loaded=loaded, cursor=cursor)
+    _discard_after(fresh, run)
     lost = session.state.step - fresh.state.step
     deaths, note = fresh.trainable.remote.deaths, fresh.trainable.remote.note
     more = [f"{death.who} died ({death.why})" for death in deaths if f"{death.who} died" not in reason]
@@ -172,23 +178,23 @@ def _next_precision(session: Session) -> str:
     return HIGHER_PRECISION.get(current, current) if session.job.precision.fallback else current
 
 
-def _end(session: Session) -> None:
-    """What follows has its memory to itself."""
+def _close(session: Session) -> None:
+    """Close a session and free its memory for the next one."""
     session.close()
     session.release()
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """The places that an error came through hold micro-batches and what backward needs."""
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables in the tracebacks of an error: they keep micro-batches and autograd graphs alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _take_over(
+def _continue_from(
     fresh: Session, session: Session, *, precision: str, loaded: LoadedCheckpoint | None, cursor: Cursor | None
 ) -> None:
-    """Bring a session to where `session`'s attempt goes on."""
+    """Bring the fresh session to the state that the attempt of `session` continues from."""
     fresh.say = session.say
     fresh.prepare(precision)
     fresh.sizing = session.sizing
@@ -198,23 +204,27 @@ def _take_over(
         fresh.state.cursor = cursor
 
 
-def _forget_after(session: Session, run: RunFolder) -> None:
-    """Rank 0: remove what is later than the state of a session."""
+def _discard_after(session: Session, run: RunFolder) -> None:
+    """Rank 0: remove the metrics and checkpoints that are later than the state of a session."""
     if session.workers.rank == 0:
         run.truncate_metrics(session.state.step)
         discard_after(run, session.state.step)
 
 
-def _same_checkpoint(run: RunFolder, job: TrainJob, workers: Workers) -> tuple[LoadedCheckpoint | None, Cursor | None]:
-    """The newest good one as rank 0 sees it and where the data goes on after it, if elsewhere, on every worker: asked
-    one by one they might see different ones."""
+def _agree_on_checkpoint(
+    run: RunFolder, job: TrainJob, workers: Workers
+) -> tuple[LoadedCheckpoint | None, Cursor | None]:
+    """The latest valid checkpoint, and the data cursor of a rollback to it, the same on every worker. Collective.
+
+    Rank 0 chooses the checkpoint: workers that look one by one might find different ones.
+    """
     place, loaded, message = place_of(job, rank=workers.rank, world_size=workers.world_size), None, None
     if workers.rank == 0:
         loaded = newest_valid(run, place=place).checkpoint
         step = loaded.step if loaded else 0
         cursor = skipped_to(run.read_rows(run.events), step)
         message = {"step": step, "cursor": cursor and asdict(cursor)}
-    told = workers.broadcast_object(message)
-    if workers.rank and told["step"]:
-        loaded = load(run.checkpoint_dir(told["step"]), check_hashes=False, place=place)
-    return loaded, Cursor(**told["cursor"]) if told["cursor"] else None
+    agreed = workers.broadcast_object(message)
+    if workers.rank and agreed["step"]:
+        loaded = load(run.checkpoint_dir(agreed["step"]), check_hashes=False, place=place)
+    return loaded, Cursor(**agreed["cursor"]) if agreed["cursor"] else None

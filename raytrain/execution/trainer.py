@@ -41,7 +41,7 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
     trainer = (local_trainer() if local else TorchTrainer)(
         train_loop_per_worker,
         train_loop_config={
-            # it may hold a model or data given in Python; Ray re-exports `dumps` without saying so
+            # the job may contain Python objects; Ray re-exports `dumps` without declaring it
             "job": ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
             "import_path": job.import_path,
             "run_path": job.run_path,
@@ -55,7 +55,7 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
             placement_strategy=job.planned("placement"),
             accelerator_type=_accelerator_type(job) if on_gpu and not local else None,
         ),
-        torch_config=Collectives(  # pyright: ignore[reportArgumentType]  (has all that Ray uses, without torch)
+        torch_config=Collectives(  # pyright: ignore[reportArgumentType]  (has all the attributes that Ray uses, without importing torch)
             backend=job.planned("backend"), loopback=local, interface="lo" if local else interface
         ),
         run_config=RunConfig(

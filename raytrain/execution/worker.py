@@ -1,7 +1,7 @@
-"""`train_loop_per_worker`: what runs inside each Ray Train worker. It connects Ray to `raytrain/train/session.py`.
+"""`train_loop_per_worker` runs inside each Ray Train worker and connects Ray to `raytrain/train/session.py`.
 
 An attempt, in order: rank 0 takes an attempt number and applies the failure rules; all workers build the model,
-resolve what only a measurement can decide, restore the same checkpoint and train; rank 0 exports the weights and a
+resolve the deferred choices, restore the same checkpoint and train; rank 0 exports the weights and a
 sample. A failure is written to the run folder before it is raised. Ray then restarts all workers, and rank 0 of the
 next attempt decides how to continue.
 """
@@ -31,7 +31,7 @@ from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, Superseded
-from raytrain.execution.rollback import Rewinds, RollBacks
+from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
 from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
@@ -85,14 +85,14 @@ class Worker:
         self.attempt = 0
         self.from_step = 0
         self._new_faults: list[Fault] = []
-        self._rewinds = Rewinds(self.run_folder, limit=job.retry.restarts_without_progress)
+        self._rewind_policy = RewindPolicy(self.run_folder, limit=job.retry.restarts_without_progress)
         self._stop_requested = threading.Event()
 
     def run(self, data: Any) -> AttemptResult | None:
-        """Decide how to start, train, and return the result; an exception leaves a fault record behind.
+        """Decide how to start, train, and return the result; an exception is recorded as a fault.
 
         Args:
-            data: what the driver read for all workers; None where each opens the source itself.
+            data: the data that the driver read for all workers; None if each worker opens the source itself.
         """
         try:
             start = self._start()
@@ -167,7 +167,7 @@ class Worker:
             reason=start.decision.reason,
             **session.strategy.facts(),
         )
-        self.run_folder.flush()  # an object store has the start of this attempt before its first step
+        self.run_folder.flush()  # upload the start of this attempt to an object store before the first step
         outcome = self._loop(reporter)
         session = self.session  # a rollback replaces it
         assert session is not None
@@ -202,12 +202,13 @@ class Worker:
     def _loop(self, reporter: RankReporter) -> LoopOutcome:
         """Run the loop until it ends.
 
-        After a loss of remote state it continues from the newest checkpoint with the same data; after non-finite
+        After a loss of remote state it continues from the latest valid checkpoint with the same data; after non-finite
         steps in a row, with later data and the next higher precision.
         """
         session = self.session
         assert session is not None
-        clock, roll_backs = Clock(session.state.step), RollBacks(self.run_folder, limit=self.job.retry.rollbacks)
+        clock = Clock(session.state.step)
+        rollback_policy = RollbackPolicy(self.run_folder, limit=self.job.retry.rollbacks)
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop_requested.is_set, clock=clock)
             loop.saver = saver = CheckpointSaver(
@@ -226,7 +227,7 @@ class Worker:
             except StateLost as error:
                 saver.abandon()
                 self._report_progress({"phase": "recovering"})
-                self.session, decision = self._rewinds.back(session, error)
+                self.session, decision = self._rewind_policy.recover(session, error)
                 session = self.session
                 clock.rewind(session.state.step, restart_s=decision["seconds"])
                 reporter.event("decision", **decision)
@@ -238,7 +239,7 @@ class Worker:
             reporter.event("account", seconds=clock.seconds, step=session.state.step)
             if outcome.kind != "rollback":
                 return outcome
-            after = roll_backs.back(session, outcome)
+            after = rollback_policy.recover(session, outcome)
             if isinstance(after, LoopOutcome):
                 return after
             self.session = session = after
@@ -283,7 +284,7 @@ def fault_of(
     from_step: int,
     micro_batch: int | None = None,
 ) -> Fault:
-    """The record of the exception that is being handled. raytrain's own errors are `final`: a restart repeats them."""
+    """The record of the exception being handled. raytrain's own errors are `final`: a restart would repeat them."""
     return Fault(
         attempt=attempt,
         rank=rank,

@@ -1,7 +1,7 @@
 """Expert hosts that die, and workers that err, in plain processes. No Ray: the test's own process stands for the
 directory, which brings the members together, hears of deaths and tells every member of the end.
 
-Hosts are the product's `ExpertHost`, workers its sessions and its `Rewinds`; only what carries the calls is other.
+Hosts are the product's `ExpertHost`, workers its sessions and its `RewindPolicy`; only what carries the calls is other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from experts.shapes import LayerShape
 from experts.transport.protocol import Header, Op
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.rollback import Rewinds
+from raytrain.execution.rollback import RewindPolicy
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers
@@ -341,7 +341,7 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
     does."""
     connection = Asks(rank, story, address, pipe)
     session, run, rows = session_of(rank, story, connection), RunFolder(story.run_path), Events(pipe)
-    rewinds = Rewinds(run, limit=3)
+    rewind_policy = RewindPolicy(run, limit=3)
     fates = [fate for fate in fates if fate[2] == rank]
     while True:
         plant(session.trainable.remote.client, fates, pipe)  # type: ignore[union-attr]
@@ -354,7 +354,7 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
             end = (connection.generation, type(error).__name__, str(error), time.monotonic())
             pipe.send(("ended", *end))
             saver.abandon()
-            session, decision = rewinds.back(session, error)
+            session, decision = rewind_policy.recover(session, error)
             if rank == 0:
                 pipe.send(("event", "rewind", decision))
             rows.rows = [row for row in rows.rows if row["step"] <= session.state.step]

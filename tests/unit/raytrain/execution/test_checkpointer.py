@@ -1,4 +1,4 @@
-"""When a checkpoint is due, what is in it, what is said of it."""
+"""When a checkpoint is due, its contents, and the events about it."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_a_fixed_interval_saves_at_its_multiples_and_at_the_end(tmp_path: Path) 
     saver, reporter = saver_of(session, tmp_path, every=4)
     run_with(session, saver, reporter)
     assert steps_in(tmp_path) == [4, 8, 12, 14]
-    said = [event for event in reporter.events if event["kind"] == "checkpoint"]
-    assert [event["step"] for event in said] == [4, 8, 12, 14] and all(event["stall_s"] >= 0 for event in said)
-    seconds = [event["seconds"] for event in said]  # the account up to there, for the time table
+    saved = [event for event in reporter.events if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [4, 8, 12, 14] and all(event["stall_s"] >= 0 for event in saved)
+    seconds = [event["seconds"] for event in saved]  # the account up to there, for the time table
     for earlier, later in pairwise(seconds):
         assert earlier["compute"] < later["compute"] and earlier["save"] <= later["save"]
     losses = dict(zip(reporter.of("eval", "step"), reporter.of("eval", "loss"), strict=True))
@@ -126,7 +126,7 @@ def test_the_interval_is_solved_from_the_stall_that_was_measured(
     assert chosen * step_s >= min(WORK_AT_RISK_S, 100.0) * 0.999
     assert not saver.due(FIRST_STEP + chosen - 1) or chosen == 1
     assert saver.due(FIRST_STEP + chosen)
-    saver.save(session.state, final=False)  # nearly the same again: nothing new is said
+    saver.save(session.state, final=False)  # nearly the same interval: no new event
     assert len([event for event in reporter.events if event["kind"] == "decision"]) == 1
 
 
@@ -158,10 +158,10 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(tmp_path: Path) 
     def state() -> str:
         return digest(session.parts(), session.generator_state())
 
-    taken: dict[int, str] = {}
+    states: dict[int, str] = {}
 
     def voted() -> bool:
-        taken[session.state.step] = state()
+        states[session.state.step] = state()
         if session.state.step == 8:
             later.set()
         return session.state.step == 9
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(tmp_path: Path) 
     saver.close()
     loaded = load(RunFolder(str(tmp_path)).checkpoint_dir(5))
     rng = loaded.parts.pop("rng")["0"]
-    assert digest(loaded.parts, rng) == taken[5] != taken[8]
+    assert digest(loaded.parts, rng) == states[5] != states[8]
 
 
 def test_what_travels_between_workers_is_json_and_safetensors() -> None:

@@ -37,8 +37,8 @@ def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_ea
     async def story() -> None:
         channel = DriverChannel()
         assert await channel.printed_lines() == ""
-        for number, word in ((0, "one\n"), (2, "three\n")):
-            await channel.print_lines("a", number, word)
+        for number, line in ((0, "one\n"), (2, "three\n")):
+            await channel.print_lines("a", number, line)
         assert await channel.printed_lines() == "one\n" and await channel.printed_lines() == ""
         await channel.print_lines("a", 1, "two\n")
         assert await channel.printed_lines() == "two\nthree\n" and await channel.printed_lines() == ""
@@ -53,13 +53,13 @@ def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_ea
 def test_the_last_lines_of_an_attempt_are_heard_though_another_has_begun_or_one_was_lost() -> None:
     async def story() -> None:
         channel = DriverChannel()
-        for number, word in ((0, "one\n"), (1, "two\n"), (3, "four\n")):  # it died, and its third call with it
-            await channel.print_lines("a", number, word)
+        for number, line in ((0, "one\n"), (1, "two\n"), (3, "four\n")):  # it died, and its third call with it
+            await channel.print_lines("a", number, line)
         await channel.print_lines("b", 0, "again\n")
         await channel.print_lines("b", 2, "the last\n")
         assert await channel.printed_lines() == "one\ntwo\nfour\nagain\n"
         await channel.print_lines("a", 2, "three, late\n")
-        assert await channel.printed_lines() == "three, late\n", "late, but told"
+        assert await channel.printed_lines() == "three, late\n", "late, but not lost"
         assert await channel.printed_lines(last=True) == "the last\n" and await channel.printed_lines(last=True) == ""
 
     asyncio.run(story())

@@ -1,4 +1,4 @@
-"""The failure rules: faults in, one decision out."""
+"""The failure rules: the decision for each sequence of faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACE = """Traceback (most recent call last):
 
 
 def fault(**fields: Any) -> Fault:
-    """A ValueError in step 5 under float32, unless said otherwise."""
+    """A ValueError in step 5 under float32, unless `fields` override it."""
     base: dict[str, Any] = {
         "attempt": 1, "rank": 0, "step": 5, "error": "ValueError", "message": "at 0x7f01", "precision": "fp32",
         "reduced": False, "final": False, "from_step": 0, "time": 1.0,
@@ -65,8 +65,9 @@ def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
 
 
 def test_before_there_is_a_checkpoint_a_run_begins_again_and_says_no_step_that_nobody_knows() -> None:
-    told = decided(died(step=None), starts=[0, 0]).reason
-    assert told.startswith("rank 0 failed (WorkerDied") and told.endswith("there is no checkpoint yet: begun again")
+    reason = decided(died(step=None), starts=[0, 0]).reason
+    assert reason.startswith("rank 0 failed (WorkerDied")
+    assert reason.endswith("restarted from step 0: there is no checkpoint yet")
 
 
 def test_an_operation_that_fails_in_reduced_precision_raises_it_once() -> None:
@@ -75,7 +76,7 @@ def test_an_operation_that_fails_in_reduced_precision_raises_it_once() -> None:
     assert decision.action == "raise_precision" and decision.precision == "fp32" and "no kernel" in decision.reason
     assert decided(broken, fallback=False).action == "go_on"
     assert decided(fault(error="TypeError", precision="fp16", reduced=True)).action == "go_on"
-    # in float32 it is an error as any other
+    # in float32 it is an ordinary error
     after = fault(error="RuntimeError", message="no kernel for Half", precision="fp32")
     assert decided(broken, after).action == "go_on"
     assert decided(broken, after, after).action == "stop"
@@ -100,7 +101,7 @@ def test_three_restarts_without_progress_are_enough(starts: list[int], action: s
 
 
 def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None:
-    """A worker that just dies knows no step, and the checkpoint of step 1000 is there every time."""
+    """The fault of a dead worker has no step, and the checkpoint of step 1000 exists every time."""
     rows = [{"kind": "attempt", "attempt": 1, "from_step": 0}, {"kind": "fault", "attempt": 2}]
     deaths = [died(attempt=number) for number in range(1, 51)]
     assert origins(deaths[:3], rows, step=1000) == [0, 1000, 1000, 1000] and origins([], rows, step=7) == [7]
@@ -109,9 +110,9 @@ def test_deaths_before_an_attempt_begins_are_restarts_without_progress() -> None
         return [decided(*deaths[:n], starts=origins(deaths[:n], rows, step=1000)).action for n in counts]
 
     assert actions(1, 3, 4, 50, rows=rows) == ["go_on", "go_on", "stop", "stop"]
-    assert actions(1, 2, 3, 50, rows=[]) == ["go_on", "go_on", "stop", "stop"], "nor does a resumed run's first one"
-    begun = [{"kind": "attempt", "attempt": n, "from_step": 100 * n} for n in range(1, 10)]
-    assert actions(3, 9, 11, 12, rows=begun) == ["go_on", "go_on", "go_on", "stop"], "each got on, until three did not"
+    assert actions(1, 2, 3, 50, rows=[]) == ["go_on", "go_on", "stop", "stop"], "also when a run is resumed"
+    starts = [{"kind": "attempt", "attempt": n, "from_step": 100 * n} for n in range(1, 10)]
+    assert actions(3, 9, 11, 12, rows=starts) == ["go_on", "go_on", "go_on", "stop"], "all but the last 3 made progress"
 
 
 @pytest.mark.parametrize("error", ["OSError", "TimeoutError"])
@@ -120,7 +121,7 @@ def test_an_error_of_reading_may_pass_and_is_counted_as_a_restart_without_progre
     assert [decided(*short[:n], starts=[0] * (n + 1)).action for n in (1, 2, 3)] == ["go_on", "go_on", "stop"]
     assert "3 restarts without progress" in decided(*short, starts=[0] * 4).reason
     missing = [fault(error="FileNotFoundError", step=0, attempt=n) for n in (1, 2)]
-    assert "no accident" in decided(*missing, starts=[0] * 3).reason
+    assert "the same error occurred twice" in decided(*missing, starts=[0] * 3).reason
 
 
 def test_a_fault_survives_json() -> None:

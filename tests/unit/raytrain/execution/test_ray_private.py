@@ -1,4 +1,4 @@
-"""Each private name of Ray: used where Ray has it, and without it the public way is taken."""
+"""Each private name of Ray is used if it exists; without it, the public interface is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going back inside an attempt: one training state in memory, the given weights again, no window twice, an end."""
+"""Rollbacks and rewinds: one training state in memory, the initial weights restored, no data twice, and a limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain.checkpoint.reader import newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.errors import StateLost
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.execution.rollback import Rewinds, RollBacks, rewind, roll_back, skipped_to
+from raytrain.execution.rollback import RewindPolicy, RollbackPolicy, rewind, roll_back, skipped_to
 from raytrain.runs.folder import RunFolder
 from raytrain.train.build import copy_of
 from raytrain.train.clock import Clock
@@ -54,7 +54,7 @@ def train_and_save(session: Session, run: RunFolder, *, every: int) -> None:
 
 
 def held_bytes(session: Session) -> int:
-    """What everything that lives and came from the session's training takes: weights, gradients, optimizer state."""
+    """Bytes of all weights, gradients and optimizer state that the session's training still holds."""
 
     def tensors() -> Iterator[Tensor]:
         for parameter in session.trainable.module.parameters():
@@ -89,10 +89,10 @@ def test_going_back_holds_one_training_state(
     if way == "roll back":
         fresh, _ = roll_back(session, run, outcome=BAD)
     else:
-        fresh, _ = Rewinds(run, limit=3).back(session, StateLost("a host died"))
+        fresh, _ = RewindPolicy(run, limit=3).recover(session, StateLost("a host died"))
     assert seen == [0]
     assert fresh.state.step == 6 and held_bytes(fresh) > 0
-    session.release()  # once more does nothing
+    session.release()  # a second call does nothing
 
 
 def given() -> tuple[nn.Linear, Trainable]:
@@ -110,7 +110,7 @@ def test_a_given_module_begins_anew_where_there_is_no_checkpoint(run: RunFolder)
     assert not torch.equal(session.trainable.module.weight, before), "it has trained"
     fresh, decision = roll_back(session, run, outcome=BAD)
     assert decision["value"] == 0 and torch.equal(fresh.trainable.module.weight, before)
-    assert torch.equal(module.weight, before), "the object itself stays as it was given"
+    assert torch.equal(module.weight, before), "the given object is unchanged"
 
 
 def test_a_copy_of_a_trainable_has_its_hooks_on_the_copy() -> None:
@@ -167,31 +167,35 @@ def never_finite(session: Session) -> Session:
 
 def test_what_is_never_finite_ends_after_one_roll_back_in_each_precision(run: RunFolder) -> None:
     session = session_of(run, precision={"dtype": "bf16"}, loop={"max_steps": 30})
-    rolls = RollBacks(run, limit=5)
+    policy = RollbackPolicy(run, limit=5)
     precisions = []
     while True:
         _, outcome = train(never_finite(session))
         assert outcome.kind == "rollback"
-        came = rolls.back(session, outcome)
-        if isinstance(came, LoopOutcome):
+        recovered = policy.recover(session, outcome)
+        if isinstance(recovered, LoopOutcome):
             break
-        session = came
+        session = recovered
         precisions.append(session.precision)
-    assert precisions == ["fp32"], "other data and the higher precision at once; then nothing is left"
-    assert came.kind == "failed" and "optim.lr" in came.reason and "fp32 is not raised any further" in came.reason
+    assert precisions == ["fp32"], "different data and the higher precision at once; then nothing is left to try"
+    assert (
+        recovered.kind == "failed"
+        and "optim.lr" in recovered.reason
+        and "fp32 is not raised any further" in recovered.reason
+    )
 
 
 def test_good_steps_in_between_allow_another_roll_back_and_the_limit_stays(run: RunFolder) -> None:
-    rolls = RollBacks(run, limit=2)
+    policy = RollbackPolicy(run, limit=2)
     session = session_of(run, loop={"max_steps": 30})
     for _ in range(2):
         session.state.step = 9  # of which the last three were not finite
-        came = rolls.back(session, BAD)
-        assert isinstance(came, Session)
-        session = came
+        recovered = policy.recover(session, BAD)
+        assert isinstance(recovered, Session)
+        session = recovered
     session.state.step = 9
-    came = rolls.back(session, BAD)
-    assert isinstance(came, LoopOutcome) and "after 2 roll-backs (retry.rollbacks)" in came.reason
+    recovered = policy.recover(session, BAD)
+    assert isinstance(recovered, LoopOutcome) and "after 2 rollbacks (retry.rollbacks)" in recovered.reason
 
 
 def test_the_skipped_window_stays_skipped_whoever_goes_on(run: RunFolder) -> None:
@@ -203,7 +207,7 @@ def test_the_skipped_window_stays_skipped_whoever_goes_on(run: RunFolder) -> Non
     fresh, decision = roll_back(session, run, outcome=BAD)
     assert (decision["value"], decision["epoch"], decision["position"]) == (5, 0, 128)
     assert fresh.state.cursor == Cursor(0, 128)
-    assert skipped_to(run.read_rows(run.events), 5) == Cursor(0, 128), "what another attempt goes on with"
+    assert skipped_to(run.read_rows(run.events), 5) == Cursor(0, 128), "another attempt continues from there"
     again, _ = rewind(fresh, run, reason="a host died")
     assert (again.state.step, again.state.cursor) == (5, Cursor(0, 128))
 
@@ -246,5 +250,5 @@ def test_which_roll_back_is_in_force(rows: list[str], step: int, position: int |
         at = {"epoch": 0, "position": int(where)} if where else {}
         return {"kind": "decision", "what": what, "value": int(value), **at}
 
-    told = [json.loads(json.dumps(row(text))) for text in rows]
-    assert skipped_to(told, step) == (None if position is None else Cursor(0, position))
+    events = [json.loads(json.dumps(row(text))) for text in rows]
+    assert skipped_to(events, step) == (None if position is None else Cursor(0, position))
