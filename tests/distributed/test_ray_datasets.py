@@ -55,7 +55,7 @@ def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "ray_words.py").write_text(CODE.replace("import ray.data\n", "# about ray\n"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    said = ['{"written": false}', '{"mixed": "a dict for eval beside a Ray Dataset"}']
+    said = ['{"written": false}', '{"mixed": "a dict for eval together with a Ray Dataset"}']
     failed = [False, False, True]
 
     seen: list[set[str]] = []
@@ -71,7 +71,7 @@ def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     data = DataConfig(source="ray_words:plain", eval_fraction=0.0)
     assert len(open_source(data, context=None, seed=1).train) == 2, "called here after all"
-    with pytest.raises(InputError, match="a dict for eval beside a Ray Dataset, expected Ray Datasets for both"):
+    with pytest.raises(InputError, match="a dict for eval together with a Ray Dataset, expected Ray Datasets for both"):
         open_source(data, context=None, seed=1)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(InputError, match="ray_words:plain, which failed: ValueError: no such bucket"):

@@ -1,4 +1,4 @@
-"""Sizes and shapes of the data for the plan: from file sizes, headers and metadata, without torch."""
+"""Compute the sizes and shapes of the data for the plan from file sizes, headers and metadata, without torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FLOAT_BYTES = 4
 
 
 def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | None:
-    """Sizes of the data from file sizes, headers and metadata; torch is not imported.
+    """Return the sizes of the data from file sizes, headers and metadata; torch is not imported.
 
     Args:
-        data: the section.
+        data: the `data` section.
         context: `model.context`, for text.
     Returns:
-        None for the user's own source, and for texts that go through a tokenizer: only a run can know.
+        None for the user's own source and for text that is tokenized: their sizes are known only in a run.
     Raises:
-        InputError: whatever is wrong with the section or its files.
+        InputError: the section or its files are invalid.
     """
     keys = source_keys(data)
     fraction = data.eval_fraction
@@ -82,8 +82,7 @@ def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> D
 
 
 def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, int, bool]:
-    """(rows, bytes of a row as they will be stored, whether it is read by row groups); of Parquet from the metadata
-    alone."""
+    """(rows, stored bytes per row, whether it is read by row groups); Parquet is sized from its metadata alone."""
     paths, name = as_paths(keys[key]), f"data.{key}"
     if kind == "parquet":
         sizes = sizes_of(parquet_files(paths, key=name), keys, key=name)
@@ -96,10 +95,10 @@ def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, i
 
 
 def describe_shapes(data: DataConfig) -> dict[str, Any]:
-    """What a builder may take from the source, as far as it is known without opening it, and without torch.
+    """Return the facts that a model builder can take from the source without opening it and without torch.
 
     Returns:
-        Some of vocab_size, image_shape (C, H, W) and num_features.
+        Those of vocab_size, image_shape (C, H, W) and num_features that are known.
     """
     keys = source_keys(data)
     if data.train is not None or is_own(data.source or "") or is_tokenised(data):
@@ -149,7 +148,7 @@ def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | N
 
 
 def _object_size(value: Any, *, key: str) -> tuple[int, int]:
-    """(rows, bytes of a row) of an object in memory, by what it says of itself."""
+    """(rows, bytes per row) of an object in memory, from its length and `nbytes`."""
     try:
         if isinstance(value, Mapping):
             columns = list(value.values())

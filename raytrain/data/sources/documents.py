@@ -1,4 +1,4 @@
-"""Documents as rows of tokens: which of them a model learns, how rows are cut, and how documents share a row.
+"""Turn tokenized documents into rows: which tokens are learned, how rows are truncated, how documents are packed.
 
 Torch-free, pure.
 """
@@ -16,7 +16,7 @@ from raytrain.data.sources.tables import TableColumns
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one document, and how many of them at its front are given and not learned (a prompt)."""
+    """Tokens of one document; the first `given` of them (a prompt) are not learned."""
 
     ids: np.ndarray
     given: int = 0
@@ -24,18 +24,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Row:
-    """What a model reads and what it is to say, int32 of one length."""
+    """Input tokens and their labels: int32 arrays of equal length."""
 
     ids: np.ndarray
     labels: np.ndarray
 
 
 def to_row(document: Document, *, max_length: int, same_labels: bool) -> Row | None:
-    """A document as a row of at most `max_length`, its end cut off; None where nothing is left to learn.
+    """Truncate a document to a row of at most `max_length` tokens; None if no label is left to learn.
 
     Args:
-        same_labels: labels are the tokens themselves, for a model that shifts inside, and the first is -100; else each
-            label is the token after.
+        same_labels: labels equal the tokens, with the first set to -100, for a model that shifts them itself;
+            otherwise each label is the next token.
     """
     ids = document.ids[: max_length + (not same_labels)]
     labels = ids.copy()
@@ -47,21 +47,21 @@ def to_row(document: Document, *, max_length: int, same_labels: bool) -> Row | N
 
 
 def padded(rows: Sequence[Row]) -> TableColumns:
-    """Rows of their own lengths; a batch pads them."""
+    """Rows of different lengths; they are padded when a batch is made."""
     return TableColumns(ragged={"input_ids": joined([row.ids for row in rows]),
                                 "labels": joined([row.labels for row in rows])})  # fmt: skip
 
 
 def joined(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """One after the other, with the offsets of each."""
+    """Concatenate the arrays; returns the values and the offset of each array."""
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
     return np.concatenate(parts), offsets
 
 
 def packed(rows: Sequence[Row], *, length: int, pad: int) -> TableColumns:
-    """Several documents in each row of `length`: input_ids, labels, and position_ids that begin anew with each.
+    """Pack several documents into each row of `length`: input_ids, labels, position_ids that restart per document.
 
-    What a row has left over is padding, -100, and counts as one more document.
+    The rest of a row is padding with label -100 and positions of its own.
     """
     places = share_rows(np.array([len(row.ids) for row in rows]), room=length)
     ids = np.full((len(places), length), pad, np.int32)
@@ -80,14 +80,14 @@ def packed(rows: Sequence[Row], *, length: int, pad: int) -> TableColumns:
 
 
 def share_rows(lengths: np.ndarray, *, room: int) -> list[list[int]]:
-    """Which documents share a row: the longest first, each into the fullest row that still takes it.
+    """Assign documents to rows: longest first, each into the fullest row that still has room (best-fit decreasing).
 
     Args:
         lengths: none longer than `room`.
     """
     held: list[list[int]] = []
-    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room that is left
-    left = 0  # bit s is set where some row has s left, so that the least that is enough is found at once
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # indexed by the room left
+    left = 0  # bit s is set if some row has room s left, so the smallest sufficient room is found in one step
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
         enough = left >> length

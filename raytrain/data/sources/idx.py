@@ -1,4 +1,4 @@
-"""IDX image files (the layout of MNIST), also gzipped. Torch is imported only to open them."""
+"""IDX image files (the format of MNIST), optionally gzipped. Torch is imported only to open them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ UNSIGNED_BYTE = 0x08
 
 
 def idx_shape(data: bytes, *, path: str, key: str) -> tuple[int, ...]:
-    """Dimensions of an IDX file of unsigned bytes, from its first bytes.
+    """Return the dimensions of an IDX file of unsigned bytes, read from its header.
 
     Raises:
-        InputError: another kind of file, or one cut off inside its header.
+        InputError: not such a file, or its header is truncated.
     """
     if len(data) < 4 or data[:2] != b"\0\0":
         raise InputError(
             key,
-            seen=f"{path} that begins with {data[:4].hex() or 'nothing'}",
+            seen=f"{path}, which starts with {data[:4].hex() or 'nothing'}",
             expected="an IDX file (0000 08..)",
         )
     if data[2] != UNSIGNED_BYTE:
         raise InputError(key, seen=f"IDX values of type 0x{data[2]:02x} in {path}", expected="bytes (type 0x08)")
     rank = data[3]
     if len(data) < 4 + 4 * rank:
-        raise InputError(key, seen=f"{path} cut off in its header", expected=f"{rank} dimensions")
+        raise InputError(key, seen=f"{path}, truncated in its header", expected=f"{rank} dimensions")
     return tuple(int(size) for size in np.frombuffer(data, dtype=">u4", count=rank, offset=4))
 
 
@@ -50,7 +50,7 @@ def _check_shape(shape: tuple[int, ...], *, path: str, key: str, ranks: tuple[in
             expected=f"{what} of {' or '.join(map(str, ranks))} dimensions",
         )
     if not math.prod(shape):
-        raise InputError(key, seen=f"shape {shape} in {path}", expected=f"at least one of the {what}")
+        raise InputError(key, seen=f"shape {shape} in {path}", expected=f"a file with {what}")
 
 
 def _unzip(data: bytes, *, path: str, key: str) -> bytes:
@@ -59,7 +59,7 @@ def _unzip(data: bytes, *, path: str, key: str) -> bytes:
     try:
         return gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one") from error
+        raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
 
 
 IMAGES = {"ranks": (3, 4), "what": "images"}
@@ -67,23 +67,23 @@ LABELS = {"ranks": (1,), "what": "labels"}
 
 
 def read_shape(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> tuple[int, ...]:
-    """Dimensions of one file; only its first bytes are read."""
+    """Return the dimensions of one file; only its first bytes are read."""
     data = read_bytes(path, key=key, limit=4096)
     if data[:2] == GZIP_MAGIC:
         try:
             data = zlib.decompressobj(wbits=31).decompress(data, HEADER_BYTES)
         except zlib.error as error:
-            raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a whole one") from error
+            raise InputError(key, seen=f"a damaged gzip file at {path}: {error}", expected="a complete file") from error
     shape = idx_shape(data, path=path, key=key)
     _check_shape(shape, path=path, key=key, ranks=ranks, what=what)
     return shape
 
 
 def read_idx(path: str, *, key: str, ranks: tuple[int, ...], what: str) -> np.ndarray:
-    """One file as a writable uint8 array.
+    """Read one file as a writable uint8 array.
 
     Raises:
-        InputError: not this kind of file, fewer or more bytes than its header says, or nothing in it.
+        InputError: not such a file, a size that differs from its header, or an empty file.
     """
     data = _unzip(read_bytes(path, key=key), path=path, key=key)
     shape = idx_shape(data, path=path, key=key)
@@ -106,12 +106,12 @@ def _check_counts(images: int, labels: int, *, path: str, key: str) -> None:
 def describe_idx(
     images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float
 ) -> DataFacts:
-    """Sizes from the headers of the files."""
-    rows, row_bytes = _described(images, labels, prefix="data.")
+    """Return the sizes from the file headers."""
+    rows, row_bytes = _shape_of_pair(images, labels, prefix="data.")
     held = int(rows * fraction)
     train, evaluation = (rows - held, held)
     if eval_images is not None and eval_labels is not None:
-        train, evaluation = rows, _described(eval_images, eval_labels, prefix="data.eval_")[0]
+        train, evaluation = rows, _shape_of_pair(eval_images, eval_labels, prefix="data.eval_")[0]
     return DataFacts(
         train_rows=train,
         eval_rows=evaluation,
@@ -123,7 +123,7 @@ def describe_idx(
     )
 
 
-def _described(images: str, labels: str, *, prefix: str) -> tuple[int, int]:
+def _shape_of_pair(images: str, labels: str, *, prefix: str) -> tuple[int, int]:
     shape = read_shape(images, key=f"{prefix}images", **IMAGES)
     count = read_shape(labels, key=f"{prefix}labels", **LABELS)[0]
     _check_counts(shape[0], count, path=images, key=f"{prefix}labels")
@@ -135,11 +135,11 @@ def _sentence(train: int, evaluation: int, values: int) -> str:
 
 
 def open_idx(images: str, labels: str, eval_images: str | None, eval_labels: str | None, *, fraction: float) -> Source:
-    """Images `x` (B, C, H, W) float32 in [0, 1] and `labels` (B,) int64; kept as bytes until gathered."""
-    train, classes = _opened(images, labels, prefix="data.")
+    """Open images `x` (B, C, H, W) float32 in [0, 1] and `labels` (B,) int64; both stay bytes until gathered."""
+    train, classes = _open_pair(images, labels, prefix="data.")
     evaluation: TensorSplit | None
     if eval_images is not None and eval_labels is not None:
-        evaluation, others = _opened(eval_images, eval_labels, prefix="data.eval_")
+        evaluation, others = _open_pair(eval_images, eval_labels, prefix="data.eval_")
         _check_same_size(train.columns["x"].shape[1:], evaluation.columns["x"].shape[1:], path=eval_images)
         classes = max(classes, others)
     else:
@@ -156,18 +156,18 @@ def open_idx(images: str, labels: str, eval_images: str | None, eval_labels: str
     )
 
 
-def _opened(images: str, labels: str, *, prefix: str) -> tuple[TensorSplit, int]:
+def _open_pair(images: str, labels: str, *, prefix: str) -> tuple[TensorSplit, int]:
     import torch
 
     from raytrain.data.rows.splits import TensorSplit
 
     pixels = read_idx(images, key=f"{prefix}images", **IMAGES)
-    marks = read_idx(labels, key=f"{prefix}labels", **LABELS)
-    _check_counts(len(pixels), len(marks), path=images, key=f"{prefix}labels")
+    targets = read_idx(labels, key=f"{prefix}labels", **LABELS)
+    _check_counts(len(pixels), len(targets), path=images, key=f"{prefix}labels")
     if pixels.ndim == 3:
         pixels = pixels[:, None]
-    columns = {"x": torch.from_numpy(pixels), "labels": torch.from_numpy(marks)}
-    return TensorSplit(columns, divisors={"x": 255.0}), int(marks.max()) + 1
+    columns = {"x": torch.from_numpy(pixels), "labels": torch.from_numpy(targets)}
+    return TensorSplit(columns, divisors={"x": 255.0}), int(targets.max()) + 1
 
 
 def _check_same_size(train: tuple[int, ...], evaluation: tuple[int, ...], *, path: str) -> None:

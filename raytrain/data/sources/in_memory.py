@@ -1,4 +1,4 @@
-"""Objects in memory as splits: dicts of tensors, Arrow tables, map-style datasets, and opened table files."""
+"""Turn objects in memory into splits: dicts of tensors, Arrow tables, map-style datasets and opened table files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def table_pair(
     keys: tuple[str, str] = ("data.path", "data.eval_path"),
     origin: str,
 ) -> Source:
-    """A source of one or two pyarrow Tables; without the second, part of the first is held out.
+    """Return a source of one or two pyarrow Tables; without the second, part of the first is held out.
 
     Args:
         train, evaluation: the tables.
         features, label: see `raytrain.data.sources.tables.choose_columns`.
-        fraction: the part held out where there is no second table.
-        keys: what errors name, for each table.
-        origin: what the tables are, for people.
+        fraction: the part held out if there is no second table.
+        keys: the config keys that errors name, one per table.
+        origin: a short description of the tables for messages.
     Raises:
-        InputError: columns that are missing, hold no numbers or not everywhere, or differ between the two.
+        InputError: columns that are missing, not numeric, have missing values, or differ between the tables.
     """
     choice = choose_columns(train.schema, features=features, label=label, key=keys[0])
     tables = [train] if evaluation is None else [train, evaluation]
@@ -74,7 +74,7 @@ def _column_type(columns: TableColumns, name: str) -> str:
 
 
 def columns_split(columns: TableColumns) -> RowSplit:
-    """Arrays as a split, sharing their memory."""
+    """Return arrays as a split that shares their memory."""
     dense = {name: host_tensor(values) for name, values in columns.dense.items()}
     split = TensorSplit(dense) if dense else None
     if not columns.ragged:
@@ -85,7 +85,7 @@ def columns_split(columns: TableColumns) -> RowSplit:
 
 
 def class_count(splits: Sequence[Any]) -> int | None:
-    """Number of classes: the largest of one-per-row class numbers and one more; None for any other labels."""
+    """Return the number of classes: the largest class number plus one; None unless labels are one integer per row."""
     highest = []
     for split in splits:
         columns = getattr(split, "dense", split)
@@ -97,14 +97,14 @@ def class_count(splits: Sequence[Any]) -> int | None:
 
 
 def object_split(data: Any, *, key: str) -> RowSplit:
-    """One object as a split.
+    """Return one object as a split.
 
     Args:
         data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow
             Table or pandas DataFrame, whose columns keep their names.
-        key: what errors name.
+        key: the config key that errors name.
     Raises:
-        InputError: another kind of object, no rows, different row counts, NaN or infinity in a float column.
+        InputError: an unsupported object, no rows, different row counts, NaN or infinity in a float column.
     """
     if isinstance(data, Mapping):
         return _columns(data, key=key)
@@ -114,7 +114,7 @@ def object_split(data: Any, *, key: str) -> RowSplit:
         return columns_split(convert(table, choice, classes=None, key=key))
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
-        raise InputError(key, seen="a Ray Dataset", expected=KINDS, remedy="give its rows as a pyarrow Table")
+        raise InputError(key, seen="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
     if isinstance(data, (torch.utils.data.DataLoader, torch.utils.data.IterableDataset, torch.Tensor, np.ndarray)):
         raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
     if isinstance(data, (str, tuple)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -127,7 +127,7 @@ def object_split(data: Any, *, key: str) -> RowSplit:
 
 
 def as_table(data: Any, *, key: str) -> Any:
-    """A pyarrow Table of a Table or DataFrame. Raises InputError where it has no rows."""
+    """Return a Table or DataFrame as a pyarrow Table. Raises InputError if it has no rows."""
     import pyarrow as pa
 
     table = data if isinstance(data, pa.Table) else pa.Table.from_pandas(data, preserve_index=False)
@@ -164,7 +164,7 @@ def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
 
 
 def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
-    """A tensor (rows, ...), or rows of different lengths from a list of arrays or lists."""
+    """Return a tensor (rows, ...), or a ragged column from a list of arrays or lists of different lengths."""
     try:
         tensor = host_tensor(values)
     except (TypeError, ValueError):
@@ -179,7 +179,7 @@ def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:
         if parts and all(part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts):
             offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
             return Ragged(torch.cat([part for part in parts if len(part)] or parts), offsets)
-    what = "a single number" if tensor is not None else f"a {type(values).__name__} that is no column of numbers"
+    what = "a single number" if tensor is not None else f"a {type(values).__name__} that is not a column of numbers"
     raise InputError(key, seen=f"'{name}' is {what}", expected="tensors or arrays (rows, ...)")
 
 
@@ -191,7 +191,7 @@ def memory_source(
     keys: tuple[str, str] = ("data.train", "data.eval"),
     origin: str = "data in memory",
 ) -> Source:
-    """A source of one or two objects (`object_split`); without the second, part of the first is held out."""
+    """Return a source of one or two objects (`object_split`); without the second, part of the first is held out."""
     train_split = object_split(train, key=keys[0])
     if evaluation is None:
         first, held = split_off(train_split, fraction)

@@ -1,4 +1,4 @@
-"""Texts out of JSON lines: one document, one prompt with its completion, or one text with its class, a line."""
+"""Read texts from JSON lines: each line is a document, a prompt with its completion, or a text with its class."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from raytrain.runs.storage import read_bytes
 
 
 def read_fields(paths: Sequence[str], *, fields: Mapping[str, str], key: str) -> dict[str, list[Any]]:
-    """Columns of the files, by key of the section.
+    """Return the columns of the files, by key of the `data` section.
 
     Args:
-        fields: key of the section ("text_field", ...) -> the name in each line.
-        key: what errors about files name.
+        fields: key of the section ("text_field", ...) -> the field name in each line.
+        key: the config key that errors about files name.
     Raises:
-        InputError: a line that is no JSON object, lacks a field, or holds a text that is none; no line at all.
+        InputError: no lines, or a line that is not a JSON object, lacks a field, or has a value of the wrong type.
     """
     columns: dict[str, list[Any]] = {name: [] for name in fields}
     for path in paths:
@@ -40,8 +40,8 @@ def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            seen = f"line {number} of {path}, which is no JSON ({error})"
-            raise InputError(key, seen=seen, expected="one JSON object a line") from error
+            seen = f"line {number} of {path}, which is not valid JSON ({error})"
+            raise InputError(key, seen=seen, expected="one JSON object per line") from error
         if not isinstance(row, dict):
             raise InputError(key, seen=f"line {number} of {path} is a {type(row).__name__}", expected="a JSON object")
         yield number, row
@@ -52,7 +52,7 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
         near = difflib.get_close_matches(field, list(row), n=1)
         raise InputError(
             f"data.{name}",
-            seen=f"'{field}', which {where} does not have",
+            seen=f"'{field}', which is missing in {where}",
             expected=f"one of {', '.join(row) or 'some fields'}",
             remedy=f"nearest: {near[0]}" if near else "",
         )
@@ -69,13 +69,13 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
 
 
 def class_numbers(columns: Sequence[list[Any]]) -> tuple[list[np.ndarray], int, tuple[str, ...] | None]:
-    """Labels of the training and evaluation rows as class numbers (int64), how many classes there are, their names.
+    """Return the labels of each column as class numbers (int64), the number of classes, and their names.
 
-    Strings are numbered in the order of the alphabet, over all columns together.
+    String labels are numbered in sorted order over all columns.
     """
     kinds = {type(value) for column in columns for value in column}
     if len(kinds) > 1:
-        raise InputError("data.label_field", seen="whole numbers beside strings", expected="one kind of label")
+        raise InputError("data.label_field", seen="both whole numbers and strings", expected="one kind of label")
     if kinds == {str}:
         names = sorted({value for column in columns for value in column})
         numbers = {name: number for number, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""The keys of each built-in source, checked before anything is read. Torch-free."""
+"""The keys of each built-in source, and their checks before any file is read. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Key:
-    """One key: whether a value will do, what it should be in words, and what it is where it is not given."""
+    """One key: a check of its value, a description of valid values, and its default."""
 
     accepts: Callable[[Any], bool]
     expected: str
@@ -71,7 +71,7 @@ TEXT_ROW_KEYS = {
     "completion_field": NAME,
     "label_field": NAME,
     "tokenizer": TOKENIZER,
-    "max_length": Key(lambda value: value == "auto" or _is_length(value), "tokens from 2 up, or auto", default="auto"),
+    "max_length": Key(lambda value: value == "auto" or _is_length(value), "at least 2 tokens, or auto", default="auto"),
     "packing": Key(lambda value: value in ("padded", "packed"), "padded or packed", default="padded"),
     "labels": LABELS,
 }
@@ -83,7 +83,7 @@ SOURCES: dict[str, dict[str, Key]] = {
         "tokenizer": TOKENIZER,
         "labels": LABELS,
     },
-    "stdlib": {"max_bytes": Key(_is_count, "a number of bytes from 1 up", default=STDLIB_MAX_BYTES)},
+    "stdlib": {"max_bytes": Key(_is_count, "a number of bytes, at least 1", default=STDLIB_MAX_BYTES)},
     "idx": {
         "images": REQUIRED_PATH,
         "labels": REQUIRED_PATH,
@@ -94,13 +94,13 @@ SOURCES: dict[str, dict[str, Key]] = {
     "csv": TABLE_KEYS,
     "jsonl": {**TABLE_KEYS, **TEXT_ROW_KEYS},
 }
-"""The built-in sources by name, and the keys each takes besides those of the section."""
+"""The built-in sources by name, and the keys each takes in addition to those of the section."""
 
 TABLES = ("parquet", "csv", "jsonl")
 
 
 def memory_keys(train: Any) -> dict[str, Key]:
-    """Keys beside `data.train`: the columns of a table, the vocabulary of a text; none for the rest."""
+    """Keys allowed with `data.train`: column names for a table, the vocabulary for a text, otherwise none."""
     if isinstance(train, bytes):
         return {"vocabulary": VOCABULARY}
     return {"features": FEATURES, "label": LABEL} if is_table(train) else {}
@@ -120,7 +120,7 @@ def is_own(source: str) -> bool:
 
 
 def check_source(source: str) -> None:
-    """Raises InputError for a name that is no built-in source and no ``module:function``."""
+    """Raise InputError unless `source` is a built-in source or a ``module:function``."""
     if not is_own(source) and source not in SOURCES:
         raise InputError(
             "data.source",
@@ -136,12 +136,12 @@ def _nearest(name: str, names: Any) -> str:
 
 
 def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str) -> dict[str, Any]:
-    """All keys of a source with their values, defaults included.
+    """Return the values of all keys of a source, defaults included.
 
     Args:
-        keys: what the job gives.
-        known: what the source takes.
-        owner: the source, for messages.
+        keys: the keys given in the job.
+        known: the keys that the source takes.
+        owner: the name of the source in messages.
     Raises:
         InputError: an unknown key, a missing one, or a value of the wrong kind.
     """
@@ -150,7 +150,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
             raise InputError(
                 f"data.{name}",
                 seen="a key that does not exist",
-                expected=f"for {owner}: {', '.join(known) or 'no further key'}",
+                expected=f"for {owner}: {', '.join(known) or 'no other key'}",
                 remedy=_nearest(name, known),
             )
     values = {name: keys.get(name, key.default) for name, key in known.items()}
@@ -168,31 +168,35 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
 
 
 def path_keys(source: str | None) -> tuple[str, ...]:
-    """Keys of a built-in source that hold paths, for whoever makes relative paths absolute."""
+    """Return the keys of a built-in source that hold paths, so that callers can make relative paths absolute."""
     return tuple(name for name, key in SOURCES.get(source or "", {}).items() if key.is_path)
 
 
 def as_paths(value: Any) -> list[str]:
-    """A path, a list of paths or None as a list of strings."""
+    """Return a path, a list of paths or None as a list of strings."""
     if value is None:
         return []
     return [os.fspath(path) for path in value] if isinstance(value, (list, tuple)) else [os.fspath(value)]
 
 
 def source_keys(data: DataConfig) -> dict[str, Any]:
-    """The source's own keys with their defaults.
+    """Return the source's own keys with defaults filled in.
 
     Raises:
-        InputError: no source, an unknown one, or a key that is unknown, missing or of the wrong kind.
+        InputError: no source, an unknown source, or a key that is unknown, missing or of the wrong kind.
     """
     if data.train is not None:
         if data.source is not None:
-            raise InputError("data.source", seen=f"{data.source} beside data.train", expected="one of the two")
+            raise InputError(
+                "data.source", seen=f"{data.source} together with data.train", expected="only one of the two"
+            )
         if isinstance(data.train, bytes) and not isinstance(data.eval, (bytes, type(None))):
-            raise InputError("data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, as data.train")
+            raise InputError("data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, like data.train")
         return check_keys(data.keys, memory_keys(data.train), owner=f"a {type(data.train).__name__} in memory")
     if data.eval is not None:
-        raise InputError("data.eval", seen="an object without data.train", expected="both, or a source")
+        raise InputError(
+            "data.eval", seen="an object without data.train", expected="data.train as well, or data.source instead"
+        )
     if data.source is None:
         raise InputError(
             "data.source",
@@ -204,10 +208,12 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
 
 
 def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None]:
-    """The four files of an IDX source. Raises InputError where only one of the last two is given."""
+    """Return the four files of an IDX source. Raises InputError if only one of the two eval files is given."""
     given = {name: keys[name] is not None for name in ("eval_images", "eval_labels")}
     if any(given.values()) and not all(given.values()):
-        missing = next(name for name, there in given.items() if not there)
-        raise InputError(f"data.{missing}", seen="no value", expected="a path: eval_images and eval_labels go together")
+        missing = next(name for name, present in given.items() if not present)
+        raise InputError(
+            f"data.{missing}", seen="no value", expected="a path: eval_images and eval_labels must be given together"
+        )
     images, labels, eval_images, eval_labels = (as_paths(keys[name])[:1] for name in SOURCES["idx"])
     return images[0], labels[0], next(iter(eval_images), None), next(iter(eval_labels), None)

@@ -1,4 +1,4 @@
-"""From the `data` section to rows: `describe_source` for the plan (no torch), `open_source` for training."""
+"""Open the rows that the `data` section names (`open_source`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
-    """Open the data, everything on the host.
+    """Open the data in host memory.
 
     Args:
-        data: the section; relative paths are taken from the working directory.
+        data: the `data` section; relative paths are resolved against the working directory.
         context: `model.context`, for text.
-        seed: the job's; a function of the user's with a parameter `seed` gets it. What is held out for
-            evaluation does not depend on it.
+        seed: the job's seed, passed to a user's function that has a `seed` parameter. The rows held out for
+            evaluation do not depend on it.
     Raises:
-        InputError: whatever is wrong with the section, its files or their contents.
+        InputError: the section, its files or their contents are invalid.
     """
     keys = source_keys(data)
     if data.train is not None:
@@ -99,7 +99,7 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
 
 
 def _open_own(data: DataConfig, seed: int) -> Source:
-    """Call the user's function and take what it returns."""
+    """Call the user's function and open what it returns."""
     from raytrain.config.user_code import resolve
     from raytrain.data.sources.in_memory import KINDS, memory_source
     from raytrain.data.sources.ray_dataset import mentions_ray, written_datasets
@@ -129,7 +129,7 @@ def _open_own(data: DataConfig, seed: int) -> Source:
 
 
 def _open_written(written: Any, fraction: float) -> Source:
-    """What a Ray Dataset was written to; columns keep their names, as those of any table in memory."""
+    """Open the Parquet files of a written Ray Dataset; columns keep their names, as for any table in memory."""
     from raytrain.data.sources.parquet import open_groups, parquet_files
 
     train = parquet_files(written.train, key="data.source")
@@ -139,11 +139,11 @@ def _open_written(written: Any, fraction: float) -> Source:
 
 
 def read_on_driver(data: DataConfig) -> bytes | Tokenised | None:
-    """What the driver reads for all workers: text that may differ from machine to machine, and texts that went through
-    a tokenizer, which is done once; else None.
+    """Read the data that the driver must read for all workers, otherwise return None: the standard library's text,
+    which may differ between machines, and tokenized text, so that it is tokenized once.
 
     Raises:
-        InputError: as `open_source`.
+        InputError: as for `open_source`.
     """
     if data.train is None and data.source == "stdlib":
         return read_stdlib(source_keys(data)["max_bytes"])
@@ -151,8 +151,9 @@ def read_on_driver(data: DataConfig) -> bytes | Tokenised | None:
 
 
 def source_from_driver(sent: Any, data: DataConfig, *, context: int | None) -> Source | None:
-    """The source of what `read_on_driver` gave, or of what opening the source on the driver left to be handed over
-    (`Source.worker_data`); None where that was None, and the worker opens the data itself."""
+    """Open on a worker what the driver sent: the result of `read_on_driver`, or `Source.worker_data`.
+
+    Returns None if that is None; the worker then opens the data itself."""
     if isinstance(sent, Tokenised):
         return tokenised_source(sent, context=context)
     if sent is None or isinstance(sent, bytes):

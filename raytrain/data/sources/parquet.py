@@ -1,4 +1,4 @@
-"""The source `parquet`: its files, whether its rows are shuffled whole or by row groups, and what is known of them."""
+"""The source `parquet`: find its files, read their metadata, and decide whether to shuffle rows or row groups."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from raytrain.data.sources.tables import (
 from raytrain.errors import InputError
 from raytrain.runs.storage import locate
 
-#: `order: auto` shuffles by row groups from so many bytes on; of the files alone, so that it is the same everywhere.
+#: `order: auto` shuffles by row groups above this size; it depends on the files alone, so all machines agree.
 GROUPS_FROM_BYTES = 1 << 30
 FLOAT_BYTES = 4
 LABEL_BYTES = 8
 
 
 def parquet_files(value: Any, *, key: str) -> list[str]:
-    """The files of a path, a folder (its `*.parquet`, sorted by name) or a list of either."""
+    """Return the files of a path, a folder (its `*.parquet`, sorted by name) or a list of either."""
     return [file for path in as_paths(value) for file in _files_of(path, key=key)]
 
 
@@ -56,7 +56,7 @@ def _files_of(path: str, *, key: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ParquetSizes:
-    """Rows of files, and bytes of a row as it is kept."""
+    """Sizes of Parquet files; `row_bytes` is the size of a row in memory."""
 
     rows: int
     row_bytes: int
@@ -66,18 +66,18 @@ class ParquetSizes:
 
 
 def sizes_of(files: Sequence[str], keys: Mapping[str, Any], *, key: str) -> ParquetSizes:
-    """From the metadata alone; whether the rows are shuffled by row groups follows from them and `order`."""
+    """Compute the sizes from metadata alone; they and the key `order` decide whether row groups are shuffled."""
     schema, rows, sizes = parquet_sizes(files, key=key)
     choice = choose_columns(schema, features=keys["features"], label=keys["label"], key=key)
     stored = FLOAT_BYTES * len(choice.stacked) + (LABEL_BYTES if choice.label else 0)
     row_bytes = int(stored + sum(sizes.get(name, LABEL_BYTES) for name in choice.named))
-    asked = keys.get("order") or "auto"
-    by_groups = asked == "groups" or (asked == "auto" and rows * row_bytes > GROUPS_FROM_BYTES)
+    order = keys.get("order") or "auto"
+    by_groups = order == "groups" or (order == "auto" and rows * row_bytes > GROUPS_FROM_BYTES)
     return ParquetSizes(rows, row_bytes, by_groups, choice, schema)
 
 
 def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[str, Any], *, fraction: float) -> Source:
-    """A source whose rows are read by row groups (`raytrain.data.sources.row_groups`)."""
+    """Open a source whose rows are read by row groups (`raytrain.data.sources.row_groups`)."""
     from raytrain.data.sources.row_groups import GroupSplit, held_out
 
     sizes = sizes_of(files, keys, key="data.path")
@@ -109,18 +109,18 @@ def open_groups(files: Sequence[str], eval_files: Sequence[str], keys: Mapping[s
 
 
 def pieces_of(files: Sequence[str]) -> list[Any]:
-    """Every row group of these files, in order."""
+    """Return every non-empty row group of these files, in order."""
     from raytrain.data.sources.row_groups import Piece
 
     found = []
     for path in files:
-        meta = _opened(path).metadata
+        meta = _open(path).metadata
         counts = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
         found += [Piece(path, group, 0, rows) for group, rows in enumerate(counts) if rows]
     return found
 
 
-def _opened(path: str) -> Any:
+def _open(path: str) -> Any:
     from pyarrow import parquet
 
     filesystem, inner = locate(path, key="data.path")
@@ -135,7 +135,7 @@ def _is_float(schema: Any, name: str) -> bool:
 
 
 def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[str, ...] | None:
-    """The names of string labels: that column alone is read, file by file. Raises InputError: no column of labels."""
+    """Return the class names of string labels, reading only that column. Raises InputError if it cannot hold labels."""
     kind = None if label is None else schema.field(label).type
     if label is None or column_kind(kind) == "number":
         return None
@@ -143,27 +143,27 @@ def _class_names(files: Sequence[str], label: str | None, schema: Any) -> tuple[
         raise no_label(label, kind)
     found: set[str] = set()
     for path in files:
-        found |= set(class_names([_opened(path).read(columns=[label])], label) or ())
+        found |= set(class_names([_open(path).read(columns=[label])], label) or ())
     return tuple(sorted(found)) or None
 
 
 def _bounds(files: Sequence[str], label: str, schema: Any) -> tuple[int, int]:
-    """The least and the largest whole number of a label; read from the files' statistics where they have them.
-    Raises InputError: a label is missing."""
+    """Return the smallest and largest integer label, from the files' statistics where available.
+    Raises InputError if a label is missing."""
     if _is_float(schema, label):
         return 0, -1
     low, high = 0, IGNORED_LABEL
     for path in files:
-        file = _opened(path)
+        file = _open(path)
         at = [file.metadata.schema.column(n).path for n in range(file.metadata.num_columns)].index(label)
         for group in range(file.metadata.num_row_groups):
-            told = file.metadata.row_group(group).column(at).statistics
-            if told is None or not told.has_min_max or told.null_count:
+            stats = file.metadata.row_group(group).column(at).statistics
+            if stats is None or not stats.has_min_max or stats.null_count:
                 column = file.read_row_group(group, columns=[label])[label]
                 check_present(column, label, key=f"data.path, row group {group} of {path}")
                 values = column.to_numpy()
-                least, most = int(values.min()), int(values.max())
+                smallest, largest = int(values.min()), int(values.max())
             else:
-                least, most = int(told.min), int(told.max)
-            low, high = min(low, least), max(high, most)
+                smallest, largest = int(stats.min), int(stats.max)
+            low, high = min(low, smallest), max(high, largest)
     return low, high

@@ -1,12 +1,11 @@
-"""A Ray Dataset that a user's function returns: written once as Parquet, then read like any other.
+"""Write a Ray Dataset that a user's function returns to Parquet once, then read it like any Parquet source.
 
-Ray Data's own iterator has no order that a seed fixes and no way to begin in the middle of an epoch, which an exact
-resume needs; row groups on shared storage have both (`raytrain.data.sources.row_groups`). What was written stays, under
-a name made of the function and its keys, so that a resumed run reads the same rows in the same order.
+An exact resume needs an order fixed by a seed and a way to start in the middle of an epoch. Ray Data's own iterator has
+neither; row groups on shared storage have both (`raytrain.data.sources.row_groups`). The files are kept under a name
+derived from the function and its keys, so that a resumed run reads the same rows in the same order.
 
-A process of its own calls the function (`python -m raytrain.data.sources.ray_dataset`), in a small cluster on this
-machine or
-in that of RAY_ADDRESS: Ray Data starts Ray as soon as it is used, and the run's own cluster comes later.
+A separate process calls the function (`python -m raytrain.data.sources.ray_dataset`), in a small cluster on this
+machine or in the cluster of RAY_ADDRESS: Ray Data starts Ray on first use, before the run's own cluster exists.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from raytrain.errors import InputError
 
 FOLDER = "datasets"
-"""In the directory of the command, which all nodes must see."""
+"""In the working directory of the command, which must be visible to all nodes."""
 
 COMPLETE = "COMPLETE"
 GROUP_ROWS = 65_536
@@ -34,11 +33,11 @@ GROUP_ROWS = 65_536
 
 @dataclass(frozen=True)
 class WrittenDataset:
-    """Parquet files of one or two Ray Datasets; what the driver hands to the workers in place of the function.
+    """Parquet files of one or two Ray Datasets, which the driver sends to the workers instead of the function.
 
     Attributes:
-        train, eval: their folders.
-        holds_out: whether part of `train` is to be kept for evaluation: the function said nothing of one.
+        train, eval: the folders of the files.
+        holds_out: whether part of `train` is held out for evaluation, because the function returned no `eval` key.
     """
 
     train: str
@@ -47,12 +46,12 @@ class WrittenDataset:
 
 
 def is_ray_dataset(value: Any) -> bool:
-    """Whether it is one; Ray is not imported for the question."""
+    """Whether `value` is a Ray Dataset; Ray is not imported to find out."""
     return type(value).__module__.split(".")[0] == "ray"
 
 
 def mentions_ray(function: Callable[..., Any]) -> bool:
-    """Whether the module of a function speaks of Ray at all; one that does not gives no Ray Dataset."""
+    """Whether the source of the function's module mentions Ray; if not, the function returns no Ray Dataset."""
     try:
         text = inspect.getsource(inspect.getmodule(function) or function)
     except (OSError, TypeError):
@@ -63,20 +62,20 @@ def mentions_ray(function: Callable[..., Any]) -> bool:
 def written_datasets(
     source: str, function: Callable[..., Any], keys: Mapping[str, Any], *, seed: int
 ) -> WrittenDataset | None:
-    """What the Ray Datasets of this function were written to, now or before; None where it returns something else.
+    """Return the written Ray Datasets of this function, writing them if needed; None if it returns something else.
 
     Raises:
-        InputError: it failed, or gave a Ray Dataset that cannot be read, or one beside something else.
+        InputError: the function failed, or returned an unreadable Ray Dataset, or mixed one with another object.
     """
     try:
         text = inspect.getsource(function)
     except (OSError, TypeError):
         text = ""
-    told = json.dumps([source, text, {name: repr(value) for name, value in sorted(keys.items())}])
-    name = f"{source.replace(':', '-')}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    identity = json.dumps([source, text, {name: repr(value) for name, value in sorted(keys.items())}])
+    name = f"{source.replace(':', '-')}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     folder = os.path.abspath(os.path.join(FOLDER, name))
     known = os.path.exists(os.path.join(folder, COMPLETE))
-    if not known and not _written_by_a_process(source, keys, folder, seed=seed):
+    if not known and not _write_in_process(source, keys, folder, seed=seed):
         return None
     with open(os.path.join(folder, COMPLETE)) as file:
         parts = json.load(file)["parts"]
@@ -84,12 +83,14 @@ def written_datasets(
     return WrittenDataset(os.path.join(folder, "train"), held, holds_out=parts == ["train"])
 
 
-def _written_by_a_process(source: str, keys: Mapping[str, Any], folder: str, *, seed: int) -> bool:
+def _write_in_process(source: str, keys: Mapping[str, Any], folder: str, *, seed: int) -> bool:
     try:
-        orders = json.dumps({"source": source, "keys": dict(keys), "folder": folder, "seed": seed})
+        request = json.dumps({"source": source, "keys": dict(keys), "folder": folder, "seed": seed})
     except TypeError as error:
-        raise InputError("data", seen=f"a value that JSON cannot hold ({error})", expected="plain values") from error
-    command = [sys.executable, "-m", "raytrain.data.sources.ray_dataset", orders]
+        raise InputError(
+            "data", seen=f"a value that JSON cannot represent ({error})", expected="plain values"
+        ) from error
+    command = [sys.executable, "-m", "raytrain.data.sources.ray_dataset", request]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = _environment() | {"PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -97,21 +98,21 @@ def _written_by_a_process(source: str, keys: Mapping[str, Any], folder: str, *, 
     if done.returncode or answer is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise InputError("data.source", seen=f"{source}, which failed: {last}", expected="datasets")
-    told = json.loads(answer)
-    if "mixed" in told:
-        raise InputError("data.source", seen=told["mixed"], expected="Ray Datasets for both")
-    return bool(told["written"])
+    result = json.loads(answer)
+    if "mixed" in result:
+        raise InputError("data.source", seen=result["mixed"], expected="Ray Datasets for both")
+    return bool(result["written"])
 
 
 def _environment() -> dict[str, str]:
-    """This process's variables; a cluster of the reader's own gets none of those by which Ray's processes know each
-    other: a run before this one left the path of a token that is gone."""
+    """This process's environment variables. For a local cluster, Ray's authentication variables are removed: an earlier
+    run in this process may have left the path of a token file that was deleted."""
     own = not os.environ.get("RAY_ADDRESS")
     return {name: value for name, value in os.environ.items() if not (own and name.startswith("RAY_AUTH_"))}
 
 
-def _main(orders: dict[str, Any]) -> dict[str, Any]:
-    """In the process: call the function, write what it gives where those are Ray Datasets."""
+def _main(request: dict[str, Any]) -> dict[str, Any]:
+    """In the separate process: call the function and write the Ray Datasets that it returns."""
     import ray
 
     from raytrain.config.user_code import make_importable, resolve
@@ -121,24 +122,24 @@ def _main(orders: dict[str, Any]) -> dict[str, Any]:
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(address=address or "local", log_to_driver=False, **local)
-    function = resolve(orders["source"], key="data.source")
-    result = call_builder(function, orders["keys"], sections={"seed": orders["seed"]}, key="data")
+    function = resolve(request["source"], key="data.source")
+    result = call_builder(function, request["keys"], sections={"seed": request["seed"]}, key="data")
     parts = {name: value for name, value in result.items() if value is not None} if isinstance(result, dict) else {}
     others = [name for name, value in parts.items() if not is_ray_dataset(value)]
     if not parts or len(others) == len(parts):
         return {"written": False}
     if others:
-        return {"mixed": f"a {type(parts[others[0]]).__name__} for {others[0]} beside a Ray Dataset"}
-    _write(parts, orders["folder"], named=list(result))
+        return {"mixed": f"a {type(parts[others[0]]).__name__} for {others[0]} together with a Ray Dataset"}
+    _write(parts, request["folder"], named=list(result))
     return {"written": True}
 
 
 def _write(parts: Mapping[str, Any], folder: str, *, named: list[str]) -> None:
-    """Blocks in their own order, so that the same dataset is written as the same rows."""
+    """Write blocks in their order, so that the same dataset always gives the same rows."""
     from ray.data import DataContext
 
     DataContext.get_current().execution_options.preserve_order = True
-    shutil.rmtree(folder, ignore_errors=True)  # a writer that was killed left no COMPLETE
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed before COMPLETE
     for name, dataset in parts.items():
         dataset.write_parquet(os.path.join(folder, name), row_group_size=GROUP_ROWS)
     with open(os.path.join(folder, COMPLETE), "w") as file:

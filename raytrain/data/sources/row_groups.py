@@ -1,13 +1,13 @@
-"""Parquet sets larger than memory: row groups read as their turn comes, in an order that is a pure function.
+"""Read Parquet data larger than memory by row groups, in an order that is a pure function of seed and epoch.
 
-An epoch permutes the row groups by (seed, epoch), takes them `window` at a time, and permutes the rows of each such
-window. So any position is reached by its number alone, by any number of workers, and only three windows are in memory:
-the one in use, the next, which a thread reads meanwhile, and the one before, of which batches that are made ahead may
-still want rows. Each worker reads every group: the rows of a step come from the whole window, whoever takes them.
+An epoch permutes the row groups by (seed, epoch), splits them into windows of `window` groups, and permutes the rows of
+each window. Any number of workers can therefore start at any position, and only three windows are in memory: the
+current one, the next one, which a thread prefetches, and the previous one, which pending batches may still need. Every
+worker reads every group, because the rows of a step come from the complete window.
 
 pyarrow reads the groups itself. Ray Data's own iterator was measured at 18-33 thousand rows a second over short epochs
-on one node, promises no order, and cannot begin in the middle; a Ray Dataset is therefore written as Parquet first
-(`raytrain.data.sources.ray_dataset`).
+on one node, guarantees no order, and cannot start in the middle of an epoch; a Ray Dataset is
+therefore written as Parquet first (`raytrain.data.sources.ray_dataset`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import RunError
 from raytrain.runs.storage import locate
 
-#: Rows are shuffled within so many bytes of row groups; three such windows are in memory.
+#: Rows are shuffled within windows of row groups of this size; three windows are in memory.
 WINDOW_BYTES = 256 << 20
 
 
@@ -47,13 +47,16 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 def held_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], list[Piece]]:
-    """(train, eval): whole groups of a permutation that no job's seed changes, and a part of one more, so that the
-    number of rows is exact and only these groups are read for an evaluation."""
+    """Split into (train, eval), independently of the job's seed.
+
+    The held-out rows are complete groups plus part of one more: their number is exact, and an evaluation reads only
+    these groups.
+    """
     held = int(sum(piece.rows for piece in pieces) * fraction)
     train, evaluation = list(pieces), []
     for number in row_order(len(pieces), seed=HOLDOUT_SEED, epoch=0)[::-1].tolist():
@@ -69,7 +72,7 @@ def held_out(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], lis
 
 
 class GroupOrder:
-    """The order of one epoch; a slice of it is computed from the windows it touches."""
+    """The row order of one epoch; a slice of it is computed from the windows that it overlaps."""
 
     def __init__(
         self, starts: np.ndarray, *, seed: int, epoch: int, window: int,
@@ -90,8 +93,8 @@ class GroupOrder:
         parts, at = [], first
         while at < last:
             number = int(np.searchsorted(self._bounds, at, side="right")) - 1
-            begin, end = int(self._bounds[number]), int(self._bounds[number + 1])
-            parts.append(self._rows(number)[at - begin : last - begin])
+            start, end = int(self._bounds[number]), int(self._bounds[number + 1])
+            parts.append(self._rows(number)[at - start : last - start])
             at = end
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -102,20 +105,20 @@ class GroupOrder:
             rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
             draw = np.random.SeedSequence([self._seed % 2**64, self._epoch, 1 + number])
             self._known[number] = np.random.Generator(np.random.PCG64(draw)).permutation(rows)
-            while len(self._known) > 2:  # that of a step, and that of the batches made ahead of it
+            while len(self._known) > 2:  # one for the current step, one for prefetched batches
                 del self._known[next(iter(self._known))]
         return self._known[number]
 
 
 class GroupSplit:
-    """Rows of Parquet files, row group by row group; an index is the row's number in the order of the files.
+    """Rows of Parquet files, read by row group; an index is the row's position in the concatenated files.
 
     Args:
-        pieces: what belongs to this split.
-        choice, classes: which columns, and the names of string labels (`raytrain.data.sources.tables.convert`).
-        row_bytes: of a row as it is kept in memory.
-        weighs_rows: whether each row counts as one in a mean loss; else only a batch can tell.
-        window_bytes: row groups of so many bytes are shuffled together.
+        pieces: the rows of this split.
+        choice, classes: the columns used, and the names of string labels (`raytrain.data.sources.tables.convert`).
+        row_bytes: bytes of a row in memory.
+        weighs_rows: whether each row has weight 1 in a mean loss; otherwise the weight is known only from a batch.
+        window_bytes: bytes of row groups that are shuffled together.
     """
 
     tokens_per_row: int | None = None
@@ -136,11 +139,11 @@ class GroupSplit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows as they would be kept in memory."""
+        """Bytes that all rows take in memory."""
         return len(self) * self._row_bytes
 
     def order(self, seed: int, epoch: int) -> Order:
-        """See the module; what the order comes to is read ahead."""
+        """The order of an epoch (see the module docstring); upcoming row groups are prefetched."""
         return GroupOrder(self._starts, seed=seed, epoch=epoch, window=self.window, expect=self._read.expect)
 
     def eval_order(self) -> np.ndarray:
@@ -164,7 +167,7 @@ class GroupSplit:
         """Not known without reading the rows."""
 
     def to(self, device: torch.device | str) -> Split:
-        """All rows read and kept on `device`, in the same order."""
+        """Read all rows and keep them on `device`, in the same order."""
         rows = joined([self._read.piece(n) for n in range(len(self.pieces))])
         starts, window = self._starts, self.window
         return ReorderedSplit(
@@ -172,7 +175,7 @@ class GroupSplit:
         )
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> Split:
-        """All of it: what does not fit is read from the files again."""
+        """Move everything to `device`; partial placement is not supported."""
         return self.to(device)
 
     def _split_of(self, piece: Piece, table: Any) -> RowSplit:
@@ -181,7 +184,7 @@ class GroupSplit:
 
 
 def joined(splits: Sequence[Any]) -> Any:
-    """Splits of the same columns, one after the other."""
+    """Concatenate splits with the same columns."""
     if len(splits) == 1:
         return splits[0]
     if isinstance(splits[0], TensorSplit):
@@ -202,7 +205,7 @@ def _names(choice: ColumnChoice) -> list[str]:
 
 
 class _GroupReader:
-    """Pieces as splits: read by one thread, the last `most` of them kept."""
+    """Reads pieces as splits in one thread and keeps the last `most` of them."""
 
     def __init__(
         self, pieces: Sequence[Piece], make: Callable[[Piece, Any], RowSplit], *, columns: list[str], most: int
@@ -214,17 +217,17 @@ class _GroupReader:
         self._files: dict[str, Any] = {}
 
     def piece(self, number: int) -> RowSplit:
-        """One piece; waits for it. Any thread may ask: what another's rows push out unread is begun again."""
+        """Return one piece, waiting for it. Thread-safe: a read evicted by another thread is submitted again."""
         while True:
             with contextlib.suppress(CancelledError):
-                return self._begun(number).result()
+                return self._submit(number).result()
 
     def expect(self, numbers: list[int]) -> None:
-        """These will be asked for, in about this order."""
+        """Prefetch these pieces, which will be needed in about this order."""
         for number in numbers:
-            self._begun(number)
+            self._submit(number)
 
-    def _begun(self, number: int) -> Future[RowSplit]:
+    def _submit(self, number: int) -> Future[RowSplit]:
         with self._lock:
             if number not in self._kept:
                 self._kept[number] = self._thread.submit(self._split, self._pieces[number])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raytrain.errors import InputError
 
-# Tests and packages that are no part of every Python build; the rest is the same text for the same Python.
+# Folders that some Python builds lack; the rest is the same text for the same Python version.
 STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "lib2to3", "__pycache__"}
 )
@@ -17,10 +17,10 @@ STDLIB = "the source text of Python's standard library"
 
 
 def stdlib_files(max_bytes: int = STDLIB_MAX_BYTES) -> tuple[list[Path], int]:
-    """The standard library's source files in sorted order, up to `max_bytes`, and their total bytes.
+    """Return the standard library's source files, sorted, up to `max_bytes`, and their total bytes.
 
     Raises:
-        InputError: this Python keeps no source text (for example an embedded build).
+        InputError: this Python has no source files (for example an embedded build).
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
@@ -41,13 +41,13 @@ def stdlib_files(max_bytes: int = STDLIB_MAX_BYTES) -> tuple[list[Path], int]:
 
 
 def read_stdlib(max_bytes: int = STDLIB_MAX_BYTES) -> bytes:
-    """Source text of Python's own standard library: sorted by path, UTF-8, cut at `max_bytes`.
+    """Return the source text of Python's standard library: sorted by path, UTF-8, truncated to `max_bytes`.
 
-    The same bytes for the same Python. Machines may differ in theirs, so the driver reads it and hands it to
-    the workers (`raytrain.data.sources.open.for_workers`).
+    The bytes are the same for the same Python version. Machines may have different versions, so the driver reads the
+    text and sends it to the workers (`raytrain.data.sources.open.read_on_driver`).
     """
     parts, total = [], 0
-    # A file that is not UTF-8 is passed over, so the list is asked for with room to spare.
+    # Files that are not UTF-8 are skipped, so twice the bytes are listed.
     for path in stdlib_files(max_bytes * 2)[0]:
         if total >= max_bytes:
             break

@@ -1,4 +1,4 @@
-"""Parquet, CSV and JSON lines as Arrow tables, the choice of their columns, and these columns as arrays. Torch-free."""
+"""Read Parquet, CSV and JSON lines as Arrow tables, choose columns and convert them to arrays. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
 from raytrain.errors import InputError
 from raytrain.runs.storage import file_size, locate, unreadable
 
-# pyarrow's own list without its spellings of NaN, which are told from missing values here.
+# pyarrow's default list without its spellings of NaN: NaN and missing values have different errors.
 MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "null"]
 
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Which columns are used: `stacked` become x (rows, F), `named` keep their names, `label` the labels."""
+    """The columns used: `stacked` become x (rows, F), `named` keep their names, `label` becomes labels."""
 
     stacked: tuple[str, ...]
     named: tuple[str, ...]
@@ -27,10 +27,10 @@ class ColumnChoice:
 
 
 def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
-    """One pyarrow Table of all files, in the order given.
+    """Read all files as one pyarrow Table, in the order given.
 
     Raises:
-        InputError: a file that is missing, unreadable or of another kind, no rows, or columns that differ.
+        InputError: a file that is missing, unreadable or of another format, no rows, or columns that differ.
     """
     import pyarrow as pa
 
@@ -46,7 +46,7 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise InputError(key, seen=f"columns of different types: {error}", expected="one type a column") from error
+        raise InputError(key, seen=f"columns of different types: {error}", expected="one type per column") from error
     if not table.num_rows:
         raise InputError(key, seen=f"0 rows in {', '.join(paths)}", expected="at least one row")
     return table
@@ -85,7 +85,7 @@ def _read_table(path: str, *, kind: str, key: str) -> Any:
 
 
 def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str, float]]:
-    """(schema, rows, stored bytes of a row by column) of Parquet files, from their metadata alone."""
+    """Return (schema, rows, bytes per row of each column) of Parquet files, from their metadata alone."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -111,12 +111,12 @@ def parquet_sizes(paths: Sequence[str], *, key: str) -> tuple[Any, int, dict[str
 
 
 def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | None, key: str) -> ColumnChoice:
-    """Which columns of `schema` are used, and how.
+    """Choose the columns of `schema` to use.
 
-    Lists keep their names; numbers are stacked to x, except where neither features nor a label are given.
+    List columns keep their names. Numeric columns are stacked into x, unless neither features nor a label is given.
 
     Raises:
-        InputError: a column that does not exist, or one that holds no numbers.
+        InputError: a column that does not exist, or one that is not numeric.
     """
     names = list(schema.names)
     _check_names(names, key=key)
@@ -125,7 +125,7 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
             near = difflib.get_close_matches(wanted, names, n=1)
             raise InputError(
                 origin,
-                seen=f"'{wanted}', which {key} does not have",
+                seen=f"'{wanted}', which is not in {key}",
                 expected=f"columns among {_listed(names)}",
                 remedy=f"nearest: {near[0]}" if near else "",
             )
@@ -147,7 +147,7 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
 
 
 def column_kind(kind: Any) -> str:
-    """What a pyarrow type is to us: "number", "list" (of numbers) or "other"."""
+    """Classify a pyarrow type: "number", "list" (of numbers) or "other"."""
     from pyarrow import types
 
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind):
@@ -157,13 +157,13 @@ def column_kind(kind: Any) -> str:
 
 
 def no_label(name: str, kind: Any) -> InputError:
-    """The message for a column of a type that no label has."""
+    """The error for a column whose type cannot be a label."""
     expected = "whole numbers or strings for classes, fractions for regression"
     return InputError("data.label", seen=f"column '{name}' of type {kind}", expected=expected)
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a pyarrow type is that of strings, as they are or by their numbers in a dictionary."""
+    """Whether a pyarrow type holds strings, plain or dictionary-encoded."""
     from pyarrow import types
 
     value = kind.value_type if types.is_dictionary(kind) else kind
@@ -171,7 +171,7 @@ def is_text(kind: Any) -> bool:
 
 
 def class_names(tables: Sequence[Any], label: str | None) -> tuple[str, ...] | None:
-    """The sorted names of a label of strings over all tables; None where the label is no string."""
+    """Return the sorted class names of a string label over all tables; None for any other label."""
     if label is None or not all(label in table.column_names and is_text(table[label].type) for table in tables):
         return None
     return tuple(sorted({name for table in tables for name in table[label].unique().to_pylist() if name is not None}))
@@ -191,10 +191,10 @@ class TableColumns:
 
 
 def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None, key: str) -> TableColumns:
-    """The chosen columns as arrays: x float32, labels int64 (classes) or float32, lists as they are.
+    """Convert the chosen columns to arrays: x float32, labels int64 (classes) or float32, lists unchanged.
 
     Raises:
-        InputError: a missing value, NaN or infinity, naming column and row.
+        InputError: a missing value, NaN or infinity; the message names column and row.
     """
     columns = TableColumns()
     for name in (*choice.stacked, *choice.named):
@@ -217,7 +217,7 @@ def convert(table: Any, choice: ColumnChoice, *, classes: tuple[str, ...] | None
 
 
 def _numbers(table: Any, name: str, *, key: str) -> np.ndarray:
-    """A column of numbers: int64 or float32, every value there and finite."""
+    """Return a numeric column as int64 or float32; all values must be present and finite."""
     column = table[name]
     check_present(column, name, key=key)
     values = _values(column)
@@ -231,7 +231,7 @@ def _values(column: Any) -> np.ndarray:
     if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
     values = column.to_numpy()
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is then refused by name
+    with np.errstate(over="ignore"):  # values out of float32 range become infinite and are rejected by column name
         return values.astype(np.int64 if values.dtype.kind in "biu" else np.float32)
 
 
@@ -240,14 +240,14 @@ def _row_of(at: int, offsets: np.ndarray | None) -> int:
 
 
 def check_present(column: Any, name: str, *, key: str, offsets: np.ndarray | None = None) -> None:
-    """Raises InputError where a value of a column is missing, by its row."""
+    """Raise InputError if a value is missing; the message names its row."""
     if column.null_count:
         row = _row_of(int(np.argmax(column.is_null().to_numpy())), offsets)
         raise InputError(
             key,
             seen=f"a missing value in column '{name}' row {row}",
             expected="finite numbers",
-            remedy="rows count from 0; fill these values or leave the rows out",
+            remedy="rows are numbered from 0; fill in these values or remove the rows",
         )
 
 
@@ -258,12 +258,12 @@ def _check_finite(values: np.ndarray, name: str, *, key: str, offsets: np.ndarra
 
 
 def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
-    """A column of lists: (rows, L) where the type fixes the length, else values and offsets."""
+    """Add a list column to `columns`: dense (rows, L) if the type fixes the length, otherwise ragged."""
     from pyarrow import compute, types
 
     column = table[name]
     check_present(column, name, key=key)
-    flat = compute.call_function("list_flatten", [column])  # by name: pyarrow makes its functions at import
+    flat = compute.call_function("list_flatten", [column])  # by name: pyarrow generates its functions at import
     lengths = compute.call_function("list_value_length", [column]).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     check_present(flat, name, key=key, offsets=offsets)
@@ -276,7 +276,7 @@ def _lists(table: Any, name: str, columns: TableColumns, *, key: str) -> None:
 
 
 def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str) -> np.ndarray:
-    """Class numbers int64 (strings by their place in `classes`), or float32 for a column of fractions."""
+    """Return class numbers as int64 (strings by index in `classes`), or a floating-point column as float32."""
     import pyarrow as pa
 
     column = table[name]
@@ -294,12 +294,12 @@ def _labels(table: Any, name: str, *, classes: tuple[str, ...] | None, key: str)
 
 
 def check_classes(labels: np.ndarray, *, name: str, key: str) -> None:
-    """Class numbers begin at 0; -100 stands for "no label". Raises InputError for any other below 0."""
+    """Raise InputError for a negative class number other than -100 (no label)."""
     wrong = (labels < 0) & (labels != IGNORED_LABEL)
     if wrong.any():
         row = int(np.argmax(wrong))
         raise InputError(
             key,
             seen=f"the class {labels[row]} in column '{name}' row {row}",
-            expected=f"class numbers from 0 up, or {IGNORED_LABEL} for rows without a label",
+            expected=f"class numbers of at least 0, or {IGNORED_LABEL} for rows without a label",
         )

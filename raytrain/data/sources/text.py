@@ -1,4 +1,4 @@
-"""Text as tokens: bytes or characters, from files or from memory. Torch is imported only to open it."""
+"""Text as tokens (bytes or characters), from files or memory. Torch is imported only to open it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain.runs.storage import file_size, read_bytes
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """256 tokens, the bytes of UTF-8."""
+    """256 tokens, one for each byte of UTF-8 text."""
 
     size: int = 256
 
@@ -25,13 +25,13 @@ class ByteVocabulary:
         return list(text.encode("utf-8"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of the tokens; bytes that are no UTF-8 become the replacement character."""
+        """Decode tokens to text; invalid UTF-8 becomes the replacement character."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True)
 class CharVocabulary:
-    """One token for each character that occurs, in the order of their code points."""
+    """One token for each character of the text, ordered by code point."""
 
     characters: str
 
@@ -41,7 +41,7 @@ class CharVocabulary:
         return len(self.characters)
 
     def encode(self, text: str) -> list[int]:
-        """Raises InputError for a character that the training text does not have."""
+        """Encode a text. Raises InputError for a character that is not in the training text."""
         unknown = sorted(set(text) - set(self.characters))
         if unknown:
             raise InputError(
@@ -57,13 +57,13 @@ class CharVocabulary:
 
 
 def check_context(context: int | None) -> int:
-    """The window length. Raises InputError where the model names none."""
+    """Return the window length. Raises InputError if `model.context` is not set."""
     if context is None:
         raise InputError(
             "model.context",
             seen="no value",
             expected="a number of tokens",
-            remedy="text is cut into windows of model.context tokens",
+            remedy="text is split into windows of model.context tokens",
         )
     return context
 
@@ -78,11 +78,11 @@ def text_facts(
     reason: str,
     key: str,
 ) -> DataFacts:
-    """Sizes of a text of `train` and `evaluation` tokens (0 = no evaluation).
+    """Return the sizes of a text of `train` and `evaluation` tokens (0 = no evaluation).
 
     Raises:
-        InputError: fewer tokens than a training epoch needs (two windows, as its offset moves by up to one),
-            or than one window and a token for evaluation.
+        InputError: fewer than two windows of training tokens (the offset of an epoch may skip up to one), or fewer
+            than one window plus one token of evaluation tokens.
     """
     needs = {"training": (train, 2 * context)}
     if evaluation:
@@ -107,14 +107,14 @@ def text_facts(
 
 
 def cut(tokens: int, fraction: float) -> int:
-    """Where evaluation begins: the last `fraction` of the text."""
+    """Return the index of the first evaluation token; the last `fraction` of the text is held out."""
     return int(tokens * (1 - fraction))
 
 
 def describe_text(
     paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str
 ) -> DataFacts:
-    """Sizes of text files from their file sizes alone."""
+    """Return the sizes of text files from their file sizes alone."""
     length = check_context(context)
     sizes = sum(file_size(path, key="data.path") for path in paths)
     eval_sizes = sum(file_size(path, key="data.eval_path") for path in eval_paths)
@@ -133,7 +133,7 @@ def describe_bytes(
     origin: str,
     key: str = "data.path",
 ) -> DataFacts:
-    """Sizes of a text of `size` bytes; with characters, the most there can be."""
+    """Return the sizes of a text of `size` bytes; an upper bound for the character vocabulary."""
     train, evaluation = (size, eval_size) if eval_size else (cut(size, fraction), size - cut(size, fraction))
     is_bytes = vocabulary == "bytes"
     return text_facts(
@@ -160,7 +160,7 @@ def open_text(
     paths: list[str], eval_paths: list[str], *, context: int | None, fraction: float, vocabulary: str,
     same_labels: bool = False,
 ) -> Source:  # fmt: skip
-    """Text files joined in the order given, nothing between them."""
+    """Open text files, concatenated in the order given without separators."""
     check_context(context)
     texts = [read_bytes(path, key="data.path") for path in paths]
     eval_texts = [read_bytes(path, key="data.eval_path") for path in eval_paths]
@@ -184,9 +184,9 @@ def _check_utf8(text: bytes, path: str) -> None:
     except UnicodeDecodeError as error:
         raise InputError(
             "data.vocabulary",
-            seen=f"chars, and byte {error.start} of {path} is no UTF-8",
+            seen=f"chars, and byte {error.start} of {path} is not valid UTF-8",
             expected="UTF-8 text",
-            remedy="vocabulary: bytes takes any file",
+            remedy="vocabulary: bytes accepts any file",
         ) from error
 
 
@@ -201,62 +201,62 @@ def text_source(
     key: str = "data.path",
     same_labels: bool = False,
 ) -> Source:
-    """A source of text in memory.
+    """Return a source of text in memory.
 
     Args:
         text: UTF-8, or any bytes with the byte vocabulary.
-        context: tokens of a window.
+        context: tokens per window.
         vocabulary: "bytes" or "chars" (all characters of both texts).
-        eval_fraction: the last part of the tokens, for evaluation; 0 = none.
-        eval_text: a text of its own for evaluation instead.
-        origin: what the text is, for people.
-        key: what errors name.
+        eval_fraction: fraction of the tokens, from the end, held out for evaluation; 0 = none.
+        eval_text: a separate text for evaluation instead.
+        origin: a short description of the text for messages.
+        key: the config key that errors name.
         same_labels: labels are the input_ids (`TextSplit`).
     """
     from raytrain.data.rows.splits import TextSplit
 
     length = check_context(context)
     windows = partial(TextSplit, context=length, key=key, same_labels=same_labels)
-    words: Any
+    codec: Any
     if vocabulary == "bytes":
-        words, tokens, others = ByteVocabulary(), _bytes(text), None if eval_text is None else _bytes(eval_text)
+        codec, tokens, eval_tokens = ByteVocabulary(), _bytes(text), None if eval_text is None else _bytes(eval_text)
     else:
         for part in (text, eval_text or b""):
             _check_utf8(part, origin)
-        words, tokens, others = _characters(text, eval_text)
-    if others is None:
+        codec, tokens, eval_tokens = _characters(text, eval_text)
+    if eval_tokens is None:
         at = cut(len(tokens), eval_fraction)
-        tokens, others = tokens[:at], tokens[at:]
-    unit = "bytes" if vocabulary == "bytes" else f"characters ({words.size} different ones)"
-    reason = _sentence(origin, len(tokens), len(others), unit=unit)
+        tokens, eval_tokens = tokens[:at], tokens[at:]
+    unit = "bytes" if vocabulary == "bytes" else f"characters ({codec.size} different ones)"
+    reason = _sentence(origin, len(tokens), len(eval_tokens), unit=unit)
     facts = text_facts(
         len(tokens),
-        len(others),
+        len(eval_tokens),
         context=length,
         token_bytes=tokens.dtype.itemsize,
-        vocab_size=words.size,
+        vocab_size=codec.size,
         reason=reason,
         key=key,
     )
     return Source(
         train=windows(tokens),
-        eval=windows(others) if len(others) else None,
-        vocab_size=words.size,
+        eval=windows(eval_tokens) if len(eval_tokens) else None,
+        vocab_size=codec.size,
         facts=facts,
-        decode=words.decode,
-        encode=words.encode,
+        decode=codec.decode,
+        encode=codec.encode,
         describe=reason,
         first_labels_ignored=same_labels,
     )
 
 
 def _bytes(text: bytes) -> np.ndarray:
-    """Writable tokens (one copy): torch takes no read-only memory."""
+    """Return writable tokens (one copy): torch does not support read-only memory."""
     return np.frombuffer(bytearray(text), dtype=np.uint8)
 
 
 def _characters(text: bytes, eval_text: bytes | None) -> tuple[CharVocabulary, np.ndarray, np.ndarray | None]:
-    """The vocabulary of both texts, and their tokens in the smallest type that holds them."""
+    """Return the vocabulary of both texts, and their tokens in the smallest integer type that holds them."""
     parts = [part.decode("utf-8") for part in (text, eval_text) if part is not None]
     codes = [np.frombuffer(part.encode("utf-32-le"), dtype=np.uint32) for part in parts]
     top = max((int(part.max()) for part in codes if len(part)), default=0)
@@ -267,5 +267,5 @@ def _characters(text: bytes, eval_text: bytes | None) -> tuple[CharVocabulary, n
     kind = np.uint8 if len(found) <= 2**8 else np.uint16 if len(found) <= 2**16 else np.int32
     numbers = np.zeros(top + 1, dtype=kind)
     numbers[found] = np.arange(len(found))
-    words = CharVocabulary("".join(map(chr, found.tolist())))
-    return words, numbers[codes[0]], numbers[codes[1]] if len(codes) > 1 else None
+    codec = CharVocabulary("".join(map(chr, found.tolist())))
+    return codec, numbers[codes[0]], numbers[codes[1]] if len(codes) > 1 else None

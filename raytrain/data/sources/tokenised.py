@@ -1,4 +1,4 @@
-"""Text and JSON lines through a model's own tokenizer: once, on the driver, which hands the tokens to the workers."""
+"""Tokenize text and JSON lines with a model's tokenizer, once on the driver, which sends the tokens to the workers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ FIELDS = ("text_field", "prompt_field", "completion_field", "label_field")
 
 @dataclass(frozen=True)
 class Tokenised:
-    """A source's tokens, on the host.
+    """The tokens of a source, in host memory.
 
     Attributes:
-        tokenizer: its folder.
-        vocab_size: tokens it knows. pad: the one that rows are padded with.
-        train, eval: one long text as (N,) tokens, or columns of rows; `eval` is None where nothing is held out.
-        describe: one line for people.
+        tokenizer: folder of the tokenizer.
+        vocab_size: number of tokens in its vocabulary.
+        pad: the token that rows are padded with.
+        train, eval: one long text as (N,) tokens, or columns of rows; `eval` is None if nothing is held out.
+        describe: a one-line description for messages.
         same_labels: labels are the input_ids (`TextSplit`).
-        row_length: tokens of every row, None where rows differ.
+        row_length: tokens per row, None if rows have different lengths.
         classes, class_names: as in `Source`.
     """
 
@@ -50,16 +51,16 @@ class Tokenised:
 
 
 def is_tokenised(data: DataConfig) -> bool:
-    """Whether a section's text goes through a tokenizer."""
-    asked = data.train is None and data.source in ("text", "jsonl")
-    return asked and any(data.keys.get(name) is not None for name in ("tokenizer", *FIELDS))
+    """Whether the text of a `data` section is tokenized with a tokenizer."""
+    is_text = data.train is None and data.source in ("text", "jsonl")
+    return is_text and any(data.keys.get(name) is not None for name in ("tokenizer", *FIELDS))
 
 
 def tokenise(data: DataConfig) -> Tokenised:
-    """Read and encode everything; a pure function of the files and the section.
+    """Read and tokenize all files; a pure function of the files and the section.
 
     Raises:
-        InputError: no tokenizer, or whatever is wrong with the files.
+        InputError: there is no tokenizer, or the files are invalid.
     """
     keys = source_keys(data)
     tokenizer = open_tokenizer(keys["tokenizer"])
@@ -71,8 +72,8 @@ def tokenise(data: DataConfig) -> Tokenised:
 
 
 def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
-    """The source of these tokens. Raises InputError for a text that is too short for `model.context`."""
-    words = TextCodec(found.tokenizer)
+    """Return the source of these tokens. Raises InputError if a text is too short for `model.context`."""
+    codec = TextCodec(found.tokenizer)
     common: dict[str, Any] = {
         "describe": found.describe, "tokenizer": found.tokenizer, "first_labels_ignored": found.same_labels,
         "vocab_size": found.vocab_size,
@@ -90,12 +91,12 @@ def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
             TextSplit(tokens, context=length, same_labels=found.same_labels) if len(tokens) else None
             for tokens in (found.train, others)
         )
-        assert train is not None, "text_facts has refused a text without tokens"
-        return Source(train, evaluation, facts=facts, decode=words.decode, encode=words.encode, **common)
+        assert train is not None, "text_facts rejects a text without tokens"
+        return Source(train, evaluation, facts=facts, decode=codec.decode, encode=codec.encode, **common)
     train = _split(found.train, found)
     evaluation = _split(found.eval, found) if isinstance(found.eval, TableColumns) else None
     facts = facts_of(train, evaluation, reason=found.describe, vocab_size=found.vocab_size)
-    written = {} if found.classes is not None else {"decode": words.decode, "encode": words.encode}
+    written = {} if found.classes is not None else {"decode": codec.decode, "encode": codec.encode}
     named = {"classes": found.classes, "class_names": found.class_names}
     return Source(train, evaluation, facts=facts, **written, **named, **common)
 
@@ -137,7 +138,7 @@ def _text(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokeni
 
 
 def _tokens_of(paths: Sequence[str], tokenizer: Any, *, key: str) -> np.ndarray:
-    """Files joined in the order given, nothing between them."""
+    """Tokenize files, concatenated in the order given without separators."""
     tokens = encode_text(tokenizer, "".join(_decoded(path, key=key) for path in paths))
     return tokens.astype(np.uint16) if len(tokenizer) <= 2**16 else tokens
 
@@ -146,31 +147,33 @@ def _decoded(path: str, *, key: str) -> str:
     try:
         return read_bytes(path, key=key).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(key, seen=f"byte {error.start} of {path}, which is no UTF-8", expected="UTF-8 text") from error
+        raise InputError(
+            key, seen=f"byte {error.start} of {path}, which is not valid UTF-8", expected="UTF-8 text"
+        ) from error
 
 
 # ---------------------------------------------------------------- rows of JSON lines
 
 
 def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokenised:
-    """Documents, or prompts with completions; held out by document, before any of them share a row."""
+    """Tokenize documents, or prompts with completions; they are held out by document, before packing."""
     same, length = keys["labels"] == "same", int(keys["max_length"])
-    parts = _held_out(keys, lambda columns: _encoded(columns, tokenizer), fraction=fraction)
+    parts = _split_documents(keys, lambda columns: _encoded(columns, tokenizer), fraction=fraction)
     rows = [[to_row(one, max_length=length, same_labels=same) for one in part] for part in parts]
     kept = [[row for row in part if row is not None] for part in rows]
     if not kept[0]:
-        seen, expected = "no row in which anything is left to learn", "texts of two tokens, prompts shorter than this"
+        seen, expected = "no row with a label to learn", "texts of at least two tokens, and prompts shorter than this"
         raise InputError("data.max_length", seen=seen, expected=expected)
     lost = sum(map(len, rows)) - sum(map(len, kept))
     limit = length + (not same)
     shortened = sum(len(one.ids) > limit for part in parts for one in part)
     share = keys["packing"] == "packed"
-    train, evaluation = (_laid_out(part, keys, tokenizer) if part else None for part in kept)
+    train, evaluation = (_to_columns(part, keys, tokenizer) if part else None for part in kept)
     assert train is not None, "there are rows to train on"
     notes = [f"{len(kept[0]):,} texts to train on, {len(kept[1]):,} for evaluation"]
-    notes += [_filled(train, kept[0])] if share else []
-    notes += [f"{shortened:,} cut at data.max_length {length}"] if shortened else []
-    notes += [f"{lost:,} left out (nothing to learn in them)"] if lost else []
+    notes += [_fill_rate(train, kept[0])] if share else []
+    notes += [f"{shortened:,} truncated to data.max_length {length}"] if shortened else []
+    notes += [f"{lost:,} skipped (no label to learn)"] if lost else []
     return Tokenised(
         tokenizer=keys["tokenizer"],
         vocab_size=len(tokenizer),
@@ -183,19 +186,19 @@ def _documents(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> T
     )
 
 
-def _laid_out(rows: Sequence[Row], keys: Mapping[str, Any], tokenizer: Any) -> TableColumns:
+def _to_columns(rows: Sequence[Row], keys: Mapping[str, Any], tokenizer: Any) -> TableColumns:
     if keys["packing"] == "packed":
         return packed(rows, length=int(keys["max_length"]), pad=pad_id(tokenizer))
     return padded(rows)
 
 
-def _filled(columns: TableColumns, rows: Sequence[Row]) -> str:
+def _fill_rate(columns: TableColumns, rows: Sequence[Row]) -> str:
     ids = columns.dense["input_ids"]
     return f"packed into {len(ids):,} rows of {ids.shape[1]}, {sum(len(row.ids) for row in rows) / ids.size:.0%} full"
 
 
 def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]:
-    """Each line as tokens; a completion, or a text, ends with the tokenizer's end where it has one."""
+    """Tokenize each line; a completion or text ends with the tokenizer's end token if it has one."""
     end = [] if tokenizer.eos_token_id is None else [np.int32(tokenizer.eos_token_id)]
     fronts = encode_rows(tokenizer, columns.get("text_field") or columns["prompt_field"], special=True)
     if end:
@@ -210,7 +213,7 @@ def _encoded(columns: Mapping[str, list[Any]], tokenizer: Any) -> list[Document]
 
 
 def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tokenised:
-    """Texts with one class each."""
+    """Tokenize texts that have one class each."""
     length = int(keys["max_length"])
     columns = _columns(keys, "path")
     others = _columns(keys, "eval_path") if keys["eval_path"] is not None else None
@@ -225,14 +228,14 @@ def _classes(keys: Mapping[str, Any], tokenizer: Any, *, fraction: float) -> Tok
     if others is None:
         first, held = holdout(len(train), fraction)
         train, evaluation = [train[row] for row in first], [train[row] for row in held]
-    told = f"{len(train):,} texts of {classes} classes to train on, {len(evaluation):,} for evaluation"
+    summary = f"{len(train):,} texts of {classes} classes to train on, {len(evaluation):,} for evaluation"
     return Tokenised(
         tokenizer=keys["tokenizer"],
         vocab_size=len(tokenizer),
         pad=pad_id(tokenizer),
         train=_class_columns(train),
         eval=_class_columns(evaluation) if evaluation else None,
-        describe=f"jsonl {', '.join(as_paths(keys['path']))}: {told}",
+        describe=f"jsonl {', '.join(as_paths(keys['path']))}: {summary}",
         classes=classes,
         class_names=names,
     )
@@ -248,7 +251,7 @@ def _columns(keys: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
     return read_fields(as_paths(keys[name]), fields=fields, key=f"data.{name}")
 
 
-def _held_out(
+def _split_documents(
     keys: Mapping[str, Any], encoded: Callable[[Mapping[str, list[Any]]], list[Document]], *, fraction: float
 ) -> tuple[list[Document], list[Document]]:
     train = encoded(_columns(keys, "path"))
@@ -263,12 +266,12 @@ ROW_KEYS = ("tokenizer", "max_length", "packing", "labels")
 
 
 def resolve_text_keys(data: DataConfig, model: ModelConfig) -> DataConfig:
-    """The section with every `auto` about text in its place; any other section as it is.
+    """Return the section with every `auto` value for text resolved; other sections are unchanged.
 
     Args:
-        model: relative paths in it have been made absolute.
+        model: the `model` section, with absolute paths.
     Raises:
-        InputError: keys that do not go together, or a row longer than the model takes.
+        InputError: conflicting keys, or rows longer than the model accepts.
     """
     if data.train is not None or data.source not in ("text", "jsonl"):
         return data
@@ -284,7 +287,7 @@ def _resolve_text(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
     if folder is None and model.builder == CAUSAL_LM and "vocabulary" not in data.keys:
         folder = "auto"
     if folder is not None and "vocabulary" in data.keys:
-        raise InputError("data.vocabulary", seen="it beside data.tokenizer", expected="one of them")
+        raise InputError("data.vocabulary", seen="both this key and data.tokenizer", expected="only one of them")
     labels = _resolve_labels(keys["labels"], model, usual="next")
     changed = {} if folder is None else {"tokenizer": _resolve_tokenizer(folder, model)}
     return changed if folder is None and labels == "next" else {**changed, "labels": labels}
@@ -293,10 +296,10 @@ def _resolve_text(data: DataConfig, keys: dict[str, Any], model: ModelConfig) ->
 def _resolve_rows(data: DataConfig, keys: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
     fields = [name for name in FIELDS if keys[name] is not None]
     if not fields:
-        beside = next((name for name in ROW_KEYS if name in data.keys), None)
-        if beside is not None:
-            expected = "data.text_field with it, or data.prompt_field and data.completion_field"
-            raise InputError(f"data.{beside}", seen="it without a field of texts", expected=expected)
+        extra = next((name for name in ROW_KEYS if name in data.keys), None)
+        if extra is not None:
+            expected = "data.text_field as well, or data.prompt_field and data.completion_field"
+            raise InputError(f"data.{extra}", seen="this key without a text field", expected=expected)
         return {}
     _check_fields(data, keys, fields, model)
     return {
@@ -312,33 +315,33 @@ def _check_fields(data: DataConfig, keys: dict[str, Any], fields: list[str], mod
         raise InputError(f"data.{fields[-1]}", seen=" and ".join(fields), expected=expected)
     for name in ("features", "label"):
         if name in data.keys:
-            raise InputError(f"data.{name}", seen=f"it beside data.{fields[0]}", expected="one of them",
-                             remedy="a class of texts is data.label_field")  # fmt: skip
+            raise InputError(f"data.{name}", seen=f"both this key and data.{fields[0]}", expected="only one of them",
+                             remedy="for the class of a text, use data.label_field")  # fmt: skip
     classes = "label_field" in fields
     if classes and keys["packing"] == "packed":
-        raise InputError("data.packing", seen="packed with data.label_field", expected="padded: one text a row")
+        raise InputError("data.packing", seen="packed with data.label_field", expected="padded: one text per row")
     if _is_ours(model) and model.builder not in KEYS and keys["packing"] == "packed":
-        raise InputError("data.packing", seen=f"packed with {model.builder}, which knows no position_ids",
-                         expected="padded", remedy="the texts of a row would read each other")  # fmt: skip
+        raise InputError("data.packing", seen=f"packed with {model.builder}, which does not support position_ids",
+                         expected="padded", remedy="the texts of a row would attend to each other")  # fmt: skip
     if model.builder in KEYS and classes is (model.builder == CAUSAL_LM):
         name = (model.builder or "").rpartition(":")[2]
         seen = f"{' and '.join(fields)} with {name}"
-        raise InputError("data.label_field", seen=seen, expected="label_field with classifier, and with it alone")
+        raise InputError("data.label_field", seen=seen, expected="label_field with classifier, and only there")
 
 
 def _resolve_tokenizer(given: str, model: ModelConfig) -> str:
-    """The tokenizer's folder; auto is the model's."""
+    """Return the tokenizer's folder; auto is the model's folder."""
     if given != "auto":
         return given
     path = model.keys.get("path")
     if isinstance(path, str):
         return path
-    raise InputError("data.tokenizer", seen="auto with a model without a folder of its own (model.path)",
+    raise InputError("data.tokenizer", seen="auto, and the model has no folder (model.path)",
                      expected="a folder with a tokenizer")  # fmt: skip
 
 
 def _resolve_labels(given: str, model: ModelConfig, *, usual: str) -> str:
-    """Next: the token after each, as our own models read labels; same: a model of transformers shifts inside."""
+    """Return "next" (labels are the next tokens, for built-in models) or "same" (transformers models shift them)."""
     if given != "auto":
         return given
     if model.builder in KEYS:
@@ -356,7 +359,7 @@ def _resolve_length(given: Any, model: ModelConfig) -> int:
         wanted = model.keys.get("context") or USUAL_LENGTH
         return min(wanted, most) if isinstance(most, int) else wanted
     if isinstance(most, int) and given > most:
-        remedy = "longer texts are cut"
-        raise InputError("data.max_length", seen=str(given), expected=f"at most {most}, which the model takes",
+        remedy = "longer texts are truncated"
+        raise InputError("data.max_length", seen=str(given), expected=f"at most {most}, the limit of the model",
                          remedy=remedy)  # fmt: skip
     return given

@@ -144,7 +144,7 @@ def test_files_that_cannot_be_text(tmp_path: Path) -> None:
     assert refused(source="text", path=good, eval_path=str(tmp_path / "no")).key == "data.eval_path"
     assert refused(source="text", path=good, context=None).key == "model.context"
     (tmp_path / "latin").write_bytes(b"caf\xe9 " * 50)
-    with pytest.raises(InputError, match=r"data.vocabulary: seen chars, and byte 3 of .*latin is no UTF-8"):
+    with pytest.raises(InputError, match=r"data.vocabulary: seen chars, and byte 3 of .*latin is not valid UTF-8"):
         opened(source="text", path=str(tmp_path / "latin"), vocabulary="chars")
 
 
@@ -290,7 +290,7 @@ class Endless(torch.utils.data.IterableDataset):
         ({"x": torch.tensor([[1.0, 2.0], [3.0, float("nan")]])}, "NaN in column 'x' row 1"),
         ({"x": np.array([1.0, -np.inf])}, "-inf in column 'x' row 1"),
         ({"x": [[1.0], [2.0, float("inf")]]}, "inf in column 'x' row 1"),
-        ({"x": ["a", "b"]}, "'x' is a list that is no column of numbers"),
+        ({"x": ["a", "b"]}, "'x' is a list that is not a column of numbers"),
         ({"x": torch.tensor(3.0)}, "'x' is a single number"),
         (torch.ones(3, 2), "a Tensor"),
         ((torch.ones(3), torch.ones(3)), "a tuple"),
@@ -383,9 +383,9 @@ def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: d
         ({"source": "csv", "path": "x", "features": "a"}, "data.features", "a list of column names"),
         ({"source": "parquet", "path": "x", "label": 3}, "data.label", "3 (int)"),
         ({}, "data.source", "module:function"),
-        ({"source": "text", "path": "x", "train": {"x": torch.ones(2)}}, "data.source", "beside data.train"),
+        ({"source": "text", "path": "x", "train": {"x": torch.ones(2)}}, "data.source", "together with data.train"),
         ({"eval": {"x": torch.ones(2)}}, "data.eval", "without data.train"),
-        ({"train": {"x": torch.ones(2)}, "vocabulary": "chars"}, "data.vocabulary", "no further key"),
+        ({"train": {"x": torch.ones(2)}, "vocabulary": "chars"}, "data.vocabulary", "no other key"),
     ],
 )
 def test_wrong_keys_of_a_source_are_named(section: dict[str, Any], key: str, words: str) -> None:

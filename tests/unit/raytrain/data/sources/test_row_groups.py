@@ -169,7 +169,7 @@ def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeyp
 
 def test_rows_wanted_by_one_thread_survive_what_another_expects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = in_windows_of_two(folder)
-    reader, make, begun = split._read, split._read._make, split._read._begun
+    reader, make, begun = split._read, split._read._make, split._read._submit
     go_on, asked = threading.Event(), threading.Event()
 
     def told(number: int) -> Any:
@@ -178,7 +178,7 @@ def test_rows_wanted_by_one_thread_survive_what_another_expects(folder: Path, mo
             asked.set()
         return future
 
-    monkeypatch.setattr(reader, "_begun", told)
+    monkeypatch.setattr(reader, "_submit", told)
     monkeypatch.setattr(reader, "_make", lambda piece, table: go_on.wait(60) and make(piece, table))
     reader.expect([0])  # the reader's thread waits in it
     with ThreadPoolExecutor(1) as thread:
