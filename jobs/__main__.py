@@ -19,7 +19,7 @@ class _Verbs(click.Group):
     """Prints raytrain's own errors as one message on stderr, and exits with their code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        signal.signal(signal.SIGTERM, _leave)  # until a verb takes the signals over
+        signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
         from jobs.driver.runtime import Interrupted
 
         try:
@@ -38,15 +38,15 @@ class _Verbs(click.Group):
 
 
 def _leave(number: int, frame: object) -> None:
-    """Exit at once: nothing was started yet, so nothing has to be saved."""
+    """Exit at once: nothing has started yet, so nothing has to be saved."""
     raise KeyboardInterrupt
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
-    """(JOB.yaml, a recipe's name or None, `section.key=value` overrides) of a verb's arguments.
+    """Split a verb's arguments into (JOB.yaml or recipe name or None, `section.key=value` overrides).
 
     Raises:
-        InputError: two files; a key without a value.
+        InputError: there are two files, or a key has no value.
     """
     files = [item for item in arguments if "=" not in item]
     for item in files:
@@ -59,7 +59,7 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
 
 
 def _keys_option(sections: tuple[str, ...]) -> Any:
-    """`--help` of a verb ends with the keys it reads and their defaults."""
+    """A command class whose `--help` ends with the keys of these sections and their defaults."""
 
     class VerbCommand(click.Command):
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -112,7 +112,7 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
 @main.command(cls=_keys_option(("tune", *ALL)))
 @click.argument("arguments", nargs=-1, metavar=JOB)
 @click.option("--resume", metavar="DIR", help="resume this sweep; trials whose process died run again")
-@click.option("--fresh", is_flag=True, help="measure again what an earlier search has measured")
+@click.option("--fresh", is_flag=True, help="repeat the measurements of earlier searches")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: bool) -> None:
     """Search batch size and precision, or the keys of tune.space, with Ray Tune."""
@@ -133,13 +133,13 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 @click.argument("arguments", nargs=-1, metavar=JOB)
 @click.option("--json", "as_json", is_flag=True, help="print plan.json instead of a table")
 @click.option("--build", is_flag=True, help="import torch and build the model to know its size")
-@click.option("--full", is_flag=True, help="list the keys left at their defaults too")
-@click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead")
+@click.option("--full", is_flag=True, help="also list the keys at their defaults")
+@click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead of this one")
 def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inventory_file: str | None) -> None:
-    """Show what a run would do, with every reason; starts nothing.
+    """Show what a run would do, with the reason for each decision; starts nothing.
 
     \b
-    NODES.yaml is a list of machines; gpus and capability may be left out:
+    NODES.yaml is a list of machines; gpus and capability are optional:
     - host: a
       cpus: 32
       memory_gib: 128
@@ -155,8 +155,8 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 @main.command()
 @click.argument("runs", nargs=-1, metavar="[RUN_DIR | FILE.json ...]")
 def report(runs: tuple[str, ...]) -> None:
-    """Write the report of a run folder (default: runs/latest); of several, a comparison too; a bench's FILE.json as
-    tables."""
+    """Write the report of each run folder (default: runs/latest), a comparison of several, and the tables of a bench's
+    FILE.json."""
     from jobs.report import report as write
 
     sys.exit(write(list(runs)))
@@ -165,7 +165,7 @@ def report(runs: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
-    """List the packaged recipes, which stand for a JOB.yaml by their names; with a NAME print that one."""
+    """List the packaged recipes, whose names can replace a JOB.yaml; with a NAME, print that recipe."""
     from jobs.job.job_file import read_recipe, recipe_lines
 
     click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
@@ -185,26 +185,26 @@ class _BenchCommand(click.Command):
 @main.command(cls=_BenchCommand)
 @click.argument("name", required=False)
 @click.argument("arguments", nargs=-1, metavar="[key=value ...]")
-@click.option("--list", "as_list", is_flag=True, help="name the benches and what they measure")
+@click.option("--list", "as_list", is_flag=True, help="list the benches and what they measure")
 @click.option("--out", metavar="FILE.json", help="where the raw values go (default: runs/bench/NAME-TIME.json)")
 @click.option("--quick", is_flag=True, help="tiny sizes: shows that it works; the numbers mean nothing")
-@click.option("--json", "as_json", is_flag=True, help="print the document as well; what people read goes to stderr")
+@click.option("--json", "as_json", is_flag=True, help="also print the JSON document; other output goes to stderr")
 def bench(
     name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool
 ) -> None:
-    """Measure this machine: arms in alternating blocks of one run, ratios with an interval."""
+    """Measure this machine: arms in alternating blocks of one run; ratios with intervals."""
     from jobs.bench.harness.command import bench_verb, list_lines
 
     if as_list:
         click.echo("\n".join(list_lines()))
         return
     if name is None:
-        raise InputError("bench", seen="no name", expected="a name of `raytrain bench --list`")
+        raise InputError("bench", seen="no name", expected="a name from `raytrain bench --list`")
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 
 def _later(verb: str, does: str) -> None:
-    @main.command(name=verb, help=f"{does} (not built yet)", context_settings={"ignore_unknown_options": True})
+    @main.command(name=verb, help=f"{does} (not implemented yet)", context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def refuse(arguments: tuple[str, ...]) -> None:
         from jobs.job.spec import load_spec, refuse_later

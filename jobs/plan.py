@@ -1,4 +1,4 @@
-"""The verb `plan`: job -> machines -> facts -> Plan, shown with its reasons. It starts no Ray."""
+"""The verb `plan`: job -> machines -> facts -> Plan, printed with its reasons. It does not start Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPED_COLUMNS = 10_000
-"""Wider than any line of a plan."""
+"""Console width for piped output; wider than any line of a plan."""
 
 
 def plan_verb(
@@ -39,17 +39,17 @@ def plan_verb(
     full: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Prints the plan of a job as a table or as JSON, and returns the exit code 0.
+    """Print the plan of a job as a table or as JSON, and return the exit code 0.
 
     Args:
         path: the JOB.yaml, None for the built-in recipe.
-        overrides: ``section.key=value`` of the command line.
+        overrides: ``section.key=value`` from the command line.
         inventory_file: machines to plan for instead of this one.
-        build: import torch, open the data and build the model, to know their sizes.
+        build: import torch, open the data and build the model to determine their exact sizes.
         full: also list the keys left at their defaults.
 
     Raises:
-        InputError: a mistake in the job, its files, or what it asks of the machines.
+        InputError: the job or its files are wrong, or the machines do not fit the job.
     """
     loaded = load_spec(path, overrides)
     refuse_later(loaded.spec, "plan")
@@ -76,16 +76,16 @@ def plan_job(
     model_facts: ModelFacts | None = None,
     data_facts: DataFacts | None = None,
 ) -> Plan:
-    """The plan of a job, with its whole configuration and where each value came from.
+    """The plan of a job, with its full configuration and the source of each value.
 
     Args:
-        inventory: the machines, by default this one as this process may use it.
-        build: check the job as `train` does, which opens the data and builds the model; without it, what only that
-            can tell is left to the start.
-        model_facts, data_facts: where `check_on_driver` has found them already.
+        inventory: the machines; by default this machine, with the devices that this process may use.
+        build: check the job as `train` does, which opens the data and builds the model. Without it, choices that need
+            the exact sizes are deferred to the start of the run.
+        model_facts, data_facts: the sizes, if `check_on_driver` has determined them.
 
     Raises:
-        InputError: what the job asks for cannot be had, or its data cannot be read; it names the key.
+        InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
     """
     spec = resolved(loaded.spec)
     if build:
@@ -104,7 +104,7 @@ def plan_job(
         loop=spec.loop,
         save=spec.save,
         scale=spec.scale,
-        experts_hosts=_asked_hosts(spec),
+        experts_hosts=_configured_hosts(spec),
         experts_inflight=spec.experts.inflight,
         cluster=spec.cluster,
         seed=spec.seed,
@@ -118,23 +118,23 @@ def plan_job(
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
         check_room(sized.experts, spec.experts, machines.devices(), hosts=separate_hosts(plan.hosts))
-    assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # known before any start
+    assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # never deferred
     facts = sized.experts if sized is not None else None
     idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
     warnings = [*plan.warnings, *idle, *warn_of_named_devices(spec)]
-    hosts = _told_of_own(plan.hosts, spec, seen=model_facts is not None)
+    hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
 
 
 def facts_of_data(spec: JobSpec) -> DataFacts | None:
-    """Sizes of the data without reading all of it; None where only opening it can tell."""
+    """Sizes of the data without reading all of it; None if the data must be opened to know them."""
     from raytrain.data.sources.describe import describe_source
 
     return describe_source(spec.data, context=spec.model.keys.get("context"))
 
 
 def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
-    """The facts of the data that a builder may take (vocab_size, ...), where they are known without opening it."""
+    """The facts of the data that a builder may take (vocab_size, ...), as far as known without opening the data."""
     from raytrain.data.sources.describe import describe_shapes
 
     shapes = describe_shapes(spec.data)
@@ -144,7 +144,7 @@ def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any
 
 
 def formula_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in model by formula; None for other models, and where `shapes` lacks what it needs."""
+    """Sizes of a built-in model by formula; None for other models, or if `shapes` lacks a needed value."""
     from experts.plan.sizes import expert_facts
     from raytrain.models.sizes import model_facts
 
@@ -155,14 +155,14 @@ def formula_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None
 
 
 def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in model by formula, or of a Hugging Face model by the headers of its files."""
+    """Sizes of a built-in model by formula, or of a Hugging Face model from the headers of its files."""
     from raytrain.models.huggingface.folder import folder_facts
 
     return formula_facts(spec, shapes) or folder_facts(spec.model.builder, spec.model.keys)
 
 
 def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
-    """Why this machine cannot compile; others that are planned for are not asked."""
+    """Why this machine cannot compile; None if it can, or if the plan is for a given inventory."""
     if spec.loop.compile == "off" or given is not None:
         return None
     from raytrain.train.compute.toolchain import missing_for_compile
@@ -170,47 +170,47 @@ def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
     return missing_for_compile("cuda" if local_inventory().devices() else "cpu")
 
 
-def _asked_hosts(spec: JobSpec) -> Any:
-    """`experts.hosts`; None for a dense model. `auto` starts none for a user's own builder, which may not use them."""
+def _configured_hosts(spec: JobSpec) -> Any:
+    """`experts.hosts`; None for a dense model. `auto` is 0 for a user's own builder, which may not use hosts."""
     if not has_experts(spec):
         return None
     ours = (spec.model.builder or "").startswith("experts.")
     return spec.experts.hosts if ours or spec.experts.hosts != "auto" else 0
 
 
-def _told_of_own(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
-    """The choice with what is not known of a builder of the user's own; `seen` where it was built."""
+def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
+    """The choice of hosts, with a reason for what is unknown about a user's own builder; `seen` if it was built."""
     builder = spec.model.builder or "your module"
     if builder.startswith(("experts.", "raytrain.")):
         return hosts
     if hosts.value == "none":
-        return replace(hosts, reason=f"experts.num_experts is null: {builder} is taken for a model without experts")
+        return replace(hosts, reason=f"experts.num_experts is null: {builder} is treated as a model without experts")
     if spec.experts.hosts == "auto":
-        why = f"the experts of {builder} stay in every worker; experts.hosts N or colocated asks it to hand them over"
+        why = f"the experts of {builder} stay in every worker; experts.hosts N or colocated moves them to hosts"
         return replace(hosts, reason=why)
     if uses_hosts(spec) and not seen:
-        later = f"whether {builder} hands its experts over is known after start (or plan --build)"
+        later = f"whether {builder} supports remote experts is known after the start (or with plan --build)"
         return replace(hosts, reason=f"{hosts.reason}; {later}")
     return hosts
 
 
 def uses_hosts(spec: JobSpec) -> bool:
-    """Whether a user's own builder is to hand its experts over; ours always do."""
+    """Whether a user's own builder must move its experts to hosts; built-in expert models always do."""
     ours = (spec.model.builder or "").startswith("experts.")
-    return not ours and _asked_hosts(spec) not in (None, 0)
+    return not ours and _configured_hosts(spec) not in (None, 0)
 
 
 def has_experts(spec: JobSpec) -> bool:
-    """Whether the model is one of ours with experts, or a user's that is told their number or where they live."""
+    """Whether the model is a built-in one with experts, or a user's whose job sets their number or hosts."""
     builder, asked = spec.model.builder or "", spec.experts
-    told = asked.num_experts is not None or asked.hosts not in ("auto", 0)
-    return builder.startswith("experts.") or (told and not builder.startswith("raytrain."))
+    configured = asked.num_experts is not None or asked.hosts not in ("auto", 0)
+    return builder.startswith("experts.") or (configured and not builder.startswith("raytrain."))
 
 
 def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
-    """The CUDA_VISIBLE_DEVICES to set on this machine before a local cluster starts; None leaves it alone.
+    """The CUDA_VISIBLE_DEVICES to set on this machine before a local cluster starts; None leaves it unchanged.
 
-    With it Ray and torch see only the GPUs that `scale.accelerator` picked.
+    It limits Ray and torch to the GPUs that `scale.accelerator` selects.
     """
     text = plan.choices()["accelerator"]
     if not isinstance(text, Resolved) or text.value in ("cpu", "cuda"):
@@ -219,9 +219,9 @@ def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
 
 
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
-    """The machines, the decisions with their reasons, the warnings, and the configuration with its sources.
+    """Print the machines, the decisions with their reasons, the warnings, and the configuration with its sources.
 
-    `full` lists defaults too; plan.json always holds them. Where no terminal is, nothing wraps.
+    `full` also lists the defaults, which plan.json always contains. Output to a pipe or file is not wrapped.
     """
     width = console.width
     if not console.is_terminal:
@@ -247,8 +247,8 @@ def _print_plan(plan: Plan, console: Console, *, full: bool) -> None:
     console.print(table)
     for warning in plan.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    told = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
-    given = [row for row in told if full or row[2] != "default"]
+    listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
+    given = [row for row in listed if full or row[2] != "default"]
     settings = Table("key", "value", "from", box=None, pad_edge=False, header_style="bold")
     for row in given:
         settings.add_row(*row)
@@ -260,13 +260,13 @@ def _print_plan(plan: Plan, console: Console, *, full: bool) -> None:
 
 
 def config_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """(dotted key, value, source) of the whole configuration."""
+    """(dotted key, value, source) for every key of the configuration."""
     return [(key, json.dumps(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
 
 
 def _lookup(config: Mapping[str, Any], key: str) -> Any:
     found, rest = config, key
-    while rest not in found:  # a key of its own may have dots in it (tune.found.facts)
+    while rest not in found:  # a key may itself contain dots (tune.found.facts)
         part, _, rest = rest.partition(".")
         found = found[part]
     return found[rest]

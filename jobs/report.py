@@ -1,4 +1,4 @@
-"""`raytrain report [RUN | FILE.json ...]`: run folders and measurements in, pages out."""
+"""The verb `report`: writes report pages of run folders and of bench measurements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NEWEST = "runs/latest"
 
 
 def report(paths: list[str]) -> int:
-    """Writes the report of each run folder, for several a comparison, and of each bench's JSON a summary; prints where
-    the pages are.
+    """Write a report of each run folder, a comparison of several, a summary of each bench's JSON; print their paths.
 
     Args:
         paths: run folders (local paths or URIs) and JSON files of `raytrain bench`; none, or `latest`, means the
-            newest of `runs`.
+            newest run in `runs`.
 
-    Errors: InputError for a path that is neither; of the runs nothing is written then.
+    Raises:
+        InputError: a path is neither; no report of a run is written.
     """
     measured = [path for path in paths if path.endswith(".json")]
     for path in measured:
@@ -41,6 +41,6 @@ def _open(path: str) -> RunFolder:
         raise InputError(
             "run folder",
             seen=f"{path} (no job.yaml, plan.json or events.jsonl in it)",
-            expected="the folder of a run, as `raytrain train` names it at its start",
+            expected="the folder of a run, as printed when `raytrain train` starts",
         )
     return run

@@ -1,7 +1,7 @@
 """The verb `train`, and the function `train` for Python.
 
-The order: load the job -> check it on the driver -> inventory -> plan -> run folder -> Ray -> fit, while watching it ->
-result -> report.
+The order: load the job -> check it on the driver -> inventory -> plan -> run folder -> Ray -> watched fit -> result ->
+report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exact sizes of a job: imports torch, opens the data and builds the model, without memory if it can."""
+"""Exact sizes of a job: opens the data and builds the model, on the meta device if possible. Imports torch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def opened(spec: JobSpec) -> Source:
     """The job's data, opened on this machine.
 
     Raises:
-        InputError: whatever is wrong with the section, its files or their contents.
+        InputError: the section, its files or their contents are wrong.
     """
-    settled = resolved(spec)
-    return open_source(settled.data, context=settled.model.keys.get("context"), seed=settled.seed)
+    spec = resolved(spec)
+    return open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
 
 
 def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
-    """The sizes of a model that was built."""
-    parameters = list(trainable.module.parameters())  # tied ones stand once
+    """The sizes of a built model."""
+    parameters = list(trainable.module.parameters())  # tied parameters count once
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
@@ -47,7 +47,7 @@ def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
 
 
 def _blocks(trainable: Trainable) -> tuple[int, ...] | None:
-    """Parameters of each block; None where there are none, which only some settings need."""
+    """Number of parameters of each block; None for a model without blocks, which only some settings need."""
     try:
         found = blocks_of(trainable, key="scale.strategy")
     except InputError:
@@ -56,10 +56,10 @@ def _blocks(trainable: Trainable) -> tuple[int, ...] | None:
 
 
 def check_shards(trainable: Trainable) -> None:
-    """That a model has blocks, and that all its parameters can be sharded.
+    """Check that a model has blocks and that all its parameters can be sharded.
 
     Raises:
-        InputError: it names what is missing, or the parameters.
+        InputError: the model has no blocks, or the named parameters cannot be sharded.
     """
     from raytrain.train.parallel.fsdp.wrap import KEY, check  # torch's part of it takes a second to import
 
@@ -67,10 +67,10 @@ def check_shards(trainable: Trainable) -> None:
 
 
 def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
-    """(the job's model, the device it was built on), leaving torch's random state as it was."""
+    """Build the job's model; return it and the device it was built on. torch's random state is unchanged."""
     if spec.model.module is not None:
         return to_trainable(spec.model.module), "your object"
-    assert spec.model.builder is not None  # jobs.job.spec lets neither through
+    assert spec.model.builder is not None  # jobs.job.spec refuses a job with neither
     function = resolve(spec.model.builder, "model.builder")
     sections = {name: getattr(spec, name) for name in type(spec).model_fields if name not in ("model", "data")}
 
@@ -84,48 +84,48 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
                 return call(), "the meta device"
         except RaytrainError:
             raise
-        except Exception:  # code that reads its own weights cannot run on meta; the CPU tells what is wrong
+        except Exception:  # code that reads its weights cannot run on meta; the CPU shows real errors
             return _on_cpu(call, spec.model.builder), "the CPU"
 
 
 class Joins(RaytrainError):
-    """Raised where a builder connects to the expert hosts, as it should."""
+    """Raised when a builder connects to the expert hosts, as it should."""
 
 
 class Asked:
-    """A connection to no hosts, for the check whether a builder uses it."""
+    """A connection without hosts, used to check whether a builder connects."""
 
     def join(self, *_about: Any) -> Any:
-        """A builder that calls this hands its experts over in a run."""
+        """Record that the builder connects by raising `Joins`."""
         raise Joins("a builder joins")
 
 
 def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> None:
-    """That a model of the user's own makes of the `experts` section what was asked for.
+    """Check that a user's own model follows the `experts` section.
 
     Args:
-        remote: its experts are to be held by hosts, or shared out over the workers.
+        remote: whether hosts hold the experts, or the workers share them.
 
     Raises:
-        InputError: it is never told the number of experts, or keeps them all.
+        InputError: the builder does not receive the number of experts, or keeps all experts itself.
     """
     builder, number = spec.model.builder, spec.experts.num_experts
-    told = builder is not None and takes(resolve(builder, "model.builder"), "experts")
-    if number is not None and not told:
+    receives = builder is not None and takes(resolve(builder, "model.builder"), "experts")
+    if number is not None and not receives:
         raise InputError(
-            "experts.num_experts", seen=f"{number} with {builder or 'a module'}, which is not told of it",
+            "experts.num_experts", seen=f"{number} with {builder or 'a module'}, which does not receive it",
             expected="null, or a builder with a parameter `experts`",
-            remedy="the section is handed to a builder's parameter of that name",
+            remedy="a builder receives the section in its parameter of that name",
         )  # fmt: skip
     if remote:
         check_joins(spec, shapes)
 
 
 def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
-    """That a user's builder, given a connection, hands its experts over; it would train them in the workers silently.
+    """Check that a user's builder moves its experts to hosts; otherwise the workers would silently train them.
 
     Raises:
-        InputError: it does not, or its experts cannot be.
+        InputError: the builder does not, or its experts cannot be moved.
     """
     asking = spec.model_copy(update={"experts": spec.experts.connected(Asked())})
     try:
@@ -134,19 +134,19 @@ def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
         return
     raise InputError(
         "experts.hosts", seen=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
-        expected="auto or 0, which leave them in every worker",
-        remedy="a builder hands them over with experts.distribute.distribute(trainable, experts)",
+        expected="auto or 0, which keep them in every worker",
+        remedy="a builder moves them to hosts with experts.distribute.distribute(trainable, experts)",
     )  # fmt: skip
 
 
 class NothingDrawn(TorchFunctionMode):
-    """Inside, filling a tensor on the meta device with random numbers does nothing, as there is nothing to fill.
+    """Mode in which random fills of meta tensors do nothing.
 
-    torch would import its compiler for it, which takes a second.
+    There is nothing to fill, and torch would import its compiler for it, which takes a second.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Only the in-place fills of `torch.nn.init` and of tensors are left out."""
+        """Skip the in-place fills of `torch.nn.init` and of tensors; run everything else."""
         target = args[0] if args else (kwargs or {}).get("tensor")
         fills = getattr(func, "__name__", "") in RANDOM_FILLS
         if fills and isinstance(target, torch.Tensor) and target.is_meta:
@@ -159,9 +159,9 @@ def _on_cpu(call: Any, name: str) -> Trainable:
         return call()
     except RaytrainError:
         raise
-    except Exception as error:  # whatever a user's builder raises is its input being wrong
+    except Exception as error:  # any exception of a user's builder counts as wrong input
         raise InputError(
             "model.builder",
             seen=f"{type(error).__name__} from {name}: {error}",
-            expected="a builder that builds",
+            expected="a builder that runs without an error",
         ) from error

@@ -1,4 +1,4 @@
-"""Checking a job on the driver before Ray starts, for `train`, `tune` and `plan --build`; making the workers' job."""
+"""Checks a job on the driver before Ray starts (`train`, `tune`, `plan --build`) and makes the workers' job."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from raytrain.train.precision.layers import parts_named
 
 @dataclass(frozen=True)
 class Checked:
-    """What the driver found out about a job.
+    """The result of `check_on_driver`.
 
     Attributes:
         source: the opened data.
-        handed: the data to hand to the workers; None where they open it themselves.
+        handed: the data to send to the workers; None if they open it themselves.
         model_facts, data_facts: exact sizes.
         shapes: facts of the data that a builder may take (`source_facts`).
     """
@@ -48,13 +48,13 @@ class Checked:
 
 
 def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
-    """Open the data and build the model once, so that a mistake in either is found before anything starts.
+    """Open the data and build the model once, to find mistakes in either before anything starts.
 
     Args:
-        initial: False where a checkpoint takes the place of `model.init_from`.
+        initial: False if a checkpoint is loaded instead of `model.init_from`.
 
     Raises:
-        InputError: naming the key that fixes it.
+        InputError: something is wrong; the error names the key.
     """
     make_importable(os.getcwd())
     check_shadowing()
@@ -89,10 +89,10 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
 def train_job(
     spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int, connection: Connection | None = None
 ) -> TrainJob:
-    """What the workers receive.
+    """Make the job that the workers receive.
 
     Args:
-        attempt: the number that the driver took for their first attempt.
+        attempt: the driver's number for the first attempt.
         connection: how a builder reaches the expert hosts; None without hosts.
     """
     names = [name for name in type(spec).model_fields if name not in ("model", "data")]

@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar on a terminal, one plain line every 10 s where the output is no terminal."""
+"""Shows the progress of a run: a live bar on a terminal, otherwise one plain line every 10 s."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TrainingDisplay:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, progress: dict[str, Any]) -> None:
-        """Show the newest progress; may be called often, it prints rarely."""
+        """Show the newest progress; output is limited however often this is called."""
         phase = str(progress.get("phase", "starting workers"))
         row = progress.get("row") or {}
         step = int(row.get("step") or progress.get("step") or 0)

@@ -27,11 +27,11 @@ class Result:
         run: path of the run folder.
         status: "done", "failed" or "interrupted".
         steps: optimizer steps over all attempts.
-        final_loss: of the last train row; None without one.
-        best_eval_loss: the smallest; None without an evaluation.
+        final_loss: loss of the last train row; None without one.
+        best_eval_loss: the smallest evaluation loss; None without an evaluation.
         history: every row of metrics.jsonl.
         weights: path of the exported safetensors file; None unless done.
-        reason: why it ended, in words.
+        reason: why it ended, as a sentence.
     """
 
     run: str
@@ -84,8 +84,8 @@ def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
     """Write and return result.json.
 
     Args:
-        run: the run folder; its events end with `driver_end`.
-        result: of the last attempt.
+        run: the run folder, whose last event is `driver_end`.
+        result: the result of the last attempt.
     """
     metrics = run.read_rows(run.metrics)
     train_rows = [row for row in metrics if row["kind"] == "train"]
@@ -108,7 +108,7 @@ def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
 
 
 def _best_checkpoint(run: RunFolder) -> str | None:
-    """Name of the checkpoint with the smallest eval loss; without evaluations, of the newest one."""
+    """Name of the checkpoint with the smallest eval loss; without evaluations, the newest checkpoint."""
     best: tuple[float, str] | None = None
     newest = None
     for entry in sorted(run.store.entries("checkpoints"), key=lambda item: item.name):
@@ -118,33 +118,33 @@ def _best_checkpoint(run: RunFolder) -> str | None:
         try:
             loss = run.read_json(f"checkpoints/{entry.name}/manifest.json").get("eval_loss")
         except (OSError, RunError):
-            loss = None  # damaged, or the disk fails, which may be how this run ended
+            loss = None  # damaged, or the disk fails, which may have ended this run
         if loss is not None and (best is None or loss < best[0]):
             best = (loss, entry.name)
     return best[1] if best else newest
 
 
 def last_sign_of_life(run: RunFolder) -> float | None:
-    """Unix seconds of the newest event, row or heartbeat: when a killed command was last alive."""
+    """Unix time of the newest event, row or heartbeat, which shows when a killed command was last alive."""
     seen = [row["time"] for row in run.read_rows(run.events)]
     seen += [time for name in ("metrics.jsonl", "attempts/heartbeat.json") if (time := run.store.changed(name))]
     return max(seen, default=None)
 
 
 def process_start(now: float) -> float:
-    """When this process started (unix seconds), for the time account; `now` where that is unknown."""
+    """Start of this process in unix seconds, for the time account; `now` if it is unknown."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         started = time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return now
-    # a notebook's process is hours old: only the start of a command's own interpreter counts
+    # a notebook's process may be hours old: count only the start of a command's own interpreter
     return started if now - started < 30 else now
 
 
 def print_result(console: Console, run: RunFolder, record: Mapping[str, Any], *, report: str) -> None:
-    """The last lines on the terminal: how the run ended, and where its files are."""
+    """Print the last lines on the terminal: how the run ended, and where its files are."""
     loss = record["final_loss"]
     best = record["best_eval_loss"]
     parts = [f"{record['status']} after {record['steps']} steps in {record['wall_s']:.0f} s"]

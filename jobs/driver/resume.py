@@ -1,4 +1,4 @@
-"""`--resume`: which run is resumed, with which job, and which keys may change."""
+"""`--resume`: finds the run, loads its job and checks which keys changed."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Resumed:
     finished: bool = False
 
     def has_checkpoint(self) -> bool:
-        """Whether it has a complete checkpoint to start from."""
+        """Whether the run has a complete checkpoint."""
         from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
 
         return any(info.complete for info in list_checkpoints(self.run))
 
     def checked_against(self, plan: Plan) -> RunFolder:
-        """The run, after checking that this plan can load its newest checkpoint.
+        """Check that this plan can load the newest checkpoint, and return the run.
 
         Raises:
-            InputError: the checkpoint holds experts apart from the model and the plan puts them inside, or vice versa.
+            InputError: the checkpoint stores experts separately and the plan puts them in the model, or vice versa.
         """
         from raytrain.checkpoint.reader import (  # imports torch, as the command has by now
             list_checkpoints,
@@ -46,11 +46,11 @@ class Resumed:
             return self.run
         inside = read_manifest(saved[-1].path).get("experts") is None
         if (plan.hosts.value in ("none", 0)) is not inside:
-            where = "inside the model" if inside else "apart from it, by name"
+            where = "inside the model" if inside else "separately, by name"
             raise InputError(
                 "experts.hosts", seen=f"{plan.hosts.value} ({plan.hosts.reason})",
                 expected="0" if inside else "any number of hosts above 0, or colocated",
-                remedy=f"the checkpoint of step {saved[-1].step} holds the experts {where}",
+                remedy=f"the checkpoint of step {saved[-1].step} stores the experts {where}",
             )  # fmt: skip
         return self.run
 
@@ -58,15 +58,15 @@ class Resumed:
 def open_resumed(
     resume: str, path: Path | None, overrides: Sequence[str], *, loaded: LoadedSpec | None = None
 ) -> Resumed | None:
-    """The run to resume; None for "auto" where there is none.
+    """Find the run to resume; None for "auto" if there is none.
 
     Args:
         resume: a run folder, or "auto": the newest unfinished run of the job `loaded`.
-        path: a JOB.yaml given with it, which may change some keys only.
+        path: a JOB.yaml, which may change only some keys.
         overrides: changes on the command line, under the same rule.
 
     Raises:
-        InputError: no such run, one that is still alive (naming host and pid), a key that may not change.
+        InputError: there is no such run, it is still running (with its host and pid), or a key may not change.
     """
     if resume == "auto":
         assert loaded is not None
@@ -103,12 +103,12 @@ def open_resumed(
 
 
 def _extended(changed: list[str]) -> bool:
-    """Whether the length of the run changed: a finished run then continues."""
+    """Whether the length of the run changed, so that a finished run continues."""
     return bool({"loop.max_steps", "loop.epochs"} & set(changed))
 
 
 def _from_run(loaded: LoadedSpec, changed: list[str]) -> LoadedSpec:
-    """The same job, with keys that were not changed with --resume marked as the run's own."""
+    """The same job, with the keys that --resume did not change marked as coming from the run."""
     sources = {
         key: "resume" if ".".join(key.split(".")[:2]) in changed else "run" if source == "python" else source
         for key, source in loaded.sources.items()

@@ -1,4 +1,4 @@
-"""Opening the folder of a run: check the machine, make or resume the folder, write what is known before the start."""
+"""Opens the folder of a run: checks the machine, creates or resumes the folder, writes the records of the start."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class OpenRun:
     """A run folder that is ready for training.
 
     Attributes:
-        plan: as written to plan.json.
-        attempt: the number that the driver took for the first attempt of its workers.
+        plan: the plan, as written to plan.json.
+        attempt: the driver's number for the first attempt of its workers.
     """
 
     run: RunFolder
@@ -70,7 +70,7 @@ def open_run(
         run = RunFolder.create(spec.save.dir, spec.name, job=load_yaml(loaded.merged_text, origin="job"))
         run.write_text(run.job, loaded.text)
     last_sign = last_sign_of_life(run)
-    attempt = run.next_attempt(this_process())  # from here on every older worker ends before it writes
+    attempt = run.next_attempt(this_process())  # from here on, workers of older attempts stop before they write
     run.append_event(
         event(
             "driver_start",
@@ -93,7 +93,7 @@ def open_run(
 
 
 def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:
-    """The checks of the machine, for what this plan needs."""
+    """Check the machine for what this plan needs."""
     workers = int(_value(plan.workers) or 1)
     return run_preflight(
         save_dir=save_dir,

@@ -1,4 +1,4 @@
-"""Starting Ray for a command, stopping it, and turning signals into a stop. Driver side."""
+"""Starts and stops Ray for a command, and turns signals into stop requests. Driver side."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
 
-#: Ray sets this in the driver of a submitted job: there the cluster is the one the job was submitted to.
+#: Ray sets this variable in the driver of a submitted job, which uses the cluster that it was submitted to.
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-#: Signals closer together than this are one.
+#: Signals less than this many seconds apart count as one.
 SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connected Ray. `local` = started by us, on loopback, for this command alone; `folder` is its private place.
+    """A Ray cluster that this process is connected to.
 
-    From `ended` on no thread may ask Ray for anything: it would start another cluster, or end the process.
+    Attributes:
+        local: started by this command, for this command only, on loopback.
+        folder: a private directory of the command.
+        ended: once set, no thread may call Ray: it would start another cluster, or end the process.
     """
 
     local: bool
@@ -48,7 +51,7 @@ class Cluster:
 def cluster_address(configured: str | None) -> str:
     """`cluster.address`, else the cluster this job was submitted to, else "local".
 
-    "connected" where this process (a notebook) is connected to a Ray already: that one is used, and left running.
+    Returns "connected" if this process (a notebook) is connected to a cluster already: it is used and left running.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return "connected"
@@ -60,7 +63,7 @@ def cluster_address(configured: str | None) -> str:
 
 
 def cluster_size(plan: Plan | None) -> tuple[int, int]:
-    """(CPUs, GPUs) that a private cluster declares: what the plan needs, not what the machine has."""
+    """(CPUs, GPUs) that a private cluster declares: those that the plan needs, not all of the machine."""
     if plan is None:
         return 1, 0
     assert isinstance(plan.workers, Resolved) and isinstance(plan.device, Resolved)  # never deferred
@@ -70,13 +73,13 @@ def cluster_size(plan: Plan | None) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> Iterator[Cluster]:
-    """Connect to `address`, or start a private cluster where it is "local"; shut down at the end.
+    """Connect to `address`, or start a private cluster if it is "local"; shut down at the end.
 
-    A local cluster listens on loopback alone; its token and its files lie in a new directory that only this user
-    can read. Runs in the main thread (Ray ties the cluster's life to the thread that started it).
+    A local cluster listens only on loopback; its token and files are in a new directory that only this user can read.
+    Call it in the main thread, since Ray ties the cluster's lifetime to the thread that started it.
 
     Args:
-        num_cpus, num_gpus: logical resources a local cluster declares.
+        num_cpus, num_gpus: logical resources that a local cluster declares.
 
     Raises:
         InputError: the address cannot be reached.
@@ -107,7 +110,7 @@ def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> I
         yield cluster
     finally:
         cluster.ended.set()
-        with contextlib.suppress(KeyboardInterrupt):  # a second signal: leave what is left to the end of the process
+        with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
             if "ray" in sys.modules:
                 sys.modules["ray"].shutdown()
             shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +122,7 @@ def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
     from raytrain.execution.ray_private import own_process_groups, reread_environment
 
     reread_environment()
-    # while Ray's daemons start: what takes longest of Ray Train's imports, and imports nothing of Ray
+    # while Ray's daemons start, import pandas, the slowest import of Ray Train; it does not import Ray
     meanwhile = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True, name="imports")
     try:
         meanwhile.start()
@@ -154,7 +157,7 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-#: One secret for all local clusters of this process: Ray reads it once and keeps it.
+#: One secret for all local clusters of this process, since Ray reads it only once.
 _TOKEN = secrets.token_hex(32)
 
 
@@ -167,20 +170,20 @@ def _write_token(folder: str) -> str:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop arrived where nothing has to be saved yet. Ray's calls let a KeyboardInterrupt through, and no other."""
+    """A signal arrived before anything has to be saved. Ray's calls only let a KeyboardInterrupt propagate."""
 
 
 class StopSignals:
-    """SIGTERM and SIGINT of this process while a command runs.
+    """Handles SIGTERM and SIGINT while a command runs.
 
-    Before `training` is set, a signal ends the command at once by raising `Interrupted`; afterwards the first sets
-    `asked` (the workers save and return) and the second leaves at once. Outside the main thread (a notebook's
-    executor) signals are left alone.
+    Before `training` is set, a signal ends the command at once by raising `Interrupted`. Afterwards the first signal
+    sets `asked` (the workers save and return), and the second ends the command at once. Outside the main thread (a
+    notebook's executor), signals are not handled.
 
-    An exception out of a signal's function is lost where it lands in a finalizer or beside a fork, and `ray.init` puts
-    a function of its own in our place; so a thread counts the signals by the interpreter's wake-up pipe, which misses
-    none, and of a lost exception nothing is printed, nor of what fails after it on the way out: a library's functions
-    around a fork, whose first half it cut off.
+    The interpreter discards an exception raised by a signal handler inside a finalizer or a fork hook, and `ray.init`
+    replaces the handler of SIGTERM. A thread therefore counts the signals on the interpreter's wake-up pipe, which
+    misses none. Discarded exceptions are not printed, nor are the errors that follow from them, such as those of a
+    library's fork hooks of which the exception skipped the first.
     """
 
     def __init__(self) -> None:
@@ -193,10 +196,10 @@ class StopSignals:
         self._unraisable: Any = None
 
     def install(self) -> None:
-        """Take over both signals; called again after `ray.init`, which replaces SIGTERM's.
+        """Install the handlers; called again after `ray.init`, which replaces the handler of SIGTERM.
 
         Raises:
-            Interrupted: one arrived meanwhile, and nobody has heard it.
+            Interrupted: a signal arrived in the meantime whose exception was lost.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -205,7 +208,7 @@ class StopSignals:
             os.set_blocking(self._writer, False)
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(target=self._count, args=(reader,), daemon=True, name="stop-signals").start()
-            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._lost
+            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         for number in _SIGNALS:
             previous = signal.signal(number, self._arrived)
             self._previous.setdefault(number, previous)
@@ -213,7 +216,7 @@ class StopSignals:
             raise Interrupted("before the first step")
 
     def restore(self) -> None:
-        """Give both signals back."""
+        """Restore the previous handlers."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         self._previous = {}
@@ -229,10 +232,10 @@ class StopSignals:
         if not self.training and not again:
             raise Interrupted(signal.Signals(number).name)
 
-    def _lost(self, lost: Any) -> None:
+    def _on_unraisable(self, unraisable: Any) -> None:
         leaving = self._raised > float("-inf") and not self.training
-        if not leaving and not issubclass(lost.exc_type, KeyboardInterrupt | SystemExit):
-            self._unraisable(lost)
+        if not leaving and not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
+            self._unraisable(unraisable)
 
     def _count(self, reader: int) -> None:
         with os.fdopen(reader, "rb", buffering=0) as pipe:
@@ -240,7 +243,7 @@ class StopSignals:
                 now = time.monotonic()
                 if not any(number in _SIGNALS for number in numbers):
                     continue
-                if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells signal the process and its group
+                if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells signal both the process and its group
                     self.times += 1
                 self._last = now
                 self.asked.set()

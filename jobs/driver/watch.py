@@ -29,10 +29,11 @@ def fit_watched(
 ) -> AttemptResult:
     """Start the expert hosts and the workers, and return how the run ended.
 
-    A first signal asks the workers to save and return; a second one, or `retry.stop_grace_s`, leaves without them.
+    A first signal asks the workers to save and return; a second one, or the end of `retry.stop_grace_s`, returns
+    without waiting for them.
 
     Args:
-        data: what the driver read for all workers; None where each opens the source itself.
+        data: the data that the driver read for all workers; None if each worker opens the source itself.
 
     Raises:
         Interrupted: a signal arrived before the first step.
@@ -55,13 +56,13 @@ def fit_watched(
             late = stop_at is not None and time.monotonic() > stop_at
             cluster_ended = stop_at is not None and unanswered > 1  # the same signal may have ended it
             if signals.times > 1 or late or cluster_ended:
-                return AttemptResult("interrupted", "left without waiting for the workers", workers_running=True)
+                return AttemptResult("interrupted", "exited without waiting for the workers", workers_running=True)
         _show_progress(channel, display, signals, last=True)
     return fitting.result(stopping=signals.asked.is_set())
 
 
 class _Fit:
-    """`fit` in a thread of its own, since only the main thread receives signals."""
+    """Runs `fit` in its own thread, since only the main thread receives signals."""
 
     def __init__(self, spec: JobSpec, opened: OpenRun, cluster: Cluster, *, data: Any, console: Console) -> None:
         run, plan = opened.run, opened.plan
@@ -97,14 +98,14 @@ class _Fit:
             self._connection.close()
 
     def running(self, *, wait_s: float) -> bool:
-        """Whether it still runs, after at most `wait_s` seconds."""
+        """Wait at most `wait_s` seconds for `fit`; return whether it was running before the wait."""
         alive = self._thread.is_alive()
         if alive:
             self._thread.join(wait_s)
         return alive
 
     def result(self, *, stopping: bool) -> AttemptResult:
-        """What rank 0 returned; raises what `fit` raised, unless a stop was requested."""
+        """Return the result of rank 0, or raise the exception of `fit` unless a stop was requested."""
         if self._error is not None:
             if stopping:
                 return AttemptResult("interrupted", "a stop was requested")
@@ -114,12 +115,12 @@ class _Fit:
 
 
 def _show_progress(channel: Any, display: TrainingDisplay, signals: StopSignals, *, last: bool = False) -> bool:
-    """Show what the workers reported and printed; False where the channel does not answer."""
+    """Show what the workers reported and printed; return False if the channel does not answer."""
     try:
         answers = ray.get(
             [channel.progress.remote(), channel.printed_lines.remote(last=last)], timeout=ANSWER_TIMEOUT_S
         )
-    except ray.exceptions.RayError:  # too slow, or died: `fit` reports how that ends
+    except ray.exceptions.RayError:  # too slow, or it died: `fit` reports the outcome
         return False
     progress, lines = answers
     if lines:

@@ -1,4 +1,4 @@
-"""The keys of a job as lines of text, for `raytrain VERB --help`."""
+"""Formats the keys of a job as lines of text for `raytrain VERB --help`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from raytrain.config.messages import key_rows
 
 
 def key_lines(sections: Sequence[str]) -> list[str]:
-    """`section.key = default  (what it takes)` of the named sections, in the order of the schema."""
+    """One line, `section.key = default  (accepted values)`, for each key of the named sections, in schema order."""
     rows = [row for row in key_rows(JobSpec) if row.key.split(".")[0] in sections]
     return [f"{row.key} = {row.default}  ({row.expected})" for row in rows]

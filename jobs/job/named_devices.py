@@ -1,4 +1,4 @@
-"""Devices that a user's own code names, found by reading it: the plan says where, and nothing of it is run."""
+"""Finds devices named in the user's code, for warnings in the plan. The code is parsed, not run."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from pathlib import Path
 
 from jobs.job.spec import JobSpec
 
-#: As torch names accelerators; "cpu" is right for a dataset, whose rows are moved later.
+#: torch's names of accelerators. "cpu" is correct in a dataset, whose rows are moved later.
 ACCELERATORS = ("cuda", "hip", "xpu", "mps")
-#: A module with more places than this is told by the first of them.
-TOLD_AT_MOST = 3
+#: The warning lists at most this many places of a file.
+LISTED_PLACES = 3
 
 
 def warn_of_named_devices(spec: JobSpec) -> list[str]:
-    """A warning for each file of `model.builder` and `data.source` that names an accelerator: a process has one device,
-    which raytrain chooses, and to which it moves the model once and each batch."""
+    """A warning for each file of `model.builder` and `data.source` that names an accelerator.
+
+    raytrain chooses one device for each process and moves the model and each batch to it.
+    """
     found = []
     files = (_file_of(reference or "") for reference in (spec.model.builder, spec.data.source))
     for path in dict.fromkeys(path for path in files if path is not None):
         places = list(named_devices(path.read_text(encoding="utf-8", errors="replace")))
         if places:
-            told = ", ".join(f"{path.name}:{line} {what}" for line, what in places[:TOLD_AT_MOST])
-            more = f" and {len(places) - TOLD_AT_MOST} more" if len(places) > TOLD_AT_MOST else ""
+            listed = ", ".join(f"{path.name}:{line} {what}" for line, what in places[:LISTED_PLACES])
+            more = f" and {len(places) - LISTED_PLACES} more" if len(places) > LISTED_PLACES else ""
             found.append(
-                f"{told}{more}: raytrain moves the model and each batch to the worker's own device; leave it out,"
-                " or take the device of a tensor that is there (x.device)"
+                f"{listed}{more}: raytrain moves the model and each batch to the worker's own device; remove it,"
+                " or use the device of an existing tensor (x.device)"
             )
     return found
 
 
 def named_devices(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what is written there) of each call in Python source that names an accelerator; none where it cannot be
-    read, which the import will say better."""
+    """Yield (line, text) for each call in Python source that names an accelerator.
+
+    Nothing is yielded if the source cannot be parsed: importing it reports the error better.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -44,10 +48,10 @@ def named_devices(source: str) -> Iterator[tuple[int, str]]:
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
         called = call.func
         name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-        values = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "device")]
+        values = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
         given = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
         named = [text for text in given if text.split(":")[0] in ACCELERATORS]
-        by_keyword = any(word.arg == "device" for word in call.keywords)
+        by_keyword = any(keyword.arg == "device" for keyword in call.keywords)
         for_cuda = name == "cuda" or (name == "set_device" and ast.unparse(called).endswith("cuda.set_device"))
         if isinstance(called, ast.Attribute) and for_cuda:
             yield call.lineno, f".{name}()"
@@ -56,7 +60,7 @@ def named_devices(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _file_of(reference: str) -> Path | None:
-    """Where a `module:function` of the user's own is written; None for ours and for what is not found as a file."""
+    """The file that defines a user's `module:function`; None for raytrain's own modules and if no file is found."""
     module, _, function = reference.partition(":")
     if not function or module.split(".")[0] in ("raytrain", "experts", "jobs", "cluster"):
         return None

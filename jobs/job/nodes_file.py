@@ -1,6 +1,6 @@
-"""`--inventory nodes.yaml`: machines one does not have, written by hand, to plan for.
+"""`--inventory nodes.yaml`: a hand-written list of machines to plan for.
 
-- host: a                 # a list of nodes
+- host: a                 # each list entry is a node
   cpus: 32
   memory_gib: 128
   gpus:
@@ -50,7 +50,7 @@ def inventory_from_file(path: str | Path) -> Inventory:
     """The machines that a nodes file lists.
 
     Raises:
-        InputError: no such file, no YAML, no list of nodes, a wrong key or value; it names the node's key.
+        InputError: the file is missing or is not a YAML list of nodes, or a key or value is wrong; the error names it.
     """
     origin = str(path)
     try:
@@ -100,5 +100,5 @@ def _node(entry: NodeEntry, *, place: int) -> Node:
 
 
 def _capability(number: float) -> tuple[int, int]:
-    """8.6 is (8, 6)."""
+    """Convert 8.6 to (8, 6)."""
     return int(number), round(number * 10) % 10

@@ -1,4 +1,4 @@
-"""Relative paths and what data takes from its model, settled once on the driver; torch-free."""
+"""Makes relative paths absolute and fills in what the data takes from its model, once on the driver; torch-free."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from raytrain.data.sources.keys import path_keys
 from raytrain.data.sources.tokenised import resolve_text_keys
 from raytrain.models.huggingface.folder import KEYS
 
-PATH_WORDS = ("path", "paths", "file", "files", "dir", "folder", "root")
-"""Last words of keys that a user's own source takes for paths."""
+PATH_SUFFIXES = ("path", "paths", "file", "files", "dir", "folder", "root")
+"""Last parts of the keys that are treated as paths in a user's own source."""
 
 
 def resolved(spec: JobSpec) -> JobSpec:
-    """The job with absolute paths, and with what its data takes from its model.
+    """The job with absolute paths, and with the data keys that are derived from its model.
 
     Raises:
-        InputError: the two do not go together.
+        InputError: data and model do not fit together.
     """
     model = resolve_model_paths(spec.model)
     return spec.model_copy(update={"model": model, "data": resolve_paths(resolve_text_keys(spec.data, model))})
 
 
 def resolve_model_paths(model: ModelConfig) -> ModelConfig:
-    """`init_from` and, for builders on a folder, `path` made absolute, as the driver sees them."""
+    """Make `init_from` absolute on the driver and, for builders that read a folder, `path` too."""
     changed = {} if model.init_from is None else {"init_from": _absolute(model.init_from, must_exist=False)}
     if model.builder in KEYS and "path" in model.keys:
         changed["path"] = _absolute(model.keys["path"], must_exist=False)
@@ -34,7 +34,7 @@ def resolve_model_paths(model: ModelConfig) -> ModelConfig:
 
 
 def local_paths(spec: JobSpec) -> dict[str, str]:
-    """Every local path that workers read, by key; a list under its key with a number."""
+    """Every local path that workers read, by key; the entries of a list are numbered (`key[0]`)."""
     given = {f"data.{key}": value for key, value in spec.data.keys.items()}
     given |= {"model.init_from": spec.model.init_from, "model.path": spec.model.keys.get("path")}
     found = {}
@@ -47,17 +47,17 @@ def local_paths(spec: JobSpec) -> dict[str, str]:
 
 
 def resolve_paths(data: DataConfig) -> DataConfig:
-    """The section with relative paths made absolute, as the driver sees them; URIs stay as they are.
+    """The section with relative paths made absolute on the driver; URIs are unchanged.
 
-    A built-in source says itself which keys hold paths. What a user's own key means only their function
-    knows: there a string is a path where its key says so (`path`, `..._path`, `_file`, `_dir`) and it exists.
+    A built-in source declares which of its keys are paths. In a user's own source, a string is a path if its key ends
+    like one (`path`, `..._path`, `_file`, `_dir`) and the path exists.
     """
     own = ":" in (data.source or "")
     ours = path_keys(data.source)
     changed = {
         key: _absolute(value, must_exist=own)
         for key, value in data.keys.items()
-        if key in ours or (own and key.rsplit("_", 1)[-1] in PATH_WORDS)
+        if key in ours or (own and key.rsplit("_", 1)[-1] in PATH_SUFFIXES)
     }
     return data.model_copy(update=changed) if changed else data
 

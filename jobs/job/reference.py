@@ -1,7 +1,7 @@
-"""`loop.reference: true`: the plain path, with everything that makes a step faster or smaller switched off at once.
+"""`loop.reference: true`: the reference path, which disables every optimization of speed or memory at once.
 
-It is the way back where one of these is suspected, and what `bench` compares with. Each has its own key too; what this
-table says wins over what the job says.
+Use it to find out whether an optimization causes a problem; `bench` uses it as its baseline. Each optimization also has
+a key of its own. The values of this table override those of the job.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ PLAIN: dict[str, Any] = {
     "precision.dtype": "fp32",
     "precision.fp32_layers": [],
 }
-"""Key -> its value on the plain path. `precision.dtype: fp64` stays, which is plainer still."""
+"""Key -> its value on the reference path. `precision.dtype: fp64` is kept, since it is more exact still."""
 
 
 def as_reference(spec: JobSpec) -> tuple[JobSpec, set[str]]:
-    """The job on the plain path, and the keys whose values that changed."""
+    """The job on the reference path, and the keys whose values changed."""
     changed: set[str] = set()
     has_experts = (spec.model.builder or "").startswith("experts.") or spec.experts.num_experts is not None
-    for key, plain in PLAIN.items():
+    for key, reference in PLAIN.items():
         section, name = key.split(".")
         if section == "experts" and not has_experts:
             continue
         current = getattr(spec, section)
         value = getattr(current, name)
-        if value == plain or value == "fp64":
+        if value == reference or value == "fp64":
             continue
         changed.add(key)
-        spec = spec.model_copy(update={section: current.model_copy(update={name: plain})})
+        spec = spec.model_copy(update={section: current.model_copy(update={name: reference})})
     return spec, changed

@@ -1,7 +1,7 @@
-"""The job: every section together, where each value came from, and the checks that need two sections.
+"""The job: all sections, the source of each value, and the checks that involve two sections.
 
-Only `jobs` sees a job whole. Values are checked by the section that owns them; what a later version brings is
-refused here, by name, after its value was found to be a good one.
+Only `jobs` handles a complete job. Each section checks its own values; this module refuses valid values that are not
+implemented yet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESUME_MAY_CHANGE = (
     "experts.hosts", "experts.placement", "experts.inflight",
     "scale", "save", "telemetry", "retry", "cluster",
 )  # fmt: skip
-"""Keys and whole sections that a JOB.yaml beside ``--resume`` may change; ``save.dir`` never."""
+"""Keys and entire sections that a job given with ``--resume`` may change, except ``save.dir``."""
 
 LATER_VERBS = ("infer", "check", "submit")
 
@@ -58,10 +58,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**63, json_schema_extra={"expected": "an i
 
 
 class JobSpec(Section):
-    """One job, read and checked; frozen. `model` and `data` have no default."""
+    """A validated job; frozen. `model` and `data` have no default."""
 
     name: Name = Field(default="run", description="first part of the run folder's name")
-    seed: Seed = Field(default=42, description="of weights, order and sampling")
+    seed: Seed = Field(default=42, description="seed of weights, data order and sampling")
     model: ModelConfig = Field(description="a model, such as `model: {builder: raytrain.models.mlp:mlp}`")
     data: DataConfig = Field(description="data, such as `data: {source: text, path: input.txt}`")
     optim: OptimConfig = OptimConfig()
@@ -79,15 +79,15 @@ class JobSpec(Section):
 
 @dataclass(frozen=True, eq=False)
 class LoadedSpec:
-    """A job with its origin.
+    """A job and where it came from.
 
     Attributes:
         spec: the job.
         sources: dotted key -> ``default``, ``recipe``, ``file``, ``python`` or ``command line``.
-        mapping: what was given, overrides merged in; objects of Python stand in it as they are.
-        text: the job as given: the file's own text, or YAML of the mapping.
-        merged_text: YAML of the mapping, overrides included; a resume reads this one.
-        path: the file or the packaged recipe's, None for a mapping.
+        mapping: the given job with the overrides merged in; Python objects are kept.
+        text: the job as given: the file's text, or YAML of the mapping.
+        merged_text: YAML of the mapping including the overrides; `--resume` reads it.
+        path: the JOB.yaml or the packaged recipe; None for a mapping.
     """
 
     spec: JobSpec
@@ -101,13 +101,15 @@ class LoadedSpec:
 def load_spec(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, mapping: Mapping[str, Any] | None = None
 ) -> LoadedSpec:
-    """Reads a job: default < file (or mapping) < command line. Without either, the recipe `default`, whose model and
-    experts give way whole to another `model.builder` of the command line, and whose data to another `data.source`.
+    """Load a job: defaults, overridden by the file or mapping, overridden by the command line.
+
+    Without a file and a mapping, the recipe `default` is used. If the command line sets `model.builder`, the recipe's
+    model and experts sections are dropped; if it sets `data.source`, the recipe's data section is dropped.
 
     Args:
-        path: a JOB.yaml, which never inherits the built-in recipe; a packaged recipe's name stands for its file.
-        overrides: ``section.key=value``, the last of equal ones winning.
-        mapping: a job from Python, which may hold objects in `model.module`, `data.train` and `data.eval`.
+        path: a JOB.yaml, which never inherits from a recipe, or the name of a packaged recipe.
+        overrides: ``section.key=value``; of duplicate keys, the last wins.
+        mapping: a job from Python, which may contain objects in `model.module`, `data.train` and `data.eval`.
 
     Raises:
         InputError: the first mistake, with its key.
@@ -143,14 +145,14 @@ def load_spec(
 
 
 def _without_replaced(recipe: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The built-in recipe without the keys of a model, its experts or a source that the command line replaces."""
+    """The built-in recipe without the model, experts or data section if the command line replaces it."""
     given = {parse_override(text)[0] for text in overrides}
     replaced = {"model": {"model.builder"}, "experts": {"model.builder"}, "data": {"data.source"}}
     return {name: {} if given & replaced.get(name, set()) else section for name, section in recipe.items()}
 
 
 def _values(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """``section.key`` -> encoded value, whatever that is."""
+    """``section.key`` -> encoded value."""
     values: dict[str, Any] = {}
     for name, value in encoded.items():
         section = value if isinstance(value, dict) else None
@@ -159,14 +161,14 @@ def _values(encoded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The path of every value that is no mapping; an empty mapping is a value."""
+    """The path of every value that is not a mapping; an empty mapping counts as a value."""
     if not isinstance(value, dict) or not value:
         return [path]
     return [leaf for key, item in value.items() for leaf in _leaves(item, (*path, str(key)))]
 
 
 def _sources(spec: JobSpec, mapping: Mapping[str, Any], touched: set[str], *, origin: str) -> dict[str, str]:
-    """Where each value came from; `mapping` is the job before the overrides."""
+    """The source of each value; `mapping` is the job before the overrides."""
     sources = {}
     for leaf in _leaves(encode(spec), ()):
         prefixes = {".".join(leaf[: depth + 1]) for depth in range(len(leaf))}
@@ -184,7 +186,7 @@ def _holds(mapping: Any, path: tuple[str, ...]) -> bool:
 
 
 def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The given keys alone, with encoded values: objects as placeholders."""
+    """Only the given keys, with encoded values; objects are replaced by placeholders."""
     encoded = encode(spec)
     return {
         name: {key: encoded[name][key] for key in value} if isinstance(value, Mapping) else encoded[name]
@@ -193,7 +195,7 @@ def _given(spec: JobSpec, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_objects(spec: JobSpec) -> None:
-    """A file cannot hold objects; one that names some is the record of a run started from Python."""
+    """Refuse a file with the placeholder of an object: it is the record of a run that was started from Python."""
     for key, value in (
         ("model.module", spec.model.module),
         ("data.train", spec.data.train),
@@ -203,31 +205,31 @@ def _check_objects(spec: JobSpec) -> None:
             raise InputError(
                 key,
                 seen=value,
-                expected="an object, which only Python can give",
+                expected="an object, which can only be given from Python",
                 remedy="call jobs.train.train with the same object",
             )
 
 
 def _check_across(spec: JobSpec) -> None:
-    """What no section can check alone."""
+    """Check what involves more than one section."""
     model, data, loop, experts = spec.model, spec.data, spec.loop, spec.experts
     _check_one_of("model.builder", model.builder, "model.module", model.module)
     _check_one_of("data.source", data.source, "data.train", data.train)
     if data.eval is not None and data.train is None:
-        raise InputError("data.eval", seen="a dataset beside data.source", expected="data.train with it")
+        raise InputError("data.eval", seen="a dataset with data.source", expected="null without data.train")
     total, micro = loop.global_batch_size, loop.micro_batch_size
     if isinstance(total, int) and isinstance(micro, int) and total % micro:
         expected = f"a number that divides loop.global_batch_size, {total}"
         raise InputError("loop.micro_batch_size", seen=describe(micro), expected=expected)
     if loop.patience is not None and data.eval is None and data.eval_fraction == 0:
-        remedy = "data.eval_fraction above 0 keeps data for evaluation"
-        expected = "null where nothing is evaluated"
+        remedy = "set data.eval_fraction above 0 to hold out data for evaluation"
+        expected = "null without an evaluation"
         raise InputError("loop.patience", seen=describe(loop.patience), expected=expected, remedy=remedy)
     if data.tokens_per_batch is not None and spec.scale.shares == "auto":
         raise InputError(
             "data.tokens_per_batch",
-            seen=f"{data.tokens_per_batch} beside scale.shares auto",
-            expected="one of the two: unequal shares are of rows",
+            seen=f"{data.tokens_per_batch} with scale.shares auto",
+            expected="only one of them: unequal shares are counted in rows",
         )
     check_section(experts)
     check_used(experts, model.builder)
@@ -241,24 +243,24 @@ def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
-    """Refuses what this version reads and checks but does not do yet.
+    """Refuse a verb or value that is valid but not implemented in this version.
 
     Raises:
-        InputError: names the verb, or the first such key with what can be had instead.
+        InputError: names the verb, or the first such key and what to use instead.
     """
     if verb in LATER_VERBS:
         raise InputError(
             verb,
             seen=f"the verb {verb}",
-            remedy=f"{verb} is not built yet",
+            remedy=f"{verb} is not implemented yet",
             expected="train, tune, plan, report or bench in this version",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
             "scale.strategy",
-            seen="fsdp with a search without tune.space",
-            expected="auto or data_parallel, or whole runs of a tune.space",
-            remedy="its trials are one process on one device, where nothing is sharded; whole runs are: "
+            seen="fsdp in a search without tune.space",
+            expected="auto or data_parallel, or complete runs with a tune.space",
+            remedy="each trial is one process on one device, where nothing is sharded; complete runs are sharded: "
             "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s",
         )
     for key, (possible, expected, reason) in _later(spec).items():
@@ -266,12 +268,15 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         value = getattr(getattr(spec, section), name)
         if not possible and not (verb == "tune" and key == "loop.global_batch_size"):  # which the search decides
             raise InputError(
-                key, seen=describe(value), expected=f"{expected} in this version", remedy=f"{reason} not built yet"
+                key,
+                seen=describe(value),
+                expected=f"{expected} in this version",
+                remedy=f"{reason} not implemented yet",
             )
 
 
 def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
-    """Key -> whether its value can be had now, what can be, and what is missing."""
+    """Key -> (whether its value is implemented, the implemented values, what is missing)."""
     loop, scale = spec.loop, spec.scale
     return {
         "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
@@ -284,9 +289,9 @@ def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """``section.key`` of all that differs between two jobs once defaults are filled in.
+    """``section.key`` of every difference between two jobs with their defaults filled in.
 
-    Objects of Python count by their class, since a job on disk holds no more of them.
+    Python objects are compared by class, since a job on disk records only the class.
     """
     before, after = (_values(encode(load_spec(mapping=job).spec)) for job in (old, new))
     names = [*before, *(key for key in after if key not in before)]
@@ -294,12 +299,12 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _text(values: Mapping[str, Any], key: str) -> str | None:
-    """A value as text, since 1, 1.0 and true are equal otherwise; None for a key that is not there."""
+    """A value as text, since 1, 1.0 and true compare equal; None for a missing key."""
     return json.dumps(values[key], sort_keys=True, default=repr) if key in values else None
 
 
 def may_change_on_resume(key: str) -> bool:
-    """Whether a JOB.yaml beside ``--resume`` may change this dotted key."""
+    """Whether a job given with ``--resume`` may change this dotted key."""
     parts = key.split(".")
     owners = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
     return key != "save.dir" and not owners.isdisjoint(RESUME_MAY_CHANGE)

@@ -21,7 +21,7 @@ class AttemptResult:
         status: the `status` of result.json.
         reason: why, as a sentence.
         steps: optimizer steps of the run so far; 0 where the driver does not know.
-        workers_running: the driver left without waiting for the workers.
+        workers_running: the driver exited without waiting for the workers.
     """
 
     status: Literal["done", "failed", "interrupted"]

@@ -1,4 +1,4 @@
-"""A user's own builder beside expert hosts: it hands its experts over, or is told that it does not."""
+"""A user's own builder with expert hosts: it moves its experts to the hosts, or an error says that it does not."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_builder_that_hands_its_experts_over_passes(tmp_path: Path, monkeypatc
 def test_a_builder_that_is_not_told_the_number_of_experts_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=r"experts\.num_experts: seen 4 with own_experts:dense, which is not"):
+    with pytest.raises(InputError, match=r"experts\.num_experts: seen 4 with own_experts:dense, which does not"):
         check("dense", "auto", tmp_path, monkeypatch)
     check("dense", "auto", tmp_path, monkeypatch, number=None)
 
@@ -95,7 +95,7 @@ def test_plan_says_what_it_does_not_know_of_a_builder_and_sees_it_with_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = job("ignores", 2, tmp_path, monkeypatch)
-    assert "whether own_experts:ignores hands its experts over is known after start" in why(plan_job(asked))
+    assert "whether own_experts:ignores supports remote experts is known after the start" in why(plan_job(asked))
     with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:ignores"):
         plan_job(asked, build=True)
     joins = plan_job(job("joins", 2, tmp_path, monkeypatch), build=True)

@@ -183,12 +183,12 @@ def test_what_fails_beside_a_fork_once_a_signal_came_is_not_printed_and_everythi
     signals, printed = StopSignals(), []
     signals._unraisable = printed.append
     failed = SimpleNamespace(exc_type=IndexError)
-    signals._lost(failed)
+    signals._on_unraisable(failed)
     with pytest.raises(Interrupted):
         signals._arrived(signal.SIGTERM, None)
-    signals._lost(failed)
-    signals._lost(SimpleNamespace(exc_type=Interrupted))
+    signals._on_unraisable(failed)
+    signals._on_unraisable(SimpleNamespace(exc_type=Interrupted))
     assert printed == [failed], "the first, before any signal"
     signals.training = True
-    signals._lost(failed)
+    signals._on_unraisable(failed)
     assert printed == [failed, failed], "a signal in training is answered in order: what fails then is news"
