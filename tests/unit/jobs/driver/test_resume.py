@@ -1,4 +1,4 @@
-"""`--resume`: what may be gone on with, what may change beside it."""
+"""`--resume`: which runs can be resumed, and which keys may change."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_only_decides_how_may_change(tmp_path: Path, override: str) -> None
 def test_experts_stay_inside_the_model_or_apart_from_it(
     tmp_path: Path, experts: dict[str, Any] | None, hosts: Any, expected: str | None
 ) -> None:
-    """A checkpoint of any number of hosts goes on with any other; found before anything starts."""
+    """A checkpoint of any number of hosts resumes with any other; a mismatch is found before anything starts."""
     run = run_in(tmp_path)
     resumed, plan = open_resumed(run.path, None, []), cast(Plan, SimpleNamespace(hosts=Resolved(hosts, "asked")))
     assert resumed is not None and resumed.checked_against(plan) is resumed.run, "nothing was saved yet"
@@ -106,9 +106,9 @@ def test_experts_stay_inside_the_model_or_apart_from_it(
     if expected is None:
         assert resumed.checked_against(plan) is resumed.run
         return
-    with pytest.raises(InputError, match="step 10") as told:
+    with pytest.raises(InputError, match="step 10") as caught:
         resumed.checked_against(plan)
-    assert (told.value.key, told.value.expected) == ("experts.hosts", expected) and "asked" in told.value.seen
+    assert (caught.value.key, caught.value.expected) == ("experts.hosts", expected) and "asked" in caught.value.seen
 
 
 def test_a_job_file_beside_it_is_under_the_same_rule(tmp_path: Path) -> None:

@@ -55,11 +55,11 @@ def test_the_address_of_the_cluster(
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
-    """Whoever asks Ray for something while it ends starts another cluster, or ends the process."""
-    told: list[Any] = []
+    """A thread that calls Ray while it shuts down starts another cluster, or ends the process."""
+    ended_flags: list[Any] = []
     ray = SimpleNamespace(
         is_initialized=lambda: not ours,
-        shutdown=lambda: told.append(cluster.ended.is_set()),
+        shutdown=lambda: ended_flags.append(cluster.ended.is_set()),
         get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:1"),
         nodes=list,
     )
@@ -69,11 +69,11 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
     address = "10.0.0.4:6379" if ours else "connected"
     with connected(address, num_cpus=1, num_gpus=0, verbose=False) as cluster:
         assert not cluster.ended.is_set()
-    assert told == ([True] if ours else []) and cluster.ended.is_set() is ours
+    assert ended_flags == ([True] if ours else []) and cluster.ended.is_set() is ours
 
 
 def test_a_token_is_nobody_elses(tmp_path: Path) -> None:
-    before = os.umask(0)  # whatever the user's mask is
+    before = os.umask(0)  # independent of the user's mask
     try:
         path = Path(_write_token(str(tmp_path)))
     finally:
@@ -191,4 +191,4 @@ def test_what_fails_beside_a_fork_once_a_signal_came_is_not_printed_and_everythi
     assert printed == [failed], "the first, before any signal"
     signals.training = True
     signals._on_unraisable(failed)
-    assert printed == [failed, failed], "a signal in training is answered in order: what fails then is news"
+    assert printed == [failed, failed], "during training, signals raise nothing, so a failure is a real error"

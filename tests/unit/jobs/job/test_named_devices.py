@@ -1,4 +1,4 @@
-"""A user's own code that names a device is told in the plan, with its line; nothing of it is run."""
+"""The plan warns of a device named in the user's code, with its line; the code is not run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_the_plan_tells_where_a_model_or_a_dataset_names_a_device(
     model, data = {"builder": "my_net:build", "width": 4}, {"source": "my_net:rows"}
     job = {"model": model, "data": data, "loop": {"max_steps": 2}}
     machine = Inventory((Node("a", 2, 1 << 34),), source="test", cpu_model="cpu", cpu_flags={})
-    (told,) = [one for one in plan_job(load_spec(mapping=job), inventory=machine).warnings if "my_net.py" in one]
-    assert told.startswith('my_net.py:3 .cuda(), my_net.py:4 to("cuda:0"), my_net.py:6 zeros("cuda"): raytrain moves')
+    (warning,) = [one for one in plan_job(load_spec(mapping=job), inventory=machine).warnings if "my_net.py" in one]
+    assert warning.startswith(
+        'my_net.py:3 .cuda(), my_net.py:4 to("cuda:0"), my_net.py:6 zeros("cuda"): raytrain moves'
+    )
     (tmp_path / "my_net.py").write_text(CODE.replace('"cuda', '"cpu').replace(".cuda()", ""))
     assert not [one for one in plan_job(load_spec(mapping=job), inventory=machine).warnings if "my_net.py" in one]
