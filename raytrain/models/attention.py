@@ -1,4 +1,4 @@
-"""Causal self-attention, whole or in a sliding window; neither holds S x S weights nor, unwindowed, any mask."""
+"""Causal self-attention, full or in a sliding window, without S x S weights; full attention needs no mask."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Bytes, unless `loop.mask_cache_mb` says otherwise.
+#: Default bytes of a mask cache; set by `loop.mask_cache_mb`.
 BUDGET = 8 * 2**20
 
 Key = tuple[str, int, torch.device, torch.dtype]
 
 
 class MaskCache:
-    """Least recently used masks leave first. Not part of a module's state: neither saved nor pickled.
+    """An LRU cache of attention masks. It is not part of a module's state: masks are neither saved nor pickled.
 
     Args:
-        budget: bytes of all masks together; one that is larger is built anew each time. 0 keeps none.
+        budget: total bytes of all masks; a larger mask is rebuilt on each call. 0 disables the cache.
 
     Attributes:
-        hits, misses: calls of `get` so far.
+        hits, misses: numbers of calls of `get`.
     """
 
     def __init__(self, budget: int = BUDGET) -> None:
@@ -35,7 +35,7 @@ class MaskCache:
 
     @property
     def budget(self) -> int:
-        """Bytes that may be kept; lowering it lets go of masks at once."""
+        """Maximum bytes of the cache; lowering it evicts masks immediately."""
         return self._budget
 
     @budget.setter
@@ -46,7 +46,7 @@ class MaskCache:
 
     @property
     def bytes(self) -> int:
-        """Of the masks that are kept."""
+        """Bytes of the cached masks."""
         return sum(mask.nbytes for mask in self._masks.values())
 
     def __len__(self) -> int:
@@ -55,9 +55,9 @@ class MaskCache:
     def get(
         self, kind: str, length: int, *, device: torch.device, dtype: torch.dtype, build: Callable[[], Tensor]
     ) -> Tensor:
-        """The mask of a kind for this length, device and dtype: the same object each time, as long as it is kept.
+        """Return the mask of a kind for this length, device and dtype; the same object while it is cached.
 
-        Compiled code builds it in place, where it costs nothing, and leaves the cache alone.
+        Compiled code builds the mask inline, which costs nothing, and does not use the cache.
         """
         if torch.compiler.is_compiling():
             return build()
@@ -76,7 +76,7 @@ class MaskCache:
             return mask
 
     def clear(self) -> None:
-        """Let go of every mask; the counts stay."""
+        """Remove all masks; the counts are kept."""
         with self._lock:
             self._masks.clear()
 
@@ -86,7 +86,7 @@ class MaskCache:
 
     @classmethod
     def total(cls, caches: Iterable[MaskCache]) -> dict[str, int]:
-        """{entries, bytes, hits, misses} of several, each counted once."""
+        """Return {entries, bytes, hits, misses} summed over distinct caches."""
         each = list({id(cache): cache for cache in caches}.values())
         return {
             "entries": sum(len(cache) for cache in each),
@@ -106,7 +106,7 @@ class Attention(nn.Module):
     """Causal self-attention with one fused projection; no bias (its key bias would have no gradient).
 
     Args:
-        window: each token sees itself and the `window - 1` before it; None = all before it.
+        window: each token attends to itself and the `window - 1` tokens before it; None = all tokens before it.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, *, window: int | None = None) -> None:
@@ -137,14 +137,16 @@ class Attention(nn.Module):
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, masks: MaskCache, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of each token to itself and the `window - 1` before it; (B, H, S, d), S longer than the window.
+    """Attention of each token to itself and the `window - 1` tokens before it; (B, H, S, d) with S > window.
 
-    In chunks of the window's length: a chunk's queries see keys of their own chunk and the one before only, so that
-    time and memory grow with S x window and not with S x S, and one mask of window x 2 window serves all chunks.
+    The sequence is split into chunks of the window's length. Queries attend only to keys of their own and the previous
+    chunk, so time and memory grow with S x window instead of S x S, and all chunks share one mask (window, 2 window).
     """
     S = q.shape[2]
     chunks = -(-S // window)
-    q, k, v = (F.pad(part, (0, 0, 0, chunks * window - S)) for part in (q, k, v))  # behind every query: never seen
+    q, k, v = (
+        F.pad(part, (0, 0, 0, chunks * window - S)) for part in (q, k, v)
+    )  # after every query: never attended to
     first = F.scaled_dot_product_attention(
         q[:, :, :window], k[:, :, :window], v[:, :, :window], dropout_p=dropout, is_causal=True
     )
@@ -160,7 +162,7 @@ def windowed_attention(
 
 
 def window_mask(window: int, *, device: torch.device) -> Tensor:
-    """(window, 2 window) bool: query i of a chunk sees key j of the chunk before and its own, counted through."""
+    """(window, 2 window) bool: may query i of a chunk attend to key j of the previous and own chunk?"""
     i = torch.arange(window, device=device).unsqueeze(1)
     j = torch.arange(2 * window, device=device)
     return (j > i) & (j <= i + window)
@@ -173,5 +175,5 @@ def _chunks(x: Tensor, window: int) -> Tensor:
 
 
 def _pairs(x: Tensor, window: int) -> Tensor:
-    """Each chunk but the first behind the one before it: (B, H, (n + 1) window, d) -> (B n, H, 2 window, d)."""
+    """Each chunk but the first, appended to the previous chunk: (B, H, (n + 1) window, d) -> (B n, H, 2 window, d)."""
     return torch.cat([_chunks(x[:, :, :-window], window), _chunks(x[:, :, window:], window)], dim=2)

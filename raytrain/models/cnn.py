@@ -47,9 +47,9 @@ def cnn(
     """Build a CNN on batches {"x": images, "labels": (B,)}.
 
     Args:
-        channels: one stage each.
-        image_shape: [H, W] or [C, H, W]; the source's where it is not given.
-        num_classes: outputs; the source's where it is not given, and one for numbers to regress.
+        channels: output channels of each stage.
+        image_shape: [H, W] or [C, H, W]; default: the source's shape.
+        num_classes: outputs; default: the source's classes, or 1 for regression.
     Raises ValueError for sizes that cannot be built.
     """
     image = check_cnn(channels=channels, image_shape=image_shape, num_classes=num_classes, dropout=dropout)
@@ -58,7 +58,7 @@ def cnn(
 
 
 def _flops(module: CNN) -> float:
-    """6 per weight and place it is applied at."""
+    """6 FLOPs per weight and position that it is applied to."""
     _, height, width = module.image
     total = 6.0 * module.head.weight.numel()
     for number, stage in enumerate(module.stages):

@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
 
 
 class PreNorm(nn.Module):
-    """The parts of one pre-norm block around any feed-forward; what `forward` makes of them is the subclass's."""
+    """The parts of a pre-norm block around any feed-forward module; subclasses define `forward`."""
 
     def __init__(
         self, width: int, heads: int, dropout: float, feed_forward: nn.Module, *, window: int | None = None
@@ -59,12 +59,12 @@ class Block(PreNorm):
 
 
 class GPT(nn.Module):
-    """Token ids in, next-token logits out; `blocks` decide the rest.
+    """A decoder from token ids to next-token logits, with the given blocks.
 
     Args:
         blocks: modules (B, S, D) -> (B, S, D); their residual projections are named `out`.
         width, context, vocab_size: D, the longest S, V.
-        dropout: on the embedding (the blocks have their own).
+        dropout: on the embedding; blocks have their own dropout.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """normal(0, 0.02); what writes into the residual stream is scaled down by its 2L writers."""
+        """normal(0, 0.02); residual projections are scaled by 1 / sqrt(2L) for L blocks."""
         residual = INIT_STD / math.sqrt(2 * max(1, len(self.blocks)))
         nn.init.normal_(self.positions, std=INIT_STD)
         nn.init.normal_(self.tokens.weight, std=INIT_STD)
@@ -90,7 +90,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=residual if name.endswith(".out") else INIT_STD)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(B, S) ids -> (B, S, D). Raises ValueError where S is longer than the context."""
+        """(B, S) ids -> (B, S, D). Raises ValueError if S is longer than the context."""
         S = input_ids.shape[1]
         if self.context < S:
             raise ValueError(f"a sequence of {S} tokens is longer than the context of {self.context}")
@@ -103,11 +103,11 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BSD))
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """{"logits"} without labels; with them {"loss"}, and "logits" too in evaluation.
+        """Return {"logits"} without labels; with labels {"loss"}, and in evaluation also "logits".
 
         Args:
             input_ids: (B, S) int64.
-            labels: (B, S) int64, labels[t] the token after input_ids[t], -100 where none counts.
+            labels: (B, S) int64, labels[t] is the token after input_ids[t], or -100 to ignore it.
         """
         x_BSD = self.embed(input_ids)
         for block in self.blocks:
@@ -115,7 +115,7 @@ class GPT(nn.Module):
         return self.outputs(self.logits(x_BSD), labels)
 
     def outputs(self, logits_BSV: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
-        """What `forward` returns; while training the logits are not kept alive beside the loss."""
+        """Build what `forward` returns; in training the logits are not returned, so their memory can be freed."""
         if labels is None:
             return {"logits": logits_BSV}
         loss = token_loss(logits_BSV, labels)
@@ -123,7 +123,7 @@ class GPT(nn.Module):
 
 
 def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Mean cross entropy over the labels other than -100, in float32 at least."""
+    """Mean cross entropy over the labels other than -100, in at least float32."""
     logits = logits_BSV.flatten(0, 1)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -151,8 +151,8 @@ def gpt(
     """Build a GPT on batches {"input_ids": (B, S), "labels": (B, S)} with S <= context.
 
     Args:
-        window: tokens that attention sees in each block, the token itself among them; None = the whole context.
-    Raises ValueError for sizes that do not fit each other.
+        window: tokens that each token attends to, including itself; None = the full context.
+    Raises ValueError for incompatible sizes.
     """
     check_gpt(
         layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window

@@ -1,4 +1,4 @@
-"""A multilayer perceptron for rows of features: classes, or numbers to regress."""
+"""A multilayer perceptron for rows of features, for classification or regression."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
 
 def as_input(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Features in the parameters' dtype; bytes (an image's pixels) become 0..1."""
+    """Features in the parameters' dtype; uint8 values (pixels) are scaled to [0, 1]."""
     return x.to(dtype) / 255 if x.dtype == torch.uint8 else x.to(dtype)
 
 
@@ -45,7 +45,7 @@ def row_loss(module: nn.Module, batch: Batch) -> LossOutput:
 
 
 def supervised(outputs_BC: Tensor, labels: Tensor, *, training: bool) -> LossOutput:
-    """The loss of `row_loss` from what the module returned."""
+    """The loss of `row_loss`, from the module's outputs."""
     if outputs_BC.dtype in (torch.bfloat16, torch.float16):
         outputs_BC = outputs_BC.float()
     if not is_integer(labels):
@@ -68,9 +68,9 @@ def mlp(
     """Build an MLP on batches {"x": (B, ...), "labels": (B,)}.
 
     Args:
-        hidden: the widths between input and output.
-        num_features: numbers per row; the source's where it is not given.
-        num_classes: outputs; the source's where it is not given, and one for numbers to regress.
+        hidden: widths of the hidden layers.
+        num_features: numbers per row; default: the source's features.
+        num_classes: outputs; default: the source's classes, or 1 for regression.
     Raises ValueError for sizes that cannot be built.
     """
     widths = check_mlp(hidden=hidden, num_features=num_features, num_classes=num_classes, dropout=dropout)

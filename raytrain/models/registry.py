@@ -1,4 +1,4 @@
-"""From "module:function" in a job to the object it builds; no torch until a builder is called."""
+"""Call the builder that a job names as "module:function"; torch is not imported before a builder is called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a builder has a parameter of that name, which a section of the job or a fact of the source fills."""
+    """Whether a builder has a parameter of this name, to be filled from a section or a fact of the source."""
     return any(
         one.name == name and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in _parameters(function)
     )
@@ -24,10 +24,10 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 def check_keys(
     function: Callable[..., Any], keys: Iterable[str], *, sections: Iterable[str], key: str = "model"
 ) -> None:
-    """That a function takes the keys of its section; arguments as for `call_builder`, nothing is called.
+    """Check that a function accepts the keys of its section, without calling it; arguments as for `call_builder`.
 
     Raises:
-        InputError: the first that it does not.
+        InputError: the first key that it does not accept.
     """
     parameters, filled = _parameters(function), set(sections)
     accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -50,15 +50,15 @@ def call_builder(
     """Call a builder or dataset function with the keys of its section.
 
     Args:
-        function: what `resolve` found.
-        keys: the section's keys but ours; each goes in as a keyword argument.
-        sections: other sections by name; a parameter of that name, not given as a key, receives it.
-        vocab_size: short for source_facts["vocab_size"].
-        source_facts: what the source knows (vocab_size, num_features, num_classes, image_shape); fills
-            the parameters of these names that are not given.
-        key: the section's name, for messages.
+        function: the result of `resolve`.
+        keys: the section's keys other than those of the framework; each is passed as a keyword argument.
+        sections: other sections by name, passed to parameters of these names that are not given as keys.
+        vocab_size: shorthand for source_facts["vocab_size"].
+        source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to
+            parameters of these names that are not given.
+        key: name of the section in messages.
     Raises:
-        InputError: a key the function does not take, a missing one, or a ValueError or TypeError of its own.
+        InputError: an unknown key, a missing one, or a ValueError or TypeError raised by the function.
     """
     known = dict(source_facts or {})
     if vocab_size is not None:
@@ -81,7 +81,7 @@ def call_builder(
 
 
 def to_trainable(result: Any) -> Trainable:
-    """A builder's result as a Trainable: one as it is, an `nn.Module` by the transformers convention.
+    """Return a builder's result as a Trainable; an `nn.Module` is wrapped by the convention of transformers.
 
     Raises InputError (model.builder) for anything else.
     """
@@ -112,12 +112,12 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, ke
             key,
             seen=f"{type(error).__name__} from {name}: {error}",
             expected="keys that it accepts",
-            remedy=f"it was given {', '.join(sorted(arguments)) or 'nothing'}",
+            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}",
         ) from error
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters, or a single **keys where a builtin does not tell."""
+    """Return the parameters, or a single **keys for builtins without a signature."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Sizes of the built-in dense models by formula, and the checks of their keys; no torch here.
+"""Sizes of the built-in dense models by formula, and checks of their keys. Torch-free.
 
-`raytrain plan` answers without importing torch, so what a builder takes and how large its model gets stand
-here once: the builders use the same checks.
+`raytrain plan` does not import torch, so the keys of the builders and the sizes of their models are defined here;
+the builders use the same checks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FLOAT_BYTES = 4
 """Master weights and the estimate of activations are in fp32."""
 
 SOURCE_KEYS = ("vocab_size", "num_features", "num_classes", "image_shape")
-"""Keys of a builder that the source fills where they are not given."""
+"""Builder keys that the source fills in if they are not given."""
 
 
 class SizeError(ValueError):
-    """A key of a built-in builder has a value that cannot be built; `key` names it without its section."""
+    """A key of a built-in builder has an invalid value; `key` is its name without the section."""
 
     def __init__(self, key: str, *, seen: str, expected: str) -> None:
         self.key, self.seen, self.expected = key, seen, expected
@@ -38,14 +38,14 @@ def _rebuild_size_error(key: str, seen: str, expected: str) -> SizeError:
 
 
 def check_counts(**values: Any) -> None:
-    """Every value must be a whole number of at least 1; raises SizeError naming the first that is not."""
+    """Raise SizeError for the first value that is not a whole number of at least 1."""
     for key, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SizeError(key, seen=repr(value), expected="a whole number of at least 1")
 
 
 def check_count_list(key: str, values: Any) -> list[int]:
-    """A list of whole numbers of at least 1, or one such number; raises SizeError."""
+    """Return a list of whole numbers of at least 1, or one such number, as a list. Raises SizeError."""
     listed = [values] if isinstance(values, int) else values
     if not isinstance(listed, Sequence) or isinstance(listed, str):
         raise SizeError(key, seen=repr(values), expected="a list of whole numbers")
@@ -55,7 +55,7 @@ def check_count_list(key: str, values: Any) -> list[int]:
 
 
 def check_dropout(dropout: Any) -> None:
-    """Raises SizeError unless `dropout` is a number in [0, 1)."""
+    """Raise SizeError unless `dropout` is a number in [0, 1)."""
     if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
         raise SizeError("dropout", seen=repr(dropout), expected="a number from 0 to less than 1")
 
@@ -63,7 +63,7 @@ def check_dropout(dropout: Any) -> None:
 def check_gpt(
     *, layers: Any, heads: Any, width: Any, context: Any, dropout: Any, vocab_size: Any, window: Any = None
 ) -> None:
-    """Raises SizeError for keys of `gpt` that cannot be built."""
+    """Raise SizeError for invalid keys of `gpt`."""
     check_counts(layers=layers, heads=heads, width=width, context=context, vocab_size=vocab_size)
     check_counts(window=1 if window is None else window)
     if width % heads:
@@ -72,18 +72,18 @@ def check_gpt(
 
 
 def check_mlp(*, hidden: Any, num_features: Any, num_classes: Any, dropout: Any) -> list[int]:
-    """The widths of an `mlp`, input and output included. Raises SizeError."""
+    """Return the widths of an `mlp`, including input and output. Raises SizeError."""
     if num_features is None:
-        raise SizeError("num_features", seen="null", expected="a number, as this source does not say it")
+        raise SizeError("num_features", seen="null", expected="a number, as this source does not provide it")
     check_counts(num_features=num_features, num_classes=1 if num_classes is None else num_classes)
     check_dropout(dropout)
     return [num_features, *check_count_list("hidden", hidden), num_classes or 1]
 
 
 def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any) -> tuple[int, int, int]:
-    """The image of a `cnn` as (C, H, W). Raises SizeError, also where the pooling leaves nothing of it."""
+    """Return the image of a `cnn` as (C, H, W). Raises SizeError, also if pooling shrinks it to nothing."""
     if image_shape is None:
-        raise SizeError("image_shape", seen="null", expected="[H, W] or [C, H, W]: this source says none")
+        raise SizeError("image_shape", seen="null", expected="[H, W] or [C, H, W], as this source does not provide it")
     shape = check_count_list("image_shape", image_shape)
     if len(shape) not in (2, 3):
         raise SizeError("image_shape", seen=repr(image_shape), expected="[H, W] or [C, H, W]")
@@ -93,7 +93,7 @@ def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any
     stages = len(check_count_list("channels", channels))
     if min(height, width) >> stages < 1:
         raise SizeError(
-            "channels", seen=f"{stages} stages", expected=f"fewer: each halves an image of {height} x {width}"
+            "channels", seen=f"{stages} stages", expected=f"fewer, as each halves the image of {height} x {width}"
         )
     return depth, height, width
 
@@ -101,16 +101,16 @@ def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any
 def language_flops(
     *, matmul_parameters: float, layers: int, width: int, context: int, window: int | None = None
 ) -> float:
-    """Forward and backward of one full context: 6 per parameter and token, and attention's two products.
+    """FLOPs of forward and backward of one full context: 6 per parameter and token, plus attention's two products.
 
-    `window` is a sliding one's, computed over chunks of its length and the one before.
+    With a sliding `window`, each chunk of that length attends to itself and the previous chunk.
     """
     seen = context if window is None or window >= context else min(context, 2 * window)
     return 6.0 * matmul_parameters * context + 12.0 * layers * width * context * seen
 
 
 def gpt_parameters(*, layers: int, width: int, context: int, vocab_size: int, feed_forward: int) -> int:
-    """Parameters of a GPT whose blocks' feed-forwards hold `feed_forward` each; tied weights once."""
+    """Parameters of a GPT whose blocks have `feed_forward` feed-forward parameters each; tied weights count once."""
     block = gpt_block(width=width, feed_forward=feed_forward)
     return (vocab_size + context) * width + layers * block + width
 
@@ -123,11 +123,11 @@ def gpt_block(*, width: int, feed_forward: int) -> int:
 def gpt_activations(
     *, layers: int, heads: int, width: int, context: int, vocab_size: int, dropout: float, feed_forward: float
 ) -> int:
-    """Bytes of one window in fp32 as backward begins; `feed_forward` numbers per token of each feed-forward.
+    """Activation bytes of one window in fp32 at the start of backward, with `feed_forward` values per token and block.
 
-    A block keeps its two norms' inputs and outputs (4 D), query, key, value and result (4 D), and with each
-    norm two statistics; attention one number per head. With dropout attention keeps its S x S weights. All of that is
-    still there while backward takes the loss back to the logits, in two more tensors of their size.
+    A block keeps the inputs and outputs of its two norms (4 D), query, key, value and result (4 D), two statistics per
+    norm, and one value per head for attention. With dropout, attention keeps its S x S weights. All of this is still
+    held while backward computes the gradient of the logits, which needs two more tensors of their size.
     """
     block = 8 * width + heads + 4 + feed_forward
     if dropout:
@@ -138,7 +138,7 @@ def gpt_activations(
 
 @dataclass(frozen=True)
 class BuilderKeys:
-    """What a built-in builder takes, as its signature says; `facts` computes its sizes from them all."""
+    """The keys of a built-in builder, as in its signature; `facts` computes the model's sizes from them."""
 
     required: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -172,7 +172,7 @@ def _cnn_facts(**keys: Any) -> ModelFacts:
     for channels in check_count_list("channels", keys["channels"]):
         parameters += (9 * depth + 1) * channels
         flops += 6.0 * 9 * depth * channels * height * width
-        # the activation, and after pooling its values with their int64 places
+        # the activation, then the pooled values and their int64 indices
         kept += channels * (height * width + 3 * (height // 2) * (width // 2))
         depth, height, width = channels, height // 2, width // 2
     classes, features = keys["num_classes"] or 1, depth * height * width
@@ -210,12 +210,12 @@ def model_facts(builder: str, keys: Mapping[str, Any], source_facts: Mapping[str
 
     Args:
         builder: "module:function".
-        keys: the section's keys but ours.
-        source_facts: vocab_size, num_features, num_classes, image_shape where the source knows them.
+        keys: the section's keys other than those of the framework.
+        source_facts: vocab_size, num_features, num_classes and image_shape, as far as the source knows them.
     Returns:
-        None for any other builder, and where only the opened source can tell a size.
+        None for any other builder, and if a size is known only once the source is opened.
     Raises:
-        InputError: a key that the builder does not take, misses, or cannot build.
+        InputError: an unknown key, a missing one, or an invalid value.
     """
     known = DENSE_BUILDERS.get(builder)
     return known_facts(builder, known, keys, source_facts) if known else None
@@ -228,7 +228,7 @@ def known_facts(
     source_facts: Mapping[str, Any],
     **sections: Any,
 ) -> ModelFacts | None:
-    """The sizes of one known builder; arguments and errors as in `model_facts`."""
+    """Return the sizes of one known builder; arguments and errors as in `model_facts`."""
     accepted = [*known.required, *known.defaults]
     for name in keys:
         if name not in accepted:
@@ -255,16 +255,16 @@ def unknown_key(section: str, name: str, function: str, accepted: Iterable[str])
     return InputError(
         f"{section}.{name}",
         seen=f"a key that {function} does not take",
-        expected=f"one of {', '.join(accepted) or 'no further key'}",
+        expected=f"one of {', '.join(accepted) or 'no other key'}",
         remedy=f"did you mean {section}.{near[0]}?" if near else "",
     )
 
 
 def missing_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:
-    """The error for a key that a builder or dataset function needs and nobody gave."""
+    """The error for a key that a builder or dataset function requires and that is not given."""
     return InputError(
         f"{section}.{name}",
         seen="no value",
-        expected=f"one, as {function} needs it",
-        remedy=f"it takes {', '.join(sorted(accepted))}",
+        expected=f"a value, as {function} requires it",
+        remedy=f"its keys are {', '.join(sorted(accepted))}",
     )

@@ -1,7 +1,7 @@
-"""Builders for models of Hugging Face's transformers in a local folder; an optional extra, nothing is downloaded.
+"""Builders for Hugging Face transformers models in a local folder; an optional extra, nothing is downloaded.
 
-Both compute their loss themselves from the logits: transformers' own casts them to float32, which float64 would not
-survive, and knows one mean where a step over several workers has many.
+Both compute their loss from the logits: the loss of transformers casts logits to float32, even from float64, and
+averages over one batch, while a step over several workers has many.
 """
 
 from __future__ import annotations
@@ -55,24 +55,25 @@ def causal_lm(
     vocab_size: int | None = None,
 ) -> Trainable:
     """A language model on batches {"input_ids", "labels"} (B, S), and "attention_mask" or "position_ids" where rows
-    are padded or packed. It shifts inside: labels are the input_ids, -100 where nothing is to be learned.
+    are padded or packed. The model shifts labels itself: labels equal the input_ids, with -100 for ignored tokens.
 
     Args:
         path: a folder that `save_pretrained` wrote.
-        context: tokens of a window of text; None where rows have lengths of their own.
-        init: "weights" of the folder, or "random" from its config alone.
-        freeze: patterns of names of parameters that are not trained.
-        vocab_size: of the data, filled in by the source.
+        context: tokens per window of text; None if rows have their own lengths.
+        init: "weights" loads those of the folder, "random" uses its config alone.
+        freeze: name patterns of parameters that are not trained.
+        vocab_size: vocabulary of the data, filled in by the source.
 
     Raises:
-        InputError: transformers is not installed, no such folder, or weights that do not fit. SizeError: a bad value.
+        InputError: transformers is not installed, there is no such folder, or its weights do not fit.
+        SizeError: an invalid value.
     """
     check_installed(CAUSAL_LM)
     most = longest_input(read_config(path))
     if context is not None:
         check_counts(context=context)
         if most is not None and context > most:
-            raise SizeError("context", seen=str(context), expected=f"at most {most}, which the model in {path} takes")
+            raise SizeError("context", seen=str(context), expected=f"at most {most}, the limit of the model in {path}")
     with quiet() as transformers:
         config = _config(path, vocab_size=vocab_size)
         module = load_module(transformers.AutoModelForCausalLM, config, path, init=init, head=False)
@@ -98,20 +99,20 @@ def classifier(
 ) -> Trainable:
     """A classifier of texts on batches {"input_ids", "attention_mask"} (B, S) and "labels" (B,).
 
-    The head is drawn anew where the folder has none of this size.
+    The head is initialised randomly if the folder has none of this size.
 
     Args:
         path, init, freeze: as for `causal_lm`.
-        num_labels: number of classes; None = what the data has.
-        num_classes, class_names, vocab_size: of the data, filled in by the source.
+        num_labels: number of classes; None = those of the data.
+        num_classes, class_names, vocab_size: facts of the data, filled in by the source.
 
     Raises:
-        InputError, SizeError: as for `causal_lm`; fewer classes than the data has.
+        InputError, SizeError: as for `causal_lm`, and fewer classes than in the data.
     """
     check_installed(CLASSIFIER)
     read_config(path)
     if num_labels is None and num_classes is None:
-        raise SizeError("num_labels", seen="null", expected="a number of classes, as this source does not say it")
+        raise SizeError("num_labels", seen="null", expected="a number of classes, as this source does not provide it")
     number = num_labels if num_labels is not None else num_classes
     check_counts(num_labels=number)
     assert number is not None
@@ -136,18 +137,18 @@ def _trainable(module: PreTrainedModel, loss: Callable[..., LossOutput], **more:
 
 
 def _config(path: str, *, vocab_size: int | None) -> Any:
-    """The folder's config, once its embedding is found to have a row for each token of the data."""
+    """Return the folder's config after checking that its vocabulary covers that of the data."""
     config = open_config(path)
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and rows is not None and vocab_size > rows:
         seen = f"{vocab_size:,} tokens in the data"
-        expected = f"at most {rows:,}, which the model in {path} knows"
-        raise InputError("data.tokenizer", seen=seen, expected=expected, remedy="auto takes the model's own")
+        expected = f"at most {rows:,}, the vocabulary of the model in {path}"
+        raise InputError("data.tokenizer", seen=seen, expected=expected, remedy="auto uses the model's own tokenizer")
     return config
 
 
 def _pad_id(path: str, config: Any) -> int | None:
-    """The id that rows are padded with: models that read a row's last token find it by that."""
+    """Return the padding id, by which classifiers find the last token of a row."""
     return pad_id(open_tokenizer(path, key="model.path")) if has_tokenizer(path) else config.pad_token_id
 
 
@@ -173,7 +174,7 @@ def _language_loss(module: PreTrainedModel, *, apart: bool) -> Callable[..., Los
         need_keys(batch, "input_ids", "labels")
         if "position_ids" in batch and not apart:
             raise RunError(
-                f"data.packing: packed, but in {name} the documents of a row would read each other; take padded"
+                f"data.packing: packed, but in {name} the documents of a row would attend to each other; use padded"
             )
         out = module(**{key: value for key, value in batch.items() if key != "labels"})
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
@@ -196,9 +197,10 @@ def _class_loss(module: nn.Module, batch: Batch) -> LossOutput:
 
 @torch.no_grad()
 def keeps_documents_apart(module: nn.Module) -> bool:
-    """Whether what stands before a position 0 in a row changes nothing after it: two rows of two documents of two
-    tokens, which differ in the first document only, must have the same logits in the second. In eval mode: what is
-    dropped in training differs from row to row."""
+    """Whether packed documents do not influence each other, tested on two rows of two documents of two tokens.
+
+    The rows differ only in their first document; the logits of the second must agree. The test runs in eval mode,
+    because dropout differs between rows."""
     device = next(module.parameters()).device
     rows = torch.tensor(PROBE_IDS, device=device)
     try:
@@ -211,7 +213,7 @@ def keeps_documents_apart(module: nn.Module) -> bool:
 
 
 def _flops(module: PreTrainedModel, context: int) -> float | None:
-    """Of a full window, where the config says depth and width; an embedding that is no head is looked up only."""
+    """FLOPs of a full window, or None if the config lacks depth or width; an untied embedding is only looked up."""
     config = module.config.get_text_config()
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or width is None:

@@ -1,4 +1,4 @@
-"""Which rows make up a step, and which of them are this rank's: pure functions of (seed, epoch, position)."""
+"""Choose the rows of each step and of each rank, as pure functions of (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from raytrain.plan.shares import Shares
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where training stands in the data: `position` rows of `epoch` (from 0) are consumed.
+    """Position of training in the data: `position` rows of `epoch` (from 0) are consumed.
 
-    It is independent of ranks and micro-batches, so that a run can continue with other numbers of either.
+    It does not depend on ranks and micro-batches, so that a run can resume with other numbers of either.
     """
 
     epoch: int = 0
@@ -27,7 +27,7 @@ class Cursor:
 
 
 class GlobalBatch(NamedTuple):
-    """The rows of one step over all ranks, in order, and where the next step begins."""
+    """The rows of one step over all ranks, in order, and the cursor of the next step."""
 
     indices: np.ndarray
     next: Cursor
@@ -39,8 +39,8 @@ def rank_micro_batches(
     """This rank's micro-batches of one global batch, in order.
 
     The global batch is cut into M micro-batches of `micro_batch` rows (the last may be shorter); rank r takes
-    M // world of them, one more where r < M % world, all next to each other. Ranks that get none give [].
-    With `shares` each rank takes as many rows as they say, next to each other too.
+    M // world_size contiguous ones, plus one if r < M % world_size. Ranks without any return [].
+    With `shares`, each rank takes its share of contiguous rows instead.
     """
     if shares is not None:
         passes = shares.passes(len(indices), rank=rank, micro_batch=micro_batch)
@@ -50,30 +50,30 @@ def rank_micro_batches(
 
 
 def part_of_rank(count: int, *, rank: int, world_size: int) -> slice:
-    """Which of `count` micro-batches are this rank's: next to each other, as even as whole ones can be."""
+    """Return this rank's contiguous slice of `count` micro-batches; slices differ by at most one."""
     share, more = divmod(count, world_size)
     first = rank * share + min(rank, more)
     return slice(first, first + share + (rank < more))
 
 
 class StepBatches:
-    """The batches of training, step by step; any position is reached in constant time.
+    """The training batches, step by step, with constant-time access to any position.
 
     Args:
-        split: rows as the source opened them.
-        seed: the job's; with the epoch it fixes the order of the rows.
+        split: the rows as opened by the source.
+        seed: the job's seed; with the epoch it determines the order of the rows.
         global_batch_size: rows of one step over all ranks.
-        micro_batch: rows of one forward pass at most.
-        rank, world: this worker among all.
-        device: where batches must be.
-        storage, resident_rows: where rows are kept (`raytrain.data.rows.residency.place_split`); None leaves them
-            where they are.
-        tokens_per_batch: micro-batches are put together by tokens, at most `micro_batch` rows each
+        micro_batch: maximum rows of one forward pass.
+        rank, world_size: this worker's rank and the number of workers.
+        device: device of the batches.
+        storage, resident_rows: where rows are stored (`raytrain.data.rows.residency.place_split`); None leaves them
+            in place.
+        tokens_per_batch: micro-batches are formed by a token budget, with at most `micro_batch` rows each
             (`raytrain.data.rows.token_budget`); None = by rows, in order.
 
     `shares` may be set to divide global batches unequally; None while all workers take the same number of rows.
     `budget_part` (a, b) may
-    be set where memory ran out: a / b of the budget of tokens is in force.
+    be set after memory ran out: the token budget is then multiplied by a / b.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class StepBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that see every row once; the last may be smaller than the global batch."""
+        """Steps of one epoch; the last may be smaller than the global batch."""
         return -(-len(self.split) // self.global_batch_size)
 
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
-        """The global batch at `cursor`. The last one of an epoch holds the rows that are left."""
+        """The global batch at `cursor`. The last one of an epoch holds the remaining rows."""
         if cursor.position >= len(self.split):
             cursor = Cursor(cursor.epoch + 1)
         order = self._epoch_order(cursor.epoch)
@@ -121,7 +121,7 @@ class StepBatches:
         return GlobalBatch(order[cursor.position : end], following)
 
     def rows_from(self, cursor: Cursor, count: int) -> np.ndarray:
-        """Indices of `count` rows of the epoch from `cursor` on; starts again at the front if the epoch ends."""
+        """Indices of `count` rows of the epoch from `cursor` on; wraps around at the end of the epoch."""
         order = self._epoch_order(cursor.epoch)
         begin = cursor.position % len(order)
         taken = order[begin : begin + count]
@@ -144,16 +144,16 @@ class StepBatches:
         )
 
     def parts(self, indices: np.ndarray, split: Split, *, times: int = 1) -> list[np.ndarray]:
-        """All micro-batches of these rows by the budget of tokens, of `times` its size, over all ranks."""
+        """Split these rows over all ranks into micro-batches by `times` the token budget."""
         lengths, budget = self._lengths(indices, split), times * self._budget
         return [indices[part] for part in cut_by_tokens(lengths, budget=budget, most_rows=times * self.micro_batch)]
 
     def cut(self, indices: np.ndarray) -> list[np.ndarray]:
-        """These training rows, no more than a micro-batch may have, as they are or by the budget of tokens."""
+        """Split training rows, at most one micro-batch of them, by the token budget if there is one."""
         return [indices] if self.tokens_per_batch is None else self.parts(indices, self.split)
 
     def fitting(self, indices: np.ndarray, split: Split, *, times: int = 1) -> np.ndarray:
-        """The first of these rows: as many as are one micro-batch by the budget of tokens, all where there is none."""
+        """Return the first of these rows that fit in one micro-batch by the token budget; all if there is none."""
         if self.tokens_per_batch is None:
             return indices
         longest = np.maximum.accumulate(self._lengths(indices, split))
@@ -163,7 +163,7 @@ class StepBatches:
     @property
     def _budget(self) -> int:
         part, whole = self.budget_part
-        assert self.tokens_per_batch is not None, "asked for where there is one only"
+        assert self.tokens_per_batch is not None, "only read if there is a token budget"
         return max(1, self.tokens_per_batch * part // whole)
 
     @staticmethod
@@ -173,12 +173,12 @@ class StepBatches:
         return lengths
 
     def micro_batches(self, indices: np.ndarray) -> Iterator[tuple[Batch, int]]:
-        """This rank's micro-batches of a global batch: (batch on the device, its rows)."""
+        """This rank's micro-batches of a global batch: (batch on the device, number of rows)."""
         for rows in self.rank_indices(indices):
             yield self.split.gather(rows), len(rows)
 
     def global_weight(self, indices: np.ndarray) -> int | None:
-        """The weight that the mean loss of a global batch is divided by; None if only its batches tell."""
+        """The weight that the loss of a global batch is divided by; None if it is known only from the batches."""
         return self.split.weights(indices)
 
     def epoch_indices(self, epoch: int) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Items of any nesting as rows, and rows as batches."""
+"""Convert nested items to rows, and collate rows into batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
 def as_row(item: Any, *, key: str) -> dict[str, Any]:
-    """One item as a dict whose numbers are CPU tensors."""
+    """Return one item as a dict whose numeric values are CPU tensors."""
     if isinstance(item, Mapping):
         return {str(name): leaves(value) for name, value in item.items()}
     if isinstance(item, tuple) and len(item) == 2 and not hasattr(item, "_fields"):
@@ -40,7 +40,7 @@ def as_row(item: Any, *, key: str) -> dict[str, Any]:
 
 
 def leaves(value: Any) -> Any:
-    """`value` with every array, number and list of numbers in it as a tensor; everything else as it is."""
+    """Convert every array, number and list of numbers inside `value` to a tensor; other values are unchanged."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
@@ -53,7 +53,7 @@ def leaves(value: Any) -> Any:
 
 
 def collate_rows(rows: list[dict[str, Any]], *, key: str) -> Batch:
-    """Rows (see `as_row`) as one batch, with `attention_mask` (B, L) if a column had to be padded."""
+    """Collate rows (see `as_row`) into one batch, with `attention_mask` (B, L) if a column was padded."""
     batch = collate(rows, key=key, path="")
     lengths = {name: _lengths([row[name] for row in rows]) for name in batch}
     padded = [name for name, found in lengths.items() if found is not None and min(found) < max(found)]
@@ -70,7 +70,7 @@ def _lengths(values: list[Any]) -> list[int] | None:
 
 
 def collate(values: list[Any], *, key: str, path: str) -> Any:
-    """Values of one place in each item as one: tensors stacked, containers part by part, else a list."""
+    """Collate the values at one path of the items: tensors are stacked, containers recursed into, others listed."""
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
         return _stack(values, key=key, path=path)
@@ -113,21 +113,21 @@ def _stack(tensors: list[Tensor], *, key: str, path: str) -> Tensor:
         raise InputError(
             key,
             seen=f"the shapes {seen} in '{path}'",
-            expected="shapes that differ in their first dimension at most",
+            expected="shapes that differ only in their first dimension",
         )
     return stacked.to(torch.int64) if name == "labels" and is_integer(stacked) else stacked
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """One after the other; an empty Python list says nothing about the type of the column."""
+    """Concatenate tensors, without empty ones: the dtype of an empty Python list is meaningless."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     return torch.cat(filled or tensors)
 
 
 def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | RaggedSplit | None:
-    """The rows as one table of tensors, or None where they hold anything else than tensors of like shape.
+    """Return the rows as a split of tensors, or None unless they hold only tensors of compatible shapes.
 
-    Its batches equal those of `collate_rows` bit for bit.
+    Its batches are bitwise equal to those of `collate_rows`.
     """
     first = rows[0]
     if any(row.keys() != first.keys() or not all(isinstance(v, Tensor) for v in row.values()) for row in rows):
@@ -150,7 +150,7 @@ def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | Ragge
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors inside `value`."""
+    """Return the bytes of all tensors inside `value`."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     found = 0

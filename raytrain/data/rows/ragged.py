@@ -1,4 +1,4 @@
-"""Rows of different lengths: kept one after the other, padded and masked in the batch."""
+"""Rows of different lengths, stored concatenated, and padded and masked in the batch."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ class Ragged:
     offsets: np.ndarray
 
     def select(self, rows: np.ndarray) -> Ragged:
-        """These rows alone, copied together."""
+        """Copy these rows into a new column."""
         lengths = np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         index = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Ragged(take(self.values, index), offsets)
 
     def to(self, device: torch.device | str) -> Ragged:
-        """All values on `device`; itself where they are there already."""
+        """Move all values to `device`; returns self if they are already there."""
         values = full_tensor(self.values).to(device)
         return self if values is self.values else Ragged(values, self.offsets)
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> Ragged:
-        """The values of the first `rows` rows on `device`, the others left on the host."""
+        """Move the values of the first `rows` rows to `device`; the others stay on the host."""
         border = int(self.offsets[min(rows, len(self.offsets) - 1)])
         return Ragged(keep_first(full_tensor(self.values), border, device), self.offsets)
 
 
 def fill_value(name: str, values: Column) -> int | float:
-    """What a column is padded with: integer `labels` with -100, which no loss counts, all else with 0."""
+    """Return the padding value of a column: -100, which losses ignore, for integer `labels`, otherwise 0."""
     return IGNORED_LABEL if name == "labels" and is_integer(values) else 0
 
 
 def mask_column(names: list[str]) -> str:
-    """The column whose lengths the mask shows: `input_ids`, else the first that is not the labels."""
+    """Return the column that the mask describes: `input_ids`, else the first column other than labels."""
     if "input_ids" in names:
         return "input_ids"
     return next((name for name in names if name != "labels"), names[0])
 
 
 class RaggedSplit:
-    """Columns of rows of different lengths, beside columns of fixed shape.
+    """Columns with rows of different lengths, together with columns of fixed shape.
 
     A batch pads each ragged column to its longest row in that batch (see `fill_value`) and holds
-    `attention_mask` (B, L) int64, 1 where a token is, unless a column has that name already.
+    `attention_mask` (B, L) int64, 1 for tokens and 0 for padding, unless a column already has that name.
 
     Args:
         ragged: the columns of different lengths.
         dense: the other columns, if any.
-        mask: "always", or "padded" = only in batches where some row was padded.
-        counts: labels other than -100 of each row where they are known already, else counted here.
-        fills: what a column is padded with, where it is not `fill_value`.
+        mask: "always", or "padded" = only in batches that contain padding.
+        counts: labels other than -100 per row, if already known (`counted`); otherwise counted here.
+        fills: padding values by column, instead of `fill_value`.
     """
 
     tokens_per_row: int | None = None
@@ -104,7 +104,7 @@ class RaggedSplit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns as they are stored, offsets not counted (they stay on the host)."""
+        """Bytes of all columns as stored, without the offsets, which stay on the host."""
         own = sum(column.values.numel() * column.values.element_size() for column in self.ragged.values())
         return own + (0 if self.dense is None else self.dense.nbytes)
 
@@ -137,7 +137,7 @@ class RaggedSplit:
         return len(indices) if self.counts is None else int(self.counts[indices].sum())
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of each row: of the column whose lengths the mask shows."""
+        """Tokens of each row, in the column that the mask describes."""
         offsets = self.ragged[mask_column(list(self.ragged))].offsets
         return offsets[indices + 1] - offsets[indices]
 
@@ -152,7 +152,7 @@ class RaggedSplit:
         )
 
     def to(self, device: torch.device | str) -> RaggedSplit:
-        """The values on `device`, moved once; itself where they are there already."""
+        """Move the values to `device`; returns self if they are already there."""
         moved = {name: column.to(device) for name, column in self.ragged.items()}
         dense = None if self.dense is None else self.dense.to(device)
         if dense is self.dense and all(moved[name] is column for name, column in self.ragged.items()):
@@ -160,19 +160,19 @@ class RaggedSplit:
         return RaggedSplit(moved, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> RaggedSplit:
-        """The first `rows` rows on `device`, the others left on the host."""
+        """Move the first `rows` rows to `device`; the others stay on the host."""
         parts = {name: column.to_partial(device, rows=rows) for name, column in self.ragged.items()}
         dense = None if self.dense is None else self.dense.to_partial(device, rows=rows)
         return RaggedSplit(parts, dense=dense, mask=self.mask, counts=self.counts, counted=True, fills=self.fills)
 
 
 def pad_rows(values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: int | float) -> tuple[Tensor, Tensor]:
-    """Rows of `values` (N, ...) as (B, L, ...), padded with `fill`, and where they are real: (B, L) bool.
+    """Return rows of `values` (N, ...) as (B, L, ...), padded with `fill`, and the mask of real values, (B, L) bool.
 
-    L is known on the host, so that nothing is read back from the device.
+    L is computed on the host, so nothing is read back from the device.
     """
     longest = int(lengths.max()) if len(lengths) else 0
-    if isinstance(values, PartialTensor):  # which part a value is in is looked up on the host
+    if isinstance(values, PartialTensor):  # the host looks up which part holds a value
         inside_host = np.arange(longest) < lengths[:, None]
         picked = values.take(np.where(inside_host, starts[:, None] + np.arange(longest), 0))
         inside = torch.from_numpy(inside_host).to(values.device, non_blocking=True)
@@ -185,7 +185,7 @@ def pad_rows(values: Column, starts: np.ndarray, lengths: np.ndarray, *, fill: i
 
 
 def _filled(rows: Tensor, inside: Tensor, *, fill: int | float) -> Tensor:
-    """`rows` (B, L, ...) with `fill` wherever `inside` (B, L) is False, in place where its type can hold it."""
+    """Set `rows` (B, L, ...) to `fill` where `inside` (B, L) is False, in place if their dtype can hold it."""
     outside = ~inside.reshape(inside.shape + (1,) * (rows.ndim - inside.ndim))
     narrow_labels = fill < 0 and rows.dtype in (torch.bool, torch.uint8)
     return (rows.to(torch.int64) if narrow_labels else rows).masked_fill_(outside, fill)

@@ -1,4 +1,4 @@
-"""Splits of tensors: rows of fixed shape, and windows of one long text."""
+"""Splits stored as tensors: rows of fixed shape, and windows of one long text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raytrain.errors import InputError
 
 
 def is_integer(tensor: Column) -> bool:
-    """Whether `tensor` holds whole numbers, bool included (as `raytrain.trainable` counts labels)."""
+    """Whether `tensor` has an integer or bool dtype (the rule by which `raytrain.trainable` counts labels)."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def host_tensor(values: ArrayLike | Tensor) -> Tensor:
-    """A CPU tensor of an array, tensor or list of numbers, sharing memory where it can.
+    """Return an array, tensor or list of numbers as a CPU tensor, sharing memory if possible.
 
     Raises:
         TypeError, ValueError: not numbers, or ragged.
@@ -38,9 +38,9 @@ def host_tensor(values: ArrayLike | Tensor) -> Tensor:
 
 
 def check_finite(name: str, tensor: Tensor, *, key: str, rows: np.ndarray | None = None) -> None:
-    """InputError naming column and row if a float tensor (rows, ...) holds NaN or infinity.
+    """Raise InputError, naming column and row, if a float tensor (rows, ...) holds NaN or infinity.
 
-    `rows` are the offsets of ragged rows (rows + 1) where `tensor` holds their values one after the other.
+    `rows` are the offsets (rows + 1) if `tensor` holds the concatenated values of ragged rows.
     """
     if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
         return
@@ -51,9 +51,9 @@ def check_finite(name: str, tensor: Tensor, *, key: str, rows: np.ndarray | None
 
 
 def label_counts(labels: Tensor | None) -> np.ndarray | None:
-    """Labels other than -100 of each row (int64), counted once on the host.
+    """Count the labels other than -100 of each row (int64), once on the host.
 
-    None where every row weighs the same 1: no labels, or labels that are no class numbers.
+    None if every row has weight 1: one label per row, no labels, or labels that are not class numbers.
     """
     if labels is None or not is_integer(labels):
         return None
@@ -62,14 +62,14 @@ def label_counts(labels: Tensor | None) -> np.ndarray | None:
 
 
 class TensorSplit:
-    """Columns of tensors (rows, ...) with one row count. Batches hold the same names.
+    """Columns of tensors (rows, ...) with equal row counts. Batches have the same column names.
 
-    Integer `labels` become int64 in the batch; every other column keeps its type.
+    Integer `labels` become int64 in the batch; every other column keeps its dtype.
 
     Args:
-        columns: tensor of each column; kept as they are, not copied.
-        divisors: columns that are stored compactly and become `float32 / divisor` in the batch.
-        counts: `label_counts` of the rows where they are known already (by `to`), else counted here.
+        columns: the tensor of each column; not copied.
+        divisors: columns stored in a compact dtype that become `float32 / divisor` in the batch.
+        counts: `label_counts` of the rows, if already known (`counted`); otherwise counted here.
         tokens_per_row: see `Split`.
     """
 
@@ -97,7 +97,7 @@ class TensorSplit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns as they are stored."""
+        """Bytes of all columns as stored."""
         return sum(column.numel() * column.element_size() for column in self.columns.values())
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -107,7 +107,7 @@ class TensorSplit:
         return np.arange(self._rows)
 
     def gather(self, indices: np.ndarray) -> Batch:
-        """See `Split`. Where it `returns_views`, neighbouring rows are views of the columns, and nothing is copied."""
+        """See `Split`. With `returns_views`, contiguous rows are returned as views of the columns, without a copy."""
         batch = self._views(indices) or {name: take(column, indices) for name, column in self.columns.items()}
         for name, divisor in self.divisors.items():
             batch[name] = batch[name].to(torch.float32).div_(divisor)
@@ -131,7 +131,7 @@ class TensorSplit:
         return len(indices) if self.counts is None else int(self.counts[indices].sum())
 
     def lengths(self, indices: np.ndarray) -> np.ndarray | None:
-        """Tokens of each row: the width of `input_ids`; None for rows that are no tokens."""
+        """Tokens of each row, the width of `input_ids`; None for rows without tokens."""
         tokens = self.columns.get("input_ids")
         return None if tokens is None or tokens.ndim < 2 else np.full(len(indices), tokens.shape[1])
 
@@ -142,7 +142,7 @@ class TensorSplit:
         return TensorSplit(chosen, divisors=self.divisors, **more)
 
     def to(self, device: torch.device | str) -> TensorSplit:
-        """Every column on `device`, moved once; itself where it is there already."""
+        """Move every column to `device`; returns self if they are already there."""
         moved = {name: full_tensor(column).to(device) for name, column in self.columns.items()}
         if all(moved[name] is column for name, column in self.columns.items()):
             return self
@@ -150,29 +150,29 @@ class TensorSplit:
         return TensorSplit(moved, divisors=self.divisors, **more)
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> TensorSplit:
-        """The first `rows` rows on `device`, the others left on the host."""
+        """Move the first `rows` rows to `device`; the others stay on the host."""
         columns = {name: keep_first(full_tensor(column), rows, device) for name, column in self.columns.items()}
         more = {"counts": self.counts, "counted": True, "tokens_per_row": self.tokens_per_row}
         return TensorSplit(columns, divisors=self.divisors, **more)
 
 
 class TextSplit:
-    """Windows of `context` tokens of one text; an index is the token where the window starts.
+    """Windows of `context` tokens of one text; an index is the position of the window's first token.
 
-    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the token after each. Tokens stay in their
-    compact type and are widened in the batch.
+    Batches: `input_ids` (B, T) int64 and `labels` (B, T) int64, the next tokens. Tokens are
+    stored in a compact dtype and widened in the batch.
 
     Training windows of one epoch do not overlap: an offset below `context` and an order are drawn from
-    (seed, epoch), and there are as many windows in each epoch. Evaluation goes through the whole text from
-    its first token; what is left over at the end is less than a window.
+    (seed, epoch); every epoch has the same number of windows. Evaluation covers the text from its first token;
+    less than one window remains at the end.
 
     Args:
         tokens: (N,) uint8, uint16 or int32 array, or a tensor.
-        context: T, tokens of a window.
-        key: what an error names, for a text that is too short.
-        same_labels: labels are the input_ids, the first of a row -100, for a model that shifts inside.
+        context: T, tokens per window.
+        key: the config key that the error for a too short text names.
+        same_labels: labels equal the input_ids, with the first of each row -100, for a model that shifts them.
     Raises:
-        InputError: no window fits.
+        InputError: the text is shorter than one window plus one token.
     """
 
     def __init__(
@@ -193,12 +193,12 @@ class TextSplit:
         self._windows: Column = self.tokens.unfold(0, context, 1)
 
     def __len__(self) -> int:
-        """Windows of one training epoch, the same in each: whatever the offset, they fit."""
+        """Windows of one training epoch; the same for every offset."""
         return (self._length - self.context) // self.context
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens as they are stored."""
+        """Bytes of the tokens as stored."""
         return self._length * self.tokens.element_size()
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -224,30 +224,30 @@ class TextSplit:
         return len(indices) * (self.context - self.same_labels)
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        """Every window is as long as the next."""
+        """All windows have `context` tokens."""
         return np.full(len(indices), self.context)
 
     def to(self, device: torch.device | str) -> TextSplit:
-        """The tokens on `device`, moved once; itself where they are there already."""
+        """Move the tokens to `device`; returns self if they are already there."""
         moved = self.tokens.to(device)
         if moved is self.tokens:
             return self
         return TextSplit(moved, context=self.context, same_labels=self.same_labels)
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> TextSplit:
-        """The text of the first `rows` windows on `device`, the rest left on the host."""
+        """Move the text of the first `rows` windows to `device`; the rest stays on the host."""
         kept = max(rows, 1) * self.context
         if kept >= self._length:
             return self.to(device)
         split = TextSplit(self.tokens, context=self.context, same_labels=self.same_labels)
         inside = kept - self.context + 1
-        head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # a window across the border is the host's
+        head, tail = self.tokens[:kept].to(device), self.tokens[inside:]  # the host holds windows across the border
         split._windows = PartialTensor(head.unfold(0, self.context, 1), tail.unfold(0, self.context, 1))
         return split
 
 
 def compact_tokens(tokens: np.ndarray) -> np.ndarray:
-    """A writable array of a type that torch can index on every device: uint8, int16 or int32, or as given."""
+    """Return a writable array of a dtype that torch can index on every device: uint8, int16, int32, or as given."""
     if tokens.dtype == np.uint16:
         small = not len(tokens) or int(tokens.max()) < 2**15
         tokens = tokens.view(np.int16) if small else tokens.astype(np.int32)

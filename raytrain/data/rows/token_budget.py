@@ -1,7 +1,7 @@
-"""Micro-batches by a budget of tokens: a global batch's rows by length, cut so that padding stays in the budget.
+"""Form micro-batches by a token budget: sort a global batch's rows by length and limit tokens including padding.
 
-Which rows make up a step, and what its loss is divided by, stay as they are; only how they are put together changes.
-Batches by tokens are fairseq's `--max-tokens` (Ott et al. 2019), here inside one window, so that order and resume hold.
+The rows of a step and the divisor of its loss do not change, only their grouping into micro-batches. Like fairseq's
+`--max-tokens` (Ott et al. 2019), but within one global batch, so that row order and exact resume are preserved.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from raytrain.errors import InputError
 
 
 def cut_by_tokens(lengths: np.ndarray, *, budget: int, most_rows: int) -> list[np.ndarray]:
-    """Positions of the rows of each micro-batch, shortest rows first.
+    """Return the positions of the rows of each micro-batch, shortest rows first.
 
-    Rows times the longest of them is at most `budget`; one row that is longer goes alone. A pure function, the same on
-    every worker.
+    The number of rows times the longest row is at most `budget`; a row longer than that is a micro-batch by itself.
+    A pure function with the same result on every worker.
 
     Args:
         lengths: tokens of each row.
-        most_rows: of one micro-batch, whatever they weigh.
+        most_rows: maximum rows of one micro-batch.
     """
     order = np.argsort(lengths, kind="stable")
     parts, first = [], 0
-    for at, length in enumerate(lengths[order].tolist()):
-        rows = at - first
+    for index, length in enumerate(lengths[order].tolist()):
+        rows = index - first
         if rows and (rows + 1 > most_rows or (rows + 1) * length > budget):
-            parts.append(order[first:at])
-            first = at
+            parts.append(order[first:index])
+            first = index
     return [*parts, order[first:]] if len(order) else parts
 
 
 class PaddingWaste(NamedTuple):
-    """Tokens that are padding, as a part of all that is computed: by the budget, and by a number of rows."""
+    """Fraction of computed tokens that is padding, with the token budget and with a fixed number of rows."""
 
     budget: float
     fixed: float
@@ -45,8 +45,7 @@ class PaddingWaste(NamedTuple):
 
 
 def padding_waste(windows: Sequence[np.ndarray], *, budget: int, most_rows: int, fixed_rows: int) -> PaddingWaste:
-    """What padding costs in these windows (tokens of each row) with a budget, and with `fixed_rows` rows in the order
-    they come."""
+    """Compare padding in these windows (tokens of each row) with a budget and with `fixed_rows` rows in order."""
     by_budget = [part for window in windows for part in _parts(window, budget, most_rows)]
     by_rows = [window[at : at + fixed_rows] for window in windows for at in range(0, len(window), fixed_rows)]
     return PaddingWaste(_waste(by_budget), _waste(by_rows), len(by_budget), len(by_rows))
@@ -62,10 +61,10 @@ def _waste(parts: Sequence[np.ndarray]) -> float:
 
 
 def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> None:
-    """Whether rows of these splits can be put together by tokens.
+    """Check that rows of these splits can be grouped by tokens.
 
     Raises:
-        InputError: nobody knows their lengths beforehand, or one to train on is longer than the budget.
+        InputError: row lengths are not known in advance, or a training row is longer than the budget.
     """
     if budget is None:
         return
@@ -75,9 +74,9 @@ def check_budget(train: Split, evaluation: Split | None, budget: int | None) -> 
             raise InputError(
                 "data.tokens_per_batch", seen=f"{budget} tokens, and {name} rows whose tokens are not known",
                 expected="rows with input_ids in memory (text, a table, a dict of columns) for both",
-                remedy="null leaves micro-batches to loop.micro_batch_size",
+                remedy="null forms micro-batches by loop.micro_batch_size",
             )  # fmt: skip
-        if lengths is None or name == "eval":  # a row that is longer is evaluated alone
+        if lengths is None or name == "eval":  # a longer row is evaluated alone
             continue
         longest = int(np.argmax(lengths))
         if lengths[longest] > budget:

@@ -1,4 +1,4 @@
-"""A local folder of transformers as far as it can be read without torch: config, sizes, what is wrong with it."""
+"""Read the config and sizes of a local transformers folder, and check it, without torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KEYS = {
     CAUSAL_LM: ("path", "context", "init", "freeze", "vocab_size"),
     CLASSIFIER: ("path", "num_labels", "init", "freeze", "num_classes", "class_names", "vocab_size"),
 }
-"""The builders on such folders, and what each takes."""
+"""The builders for such folders, and their keys."""
 
 EXPECTED = "a local folder that save_pretrained of transformers wrote"
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
 def check_installed(builder: str) -> None:
-    """Raises InputError where the optional package is not installed."""
+    """Raise InputError if the optional package is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise InputError(
             "model.builder",
@@ -39,10 +39,10 @@ def check_installed(builder: str) -> None:
 
 
 def read_config(path: Any) -> dict[str, Any]:
-    """The config.json of a folder of transformers.
+    """Return the config.json of a transformers folder.
 
     Raises:
-        InputError: `path` is no such folder; nothing is ever downloaded.
+        InputError: `path` is not such a folder; nothing is downloaded.
     """
     if not isinstance(path, str) or not path:
         raise InputError("model.path", seen=repr(path), expected=EXPECTED)
@@ -62,7 +62,7 @@ def read_config(path: Any) -> dict[str, Any]:
 
 
 def longest_input(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model takes at most, as its config says; None where it does not."""
+    """Return the maximum number of input tokens in a model's config, or None."""
     inner = config.get("text_config")
     places = [config, inner] if isinstance(inner, Mapping) else [config]
     for place in places:
@@ -73,7 +73,7 @@ def longest_input(config: Mapping[str, Any]) -> int | None:
 
 
 def check_patterns(patterns: Any) -> list[str]:
-    """`model.freeze` as a list. Raises InputError for anything but strings."""
+    """`model.freeze` as a list. Raises InputError unless all are strings."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(listed, Sequence) or not all(isinstance(one, str) and one for one in listed):
         raise InputError("model.freeze", seen=repr(patterns), expected="a list of patterns such as model.layers.0.*")
@@ -81,17 +81,17 @@ def check_patterns(patterns: Any) -> list[str]:
 
 
 def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter's whole name matches one of the patterns (* and ? as in a shell)."""
+    """Whether a parameter's full name matches one of the patterns (* and ? as in a shell)."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def folder_facts(builder: str | None, keys: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a model in a folder by the headers of its files.
+    """Return the sizes of a model in a folder, from the headers of its files.
 
     Returns:
-        None for another builder, and for random weights, which have no file.
+        None for any other builder, and for random weights, which have no file.
     Raises:
-        InputError: a key that the builder does not take or misses, no such folder, no weights in it.
+        InputError: an unknown or missing key, no such folder, or no weights in it.
     """
     if builder not in KEYS:
         return None

@@ -1,4 +1,4 @@
-"""From a folder of transformers to a module and back: what is loaded, what does not fit, what is written."""
+"""Load a module from a transformers folder, check that its weights fit, and export it again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class ReadsWeights(RuntimeError):
-    """What the headers say is not enough: the weights must be read to know whether they fit."""
+    """The headers do not suffice: the weights must be read to find out whether they fit."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[Any]:
-    """transformers, which inside neither draws progress bars nor reports what it loads: what is wrong is raised."""
+    """Yield transformers with progress bars and load reports turned off; problems raise errors instead."""
     import transformers
     from transformers.utils import logging
 
@@ -41,7 +41,7 @@ def quiet() -> Iterator[Any]:
 
 
 def open_config(path: str) -> Any:
-    """The config of a folder. Raises InputError for a model that this version of transformers does not know."""
+    """Return the config of a folder. Raises InputError for a model that this version of transformers does not know."""
     from transformers import AutoConfig
 
     try:
@@ -52,11 +52,11 @@ def open_config(path: str) -> Any:
 
 
 def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> PreTrainedModel:
-    """In float32, without a cache; on the meta device from the config alone, once the headers were looked at.
+    """Load a module in float32 without a key-value cache; on the meta device, from config and headers alone.
 
     Args:
-        auto: transformers' class for the task.
-        head: tensors outside the model's trunk may be missing or of another size, and are drawn then.
+        auto: the transformers class for the task.
+        head: tensors outside the model's trunk may be missing or of another size; they are initialised randomly.
     """
     if init not in ("weights", "random"):
         raise SizeError("init", seen=repr(init), expected="weights or random")
@@ -80,17 +80,17 @@ def load_module(auto: Any, config: Any, path: str, *, init: str, head: bool) -> 
         raise InputError("model.path", seen=f"{path}: {first_line(error)}", expected=expected) from error
     if found:
         raise misfit(found, path, key="model.path")
-    module.config.use_cache = False  # a cache of keys and values is for writing, and hides that rows are packed
+    module.config.use_cache = False  # a key-value cache is for generation only, and hides that rows are packed
     return module
 
 
 def misfits_of(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, head: bool) -> dict[str, list[str]]:
-    """What a folder's headers lack for this module; what they have beyond it, such as another head, is left aside."""
+    """Return what a folder's headers lack for this module; additional tensors, such as another head, are ignored."""
     return _within_trunk(module, misfits(module, shapes), head=head)
 
 
 def _reported(report: Mapping[str, Any]) -> dict[str, list[str]]:
-    """transformers' report of a loading in our words."""
+    """Convert the load report of transformers to our format."""
     misshapen = [f"{name} {list(seen)} for {list(own)}" for name, seen, own in report["mismatched_keys"]]
     return {"missing": sorted(report["missing_keys"]), "misshapen": sorted(misshapen)}
 
@@ -103,7 +103,7 @@ def _within_trunk(module: PreTrainedModel, found: Mapping[str, list[str]], *, he
 
 
 def exporter(module: PreTrainedModel) -> Callable[[dict[str, Tensor], str], None]:
-    """`Trainable.export` of a module: its config and its weights under the names that files of its kind have."""
+    """Return `Trainable.export` for a module: it writes the config, and the weights under transformers' names."""
 
     def export(state: dict[str, Tensor], folder: str) -> None:
         with quiet():
@@ -117,11 +117,11 @@ def exporter(module: PreTrainedModel) -> Callable[[dict[str, Tensor], str], None
 
 
 def translator(module: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """`Trainable.translate` of a module: transformers renames and joins some tensors on the way from a file."""
+    """Return `Trainable.translate` for a module: transformers renames and merges some tensors when loading."""
 
     def translate(state: dict[str, Tensor]) -> dict[str, Tensor]:
         with quiet(), torch.random.fork_rng(devices=[]):
-            kind: Any = type(module)  # its stub does not know that a report comes with it
+            kind: Any = type(module)  # the type stub lacks the load report
             made, report = kind.from_pretrained(
                 None, config=copy.deepcopy(module.config), state_dict=dict(state), dtype=torch.float32,
                 output_loading_info=True, ignore_mismatched_sizes=True,

@@ -1,4 +1,4 @@
-"""Tokenizers in local folders of transformers; an optional extra, nothing is downloaded. Torch-free."""
+"""Tokenizers in local transformers folders; an optional extra, nothing is downloaded. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from raytrain.errors import InputError, first_line
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-"""One of these is in every folder with a tokenizer."""
+"""Every folder with a tokenizer has one of these files."""
 
 EXPECTED = "a local folder with a tokenizer that save_pretrained of transformers wrote"
 TEXTS_AT_ONCE = 1000
@@ -27,7 +27,7 @@ def has_tokenizer(path: str) -> bool:
 
 
 def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:
-    """Raises InputError where the folder holds no tokenizer, or transformers is not installed."""
+    """Raise InputError if the folder holds no tokenizer or transformers is not installed."""
     if not has_tokenizer(path):
         seen = f"no tokenizer in {path}" if os.path.isdir(path) else f"no folder at {path}"
         raise InputError(key, seen=seen, expected=EXPECTED, remedy="nothing is downloaded")
@@ -38,19 +38,19 @@ def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:
 
 @lru_cache(maxsize=4)
 def open_tokenizer(path: str, *, key: str = "data.tokenizer") -> Any:
-    """The tokenizer in `path`, opened once in a process. Raises InputError."""
+    """Open the tokenizer in `path`, cached per process. Raises InputError."""
     check_tokenizer(path, key=key)
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever a broken file makes of it is the folder's fault
+    except Exception as error:  # a broken file can raise any exception
         seen = f"{path}: {type(error).__name__}: {first_line(error)}"
         raise InputError(key, seen=seen, expected=EXPECTED) from error
 
 
 def pad_id(tokenizer: Any) -> int:
-    """What rows are padded with; it is masked, so that any token would do."""
+    """Return the padding token; it is masked, so any token works."""
     for known in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if known is not None:
             return int(known)
@@ -60,11 +60,11 @@ def pad_id(tokenizer: Any) -> int:
 def encode_rows(
     tokenizer: Any, texts: Sequence[str], *, special: bool, max_length: int | None = None
 ) -> list[np.ndarray]:
-    """The tokens of each text, int32.
+    """Return the tokens of each text, int32.
 
     Args:
-        special: with what the tokenizer puts around a text.
-        max_length: cut there, by the tokenizer, which keeps its own tokens at the end.
+        special: add the tokenizer's special tokens.
+        max_length: truncate to this length; the tokenizer keeps its special tokens at the end.
     """
     cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
     rows: list[np.ndarray] = []
@@ -78,10 +78,10 @@ def encode_rows(
 
 
 def encode_text(tokenizer: Any, text: str) -> np.ndarray:
-    """The tokens of one long text, int32, nothing put around it.
+    """Return the tokens of one long text, int32, without special tokens.
 
-    It goes in pieces of a mebibyte that begin after a line break and with a letter, where no tokenizer that splits at
-    spaces joins anything.
+    The text is encoded in pieces of about a mebibyte. Each starts after a line break with a non-space character, where
+    no tokenizer that splits at spaces merges anything.
     """
     starts, at = [0], 0
     while at + PIECE < len(text):
@@ -104,7 +104,7 @@ def _next_line(text: str, at: int) -> int:
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Tokens to text and back, by the tokenizer in a folder; it is opened when it is first asked."""
+    """Converts tokens to text and back with the tokenizer in a folder, which is opened on first use."""
 
     path: str
 

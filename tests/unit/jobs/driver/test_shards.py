@@ -34,7 +34,7 @@ def rows():
 @pytest.mark.parametrize(
     ("kind", "key", "words"),
     [
-        ("single", "scale.strategy", "names no blocks"),
+        ("single", "scale.strategy", "does not name blocks"),
         ("missing", "model.builder", "miss parameters of 1 like them: 1.weight, 1.bias"),
         ("scalar", "scale.strategy", "scalar parameters (scale)"),
     ],

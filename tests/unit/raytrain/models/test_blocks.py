@@ -75,7 +75,7 @@ def test_a_list_that_misses_parameters_is_said_by_their_names() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "words"),
-    [("layers", "encoder"), (["encoder", "encoder.0.steps"], "inside each other"), ("encoder.0.steps.9", "encoder")],
+    [("layers", "encoder"), (["encoder", "encoder.0.steps"], "nested in each other"), ("encoder.0.steps.9", "encoder")],
 )
 def test_names_that_do_not_fit_are_refused(blocks: Any, words: str) -> None:
     error = refused(Stack(decoder=0), blocks)
@@ -84,6 +84,6 @@ def test_names_that_do_not_fit_are_refused(blocks: Any, words: str) -> None:
 
 def test_a_model_without_blocks_names_the_key_that_needs_them() -> None:
     error = refused(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert error.key == "loop.compile" and "names no blocks" in str(error)
+    assert error.key == "loop.compile" and "does not name blocks" in str(error)
     nothing = nn.Sequential(nn.ModuleList([nn.ReLU(), nn.ReLU()]), nn.Linear(2, 2))
     assert "own no parameter" in str(refused(nothing, "0"))

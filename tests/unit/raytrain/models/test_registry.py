@@ -48,7 +48,7 @@ def test_a_function_with_keywords_takes_every_key_but_no_section_by_itself() -> 
             r"one of depth, size, vocab_size; did you mean model\.depth\?",
         ),
         ({"size": 1, "zzz": 3}, "model.zzz", "expected one of depth, size, vocab_size$"),
-        ({"depth": 3}, "model.size", "seen no value.*plain needs it"),
+        ({"depth": 3}, "model.size", "seen no value.*plain requires it"),
     ],
 )
 def test_unknown_and_missing_keys_are_named(keys: dict[str, Any], key: str, text: str) -> None:
