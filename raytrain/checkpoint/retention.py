@@ -20,8 +20,9 @@ def retain(run: RunFolder, *, keep: int | Literal["all"], newest: int) -> list[i
     """Keeps the newest `keep` checkpoints up to step `newest`, and the best of them by eval loss; returns the steps
     that it deleted.
 
-    What is later was spared by `discard_after` and is none of this course. Directories without COMPLETE go too: their
-    writer is gone. Call it only while nothing is being written.
+    Later checkpoints are not considered: they belong to an earlier course of the run that `discard_after` kept.
+    Directories without COMPLETE are deleted too, since their writer has exited. Call it only while nothing is being
+    written.
     """
     infos = [info for info in list_checkpoints(run) if info.step <= newest]
     whole = [info for info in infos if info.complete]

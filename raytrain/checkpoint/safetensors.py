@@ -37,7 +37,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What the manifest says of a file."""
+    """The entry of a file in the manifest."""
 
     bytes: int
     sha256: str
@@ -52,7 +52,7 @@ class HashingStream:
         self._bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Writes all of `data`; an unbuffered file may take less than it is offered."""
+        """Writes all of `data`; an unbuffered file may accept less per call."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             piece = view[start : start + CHUNK_BYTES]
@@ -83,7 +83,7 @@ def write_tensors(
     Args:
         tensors: on the CPU, any strides. Larger element sizes go first, which keeps every tensor aligned
             (the format allows no gaps).
-        metadata: text beside the tensors.
+        metadata: text that is stored with the tensors.
 
     Errors: CheckpointError for a dtype that the format or we do not know.
     """
@@ -124,10 +124,10 @@ def shards(tensors: Mapping[str, Tensor], *, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def read_tensors(path: str, *, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """All tensors of a local safetensors file but those of some names. Errors: CheckpointError for any other file,
-    OSError where it cannot be read.
+    """All tensors of a local safetensors file except some names. Errors: CheckpointError for any other file,
+    OSError if it cannot be read.
 
-    They are copies: the library's own tensors are maps of the file, which may be deleted while they live.
+    They are copies: the library's tensors are memory maps of the file, which may be deleted while they are in use.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

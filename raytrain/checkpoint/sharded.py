@@ -1,4 +1,4 @@
-"""Tensors saved in rows by several workers: which worker has which rows, and reading all or some of them."""
+"""Tensors saved as rows by several workers: the rows of each worker, and reading all or some of them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def rows_of(total: int, place: ShardPosition) -> tuple[int, int]:
 
 
 def read_split(paths: Sequence[str], names: Iterable[str], place: ShardPosition | None) -> dict[str, Tensor]:
-    """Tensors whose rows stand one after another in local safetensors files; only the rows of `place`, where one is
-    given. Copies.
+    """Copies of tensors whose rows are stored one after another in local safetensors files; with `place`, only the rows
+    of that worker.
 
-    Errors: CheckpointError for a file that is none, or a tensor that stands nowhere; OSError where one cannot be read.
+    Errors: CheckpointError for a file of another format or a missing tensor; OSError if a file cannot be read.
     """
     wanted = set(names)
     held: dict[str, list[tuple[str, int]]] = {name: [] for name in wanted}  # (file, rows there)

@@ -170,7 +170,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Memory held."""
+        """Bytes of the buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def copy(self, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
@@ -178,7 +178,7 @@ class Staging:
         wanted = {(part, name): tensor for part, named in parts.items() for name, tensor in named.items()}
         self._buffers = {key: self._fitting(key, tensor) for key, tensor in wanted.items()}
         devices = {tensor.device for tensor in wanted.values() if tensor.is_cuda}
-        for device in devices:  # the copies come after everything that the training has queued so far
+        for device in devices:  # the copies run after all work that the training has queued so far
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
         for key, tensor in wanted.items():
@@ -199,7 +199,7 @@ class Staging:
 
 
 def _own(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """What this process holds of each tensor, and the names of those that are sharded (torch's DTensor)."""
+    """The local part of each tensor, and the names of sharded ones (torch's DTensor)."""
     held = ((name, getattr(tensor, "to_local", None)) for name, tensor in tensors.items())
     rows: dict[str, Tensor] = {name: to_local() for name, to_local in held if to_local is not None}
     return {**tensors, **rows}, list(rows)
@@ -211,10 +211,10 @@ def take_snapshot(
     """Takes the state of every part; with a `staging` the training may change its tensors right after.
 
     Args:
-        parts: part -> nested state, or an object with `state_dict()`. A part becomes a file, so its name is
-            of letters, digits, `_` and `-`.
+        parts: part -> nested state, or an object with `state_dict()`. A part becomes a file, so its name
+            consists of letters, digits, `_` and `-`.
         state: small JSON state (step, cursor, ...), without tensors.
-        staging: where the copies go. None: no copy, the snapshot looks at the live tensors (CPU ones).
+        staging: buffers for the copies. None: no copy, the snapshot refers to the live (CPU) tensors.
 
     Errors: CheckpointError naming what cannot be saved.
     """

@@ -136,7 +136,7 @@ def _validated(cls: type[ModelT], values: dict[str, Any]) -> tuple[ModelT | None
 
 
 def encode(model: BaseModel) -> dict[str, Any]:
-    """A section as plain values that YAML and JSON can hold; `decode` gives an equal section back.
+    """A section as plain values that YAML and JSON can hold; `decode` of them returns an equal section.
 
     A Python object becomes a placeholder such as ``<object MyNet>``.
     """

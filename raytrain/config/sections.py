@@ -1,6 +1,6 @@
 """The sections of a job that training reads. Values are checked here, by the section that owns them.
 
-Checks that need two sections stand in `jobs.job.spec`; what `auto` becomes is decided in `raytrain.plan.plan`.
+Checks that need two sections are in `jobs.job.spec`; `raytrain.plan.plan` resolves `auto` values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from cluster.config import Count, NonNegative, NonNegativeInt, Positive, Section, Share, Text
 
 PLACEHOLDER = "<object "
-"""How a Python object begins in an encoded job: ``<object MyNet>`` stands for something JSON cannot hold."""
+"""Prefix of a Python object in an encoded job: ``<object MyNet>`` replaces a value that JSON cannot hold."""
 
 
 def _list_as_tuple(value: Any) -> Any:
@@ -54,18 +54,18 @@ Source = Annotated[
 
 
 class OpenSection(Section):
-    """A section whose other keys go to somebody's function, and whose values may be live Python objects."""
+    """A section whose additional keys are passed to a user's function, and whose values may be Python objects."""
 
     model_config = ConfigDict(extra="allow")
     objects: ClassVar[tuple[str, ...]] = ()
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys that are not ours, as given: keyword arguments for the builder or the source."""
+        """The additional keys, as given: keyword arguments for the builder or the source."""
         return dict(self.__pydantic_extra__ or {})
 
     def __eq__(self, other: object) -> bool:
-        """Objects are the same only if they are one object: comparing tensors has no truth value."""
+        """Compares Python objects by identity, since comparing tensors has no truth value."""
         if type(self) is not type(other) or not isinstance(other, OpenSection):
             return NotImplemented
         mine, theirs = dict(self.__dict__), dict(other.__dict__)

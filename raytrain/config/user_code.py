@@ -15,7 +15,7 @@ from raytrain.errors import InputError, RaytrainError
 
 OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
 HOME = Path(__file__).resolve().parents[2]
-"""The folder our four packages stand in."""
+"""The folder that contains our four packages."""
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -25,7 +25,7 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
 
     Args:
         path: e.g. ``my_pkg.my_mod:build``.
-        key: the job's key it came from, for messages.
+        key: the key of the job that names it, for messages.
     Raises:
         InputError: not of that form, no such module or attribute, the module's own import fails, or a
             folder of the working directory shadows one of our packages.
@@ -46,7 +46,7 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
 
 
 def make_importable(folder: str) -> None:
-    """Append `folder` to the import path where it is not on it; never first, so it shadows nothing."""
+    """Append `folder` to the import path if it is missing there; never first, so that it shadows nothing."""
     real = os.path.realpath(folder)
     if not any(os.path.realpath(entry or os.getcwd()) == real for entry in sys.path):
         sys.path.append(folder)
@@ -56,7 +56,7 @@ def make_importable(folder: str) -> None:
 def check_shadowing(folder: str | None = None) -> None:
     """Refuse a working directory with code under the name of one of our packages.
 
-    A folder without Python files (say `jobs/` full of YAML) shadows nothing and is let be; so is the
+    A folder without Python files (such as `jobs/` full of YAML) shadows nothing and is accepted, as is the
     repository itself.
 
     Raises:
@@ -102,7 +102,7 @@ def _import(name: str, path: str, key: str) -> Any:
             expected="a module that can be imported",
             remedy=f"besides the installed ones, those in {os.getcwd()} can",
         ) from error
-    except Exception as error:  # whatever the user's module raises while it is imported is their input
+    except Exception as error:  # any error that the user's module raises on import is an error in their input
         raise InputError(
             key,
             seen=f"{path}, whose import raises {type(error).__name__}: {error}",

@@ -42,7 +42,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str, *, origin: str) -> dict[Any, Any]:
-    """The mapping that a YAML text holds.
+    """Parse a YAML text that holds a mapping.
 
     Args:
         text: one YAML document.
@@ -59,7 +59,7 @@ def load_yaml(text: str, *, origin: str) -> dict[Any, Any]:
 
 
 def load_value(text: str, *, origin: str, path: str = "") -> Any:
-    """What a YAML text holds, a mapping or not; `path` is the dotted key that it is the value of."""
+    """Parse a YAML text of any type; `path` is the dotted key whose value it is."""
     loader = None
     try:
         loader = _CoreLoader(text)
@@ -166,7 +166,7 @@ def _scalar(kind: str, text: str) -> Any:
 
 
 def plain_scalar(text: str) -> Any:
-    """What unquoted text means: the first kind of scalar that it fits, else a string.
+    """The value of unquoted text: the first kind of scalar that it matches, otherwise a string.
 
     Raises:
         ValueError: a number of hundreds of digits.

@@ -203,8 +203,8 @@ def make_plan(
         warnings, on_gpu=machines.on_gpu,
     )  # fmt: skip
     doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
-    settled = micro_batch_under_fsdp(loop, batches) if sharded else defer_micro_batch(loop, batches, doubt=doubt)
-    warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not sharded and settled is not batches)
+    updated = micro_batch_under_fsdp(loop, batches) if sharded else defer_micro_batch(loop, batches, doubt=doubt)
+    warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not sharded and updated is not batches)
     rows = _rows_kept(batches, inflight)
     warnings += advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
@@ -212,7 +212,7 @@ def make_plan(
     shares = choose_shares(scale, loop, left, inventory, known, hosts=hosts, facts=model_facts, fraction=fraction)
     known |= {} if shares is None else {"shares": shares}
     return Plan(
-        **choices, **settled, **length, **estimates, shares=shares,
+        **choices, **updated, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
@@ -234,9 +234,9 @@ def _machine_choices(
     if scale.shares == "equal":
         warn_of_mixed_gpus(left, warnings)
     refuse_unmeasured(scale, precision)
-    asked = choose_precision(precision, machines, inventory, warnings)
+    by_device = choose_precision(precision, machines, inventory, warnings)
     counts = spread(workers.value, left, inventory)
-    beside = hosts_by_node(hosts, counts, machines, inventory)
+    other_processes = hosts_by_node(hosts, counts, machines, inventory)
     overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
     return {
         "mode": machines.mode,
@@ -247,8 +247,8 @@ def _machine_choices(
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
         **({} if overlap is None else {"overlap": overlap}),
-        "threads": choose_threads(scale, counts, machines, inventory, warnings, beside=beside),
-        "precision": precision_under_fsdp(scale, asked, on_gpu=machines.on_gpu),
+        "threads": choose_threads(scale, counts, machines, inventory, warnings, other_processes=other_processes),
+        "precision": precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
     }
 
 
@@ -259,10 +259,10 @@ def _data_choices(
 ) -> tuple[dict[str, Choice], dict[str, Choice]]:  # fmt: skip
     """(storage, loader_workers, and resident_rows where a part of the rows is kept; the estimates including that data).
     `estimate` takes the bytes of resident data; `spread_out` is (workers, cores) of each node."""
-    taken = estimate(resident=0)["memory"]
+    model_bytes = estimate(resident=0)["memory"]
     whole = model_facts is not None and model_facts.activation_bytes_per_sample is not None
-    known = taken.value_or(None)
-    room = DataRoom(allowed, taken=known, whole=whole, on_gpu=on_gpu)
+    known = model_bytes.value_or(None)
+    room = DataRoom(allowed, model_bytes=known, whole=whole, on_gpu=on_gpu)
     counts, cores = spread_out
     loaders = choose_loaders(data, facts=facts, counts=counts, cores=cores, warnings=warnings)
     kept = choose_storage(data, facts=facts, room=room, loaders=loaders, warnings=warnings)

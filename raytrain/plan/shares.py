@@ -45,8 +45,8 @@ class Shares:
 
     def spans(self, total: int, *, micro_batch: int) -> list[range]:
         """The consecutive rows of each rank in a global batch of `total` rows. The last micro-batch may be shorter."""
-        taken = apportion(-(-total // micro_batch), self.row_s)
-        ends = [min(total, micro_batch * units) for units in accumulate(taken)]
+        assigned = apportion(-(-total // micro_batch), self.row_s)
+        ends = [min(total, micro_batch * units) for units in accumulate(assigned)]
         return [range(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
     def passes(self, total: int, *, rank: int, micro_batch: int) -> list[range]:
@@ -69,26 +69,26 @@ class Shares:
 
 @lru_cache(maxsize=64)
 def apportion(units: int, unit_s: tuple[float, ...]) -> tuple[int, ...]:
-    """Of `units` alike each worker's number, so that the last one is done as early as can be.
+    """Divides `units` equal units among the workers so that the last worker finishes as early as possible.
 
-    They are handed out one by one, each to the worker that would be the first to finish it (of equal ones the lowest
-    rank): when the last one is handed out, no other division could have been done by then.
+    Units are assigned one by one, each to the worker that would finish it first (of equals the lowest rank). No other
+    division finishes earlier.
 
     Args:
         unit_s: seconds of one unit on each worker; only their ratios matter.
     """
-    taken = [0] * len(unit_s)
+    assigned = [0] * len(unit_s)
     ready = [(seconds, rank) for rank, seconds in enumerate(unit_s)]
     heapq.heapify(ready)
     for _ in range(units):
         _, rank = heapq.heappop(ready)
-        taken[rank] += 1
-        heapq.heappush(ready, ((taken[rank] + 1) * unit_s[rank], rank))
-    return tuple(taken)
+        assigned[rank] += 1
+        heapq.heappush(ready, ((assigned[rank] + 1) * unit_s[rank], rank))
+    return tuple(assigned)
 
 
 def slowest_s(number: Sequence[int], each_s: Sequence[float]) -> float:
-    """Seconds until the last worker is done, of so many units each."""
+    """Seconds until the last worker has finished its units."""
     return max(count * seconds for count, seconds in zip(number, each_s, strict=True))
 
 

@@ -48,6 +48,6 @@ def size_text(count: float) -> str:
     return f"{count:.3g} TiB"
 
 
-def host_kinds_text(asked: Mapping[str, int]) -> str:
+def host_kinds_text(hosts: Mapping[str, int]) -> str:
     """Hosts by accelerator type as text, such as `2 H100, 1 A100`."""
-    return ", ".join(f"{number} {kind}" for kind, number in asked.items())
+    return ", ".join(f"{number} {kind}" for kind, number in hosts.items())

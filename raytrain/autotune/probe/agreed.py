@@ -25,17 +25,18 @@ def run_agreed(
     workers: Workers,
     device: torch.device,
     remote: RemoteState,
-    meets: bool = False,
+    collective_passes: bool = False,
     budget: int | None = None,
 ) -> tuple[Outcome, str]:
     """Run `work`; the outcome, the same on every worker, and the reason of a failure, after which its passes are
     discarded, also on remote hosts. Collective.
 
-    `work` contains no collective except the passes of a model with remote state, and every worker starts equally many
-    of those.
+    `work` contains no collective except the passes of a model with remote state, and every worker starts the same
+    number of those.
 
     Args:
-        meets: passes contain collectives that no worker can leave (`fsdp`): a failure is raised, and ends the attempt.
+        collective_passes: passes contain collectives that no worker can leave (`fsdp`): a failure is raised, and ends
+            the attempt.
         budget: bytes that this process may have, see `is_out_of_memory`.
     """
     outcome: Outcome = "ok"
@@ -43,7 +44,7 @@ def run_agreed(
     try:
         work()
     except (RuntimeError, ValueError, MemoryError, OutOfMemory) as error:
-        if meets and not remote.distributed and workers.world_size > 1:
+        if collective_passes and not remote.distributed and workers.world_size > 1:
             raise
         outcome = "out_of_memory" if is_out_of_memory(error, device=device, budget=budget) else "error"
         reason = first_line(error)

@@ -40,9 +40,9 @@ def measure_norms(
     if micro_batches * world_size < 2:
         raise ValueError("the gradient noise scale needs at least two micro-batches")
     rows = micro_batch_size * micro_batches * world_size
-    taken = session.loader.batches.rows_from(session.state.cursor, rows * draws)
+    drawn = session.loader.batches.rows_from(session.state.cursor, rows * draws)
     with preserve_model(session.trainable, session.device):
-        squares = [_squares(session, part, micro_batches) for part in np.split(taken, draws)]
+        squares = [_squares(session, part, micro_batches) for part in np.split(drawn, draws)]
     smalls = torch.stack([small for small, _ in squares]).tolist()
     bigs = torch.stack([big for _, big in squares]).tolist()
     means = [sum(column) / world_size for column in zip(*session.workers.all_gather_floats(smalls), strict=True)]

@@ -68,7 +68,11 @@ class LayerProbe:
         """Why it failed on any worker, or ""; an out-of-memory is raised."""
         step = self._step
         outcome, reason = run_agreed(
-            work, workers=step.workers, device=step.device, remote=step.trainable.remote, meets=step.collective_passes
+            work,
+            workers=step.workers,
+            device=step.device,
+            remote=step.trainable.remote,
+            collective_passes=step.collective_passes,
         )
         if outcome == "out_of_memory":
             raise OutOfMemory(reason)

@@ -16,8 +16,8 @@ from raytrain.train.device import seconds_of
 from raytrain.train.loader import BatchLoader
 from raytrain.train.session import Session
 
-#: At least so many seconds of timed batches for each count, `LEAST` batches, and `ROUNDS` for each batch that is read
-#: ahead. With a dataset too slow for that, `ROUNDS` batches for each process are enough after `MOST_S` seconds.
+#: Least seconds of timed batches for each count, with at least `LEAST` batches and `ROUNDS` for each batch read ahead.
+#: With a dataset too slow for that, `ROUNDS` batches for each process are enough after `MOST_S` seconds.
 TIMED_S, ROUNDS, LEAST = 1.0, 2, 4
 MOST_S = 10.0
 
@@ -49,18 +49,18 @@ def _rate(probe: StepProbe, candidate: Candidate, count: int, passes: int) -> Lo
             batches = _computed(probe, loader, passes)
             for _ in range(max(1, ahead)):
                 next(batches)
-            began, taken, seconds = seconds_of(session.device), 0, 0.0
-            while not _enough(taken, seconds, count=count, ahead=ahead):
-                for _ in range(max(1, count)):  # whole rounds: the processes deliver so many at a time
-                    taken += next(batches)
+            began, count_read, seconds = seconds_of(session.device), 0, 0.0
+            while not _enough(count_read, seconds, count=count, ahead=ahead):
+                for _ in range(max(1, count)):  # full rounds: all processes deliver at about the same time
+                    count_read += next(batches)
                 seconds = seconds_of(session.device) - began
         finally:
             loader.close()
-    return LoaderRate(count, taken, seconds)
+    return LoaderRate(count, count_read, seconds)
 
 
 def _loader(session: Session, rows: int, count: int) -> BatchLoader:
-    """The run's loader, with so many processes and global batches of one micro-batch."""
+    """The run's loader with `count` processes, and global batches of one micro-batch."""
     choices = {"global_batch_size": rows, "micro_batch_size": rows, "loader_workers": count}
     planned = {name: Resolved(value, "measured") for name, value in choices.items()}
     job = replace(session.job, plan=replace(session.job.plan, **planned))
@@ -82,6 +82,6 @@ def _computed(probe: StepProbe, loader: BatchLoader, passes: int) -> Iterator[in
         yield count
 
 
-def _enough(taken: int, seconds: float, *, count: int, ahead: int) -> bool:
-    whole = taken >= max(LEAST, ROUNDS * ahead) and seconds >= TIMED_S
-    return whole or (seconds >= MOST_S and taken >= ROUNDS * max(1, count))
+def _enough(count_read: int, seconds: float, *, count: int, ahead: int) -> bool:
+    whole = count_read >= max(LEAST, ROUNDS * ahead) and seconds >= TIMED_S
+    return whole or (seconds >= MOST_S and count_read >= ROUNDS * max(1, count))

@@ -43,8 +43,8 @@ def run_gate(
     if session.trainable.remote.distributed:
         raise RunError("the numeric gate needs the whole model in the workers: experts.hosts=0")
     size, workers = candidate.micro_batch_size, session.workers
-    taken = session.loader.batches.rows_from(session.state.cursor, size * steps * workers.world_size)
-    rows = np.split(taken, steps)
+    drawn = session.loader.batches.rows_from(session.state.cursor, size * steps * workers.world_size)
+    rows = np.split(drawn, steps)
     try:
         wanted, other = (_trained(session, name, rows) for name in (reference, candidate.precision))
     except (RuntimeError, MemoryError, OutOfMemory) as error:  # such as an operation without a kernel in this dtype

@@ -77,11 +77,11 @@ class RowChoice:
         worker. `longest`: only the two largest possible ones, that with the longest row and that with most tokens.
         """
         batches, world_size, rank = self._loader.batches, self._workers.world_size, self._workers.rank
-        taken = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
+        drawn = np.split(batches.rows_from(self._cursor, micro * passes * world_size), passes * world_size)
         own = slice(rank * passes, (rank + 1) * passes)
-        cut = [batches.cut(part) for part in taken]
+        cut = [batches.cut(part) for part in drawn]
         if longest:
-            first = [self.longest_first(batches.split, part) for part in taken[own]]
+            first = [self.longest_first(batches.split, part) for part in drawn[own]]
             if batches.tokens_per_batch is None:
                 return first
             heavy = [max(parts, key=self._tokens) for parts in cut[own]]
@@ -326,7 +326,7 @@ class StepProbe:
         """Whether it succeeded on every worker; if not, `readings` has the outcome and the reason."""
         outcome, reason = run_agreed(
             work, workers=self.workers, device=self.device, remote=self.step.trainable.remote,
-            meets=self.step.collective_passes, budget=budget,
+            collective_passes=self.step.collective_passes, budget=budget,
         )  # fmt: skip
         if outcome != "ok":
             readings.outcome, readings.reason = outcome, reason

@@ -18,7 +18,7 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.step import TrainingStep
 from raytrain.trainable import MicroBatch
 
-#: At least so many seconds of timed passes for each size; more if the slowest worker needs them for `PASSES` passes.
+#: Least seconds of timed passes for each size; more if the slowest worker needs them for `PASSES` passes.
 TIMED_S = 1.0
 PASSES = 4
 
@@ -39,7 +39,7 @@ def measure_worker_speeds(
     available only part of the time a median would show just one of its two speeds.
 
     Args:
-        micro_batch: returns so many rows, the same on every worker.
+        micro_batch: returns a micro-batch of the given number of rows, the same on every worker.
         sizes: rows of a pass; only the first must fit.
         room: bytes that passes of the other sizes may use on this worker's device; None = as many as it allocates.
     """

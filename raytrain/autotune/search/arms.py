@@ -12,17 +12,17 @@ from statistics import median
 from raytrain.autotune.search.precision import WORTHWHILE_GAIN
 from raytrain.plan.choice import Resolved
 
-#: What chance alone may show is no gain: the probability of a result as good as this where nothing differs.
+#: Significance level: the highest accepted probability that a result as good occurs by chance without a difference.
 CHANCE = 0.05
 
 
 def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | None = None) -> Resolved:
-    """Two micro-batches in flight where they are faster than one by more than noise.
+    """Two micro-batches in flight if they are faster than one by more than noise.
 
     Args:
-        seconds: by micro-batches in flight, of the same passes.
-        failed: why so many could not be measured, most often for want of memory. Where that was one, the run itself
-            says what follows, in its first step.
+        seconds: seconds of the same passes, by micro-batches in flight.
+        failed: why a number of micro-batches in flight could not be measured, usually for lack of memory. If even one
+            failed, the first step of the run reports the consequence.
     """
     if failed:
         number, why = next(iter(failed.items()))
@@ -33,15 +33,17 @@ def choose_inflight(seconds: Mapping[int, float], failed: Mapping[int, str] | No
 
 
 def choose_overlap(seconds: Mapping[str, Sequence[float]]) -> Resolved:
-    """Sums "during" the last backward where these are faster than "after" it by more than noise: enough at the median
-    of the rounds, and faster in so many of them as chance alone gives in one case of twenty at most (a sign test).
+    """All-reduces "during" the last backward if these are faster than "after" it by more than noise.
+
+    They must be faster by enough at the median of the rounds, and in so many rounds that chance explains it in at most
+    one case of twenty (a sign test).
 
     Args:
-        seconds: by these two names, of the same passes with their sums; position i of both is of round i.
+        seconds: seconds of the same passes with their all-reduces, by these two names; position i of both is round i.
     """
     ratios = [a / b for a, b in zip(seconds["after"], seconds["during"], strict=True)]
     rounds, won, middle = len(ratios), sum(ratio > 1 for ratio in ratios), median(ratios)
     chance = sum(math.comb(rounds, number) for number in range(won, rounds + 1)) / 2**rounds
-    reason = f"sums begun inside the last backward measured {middle:.2f} times as fast as after it"
+    reason = f"all-reduces started inside the last backward measured {middle:.2f} times as fast as after it"
     chosen = middle >= 1 + WORTHWHILE_GAIN and chance <= CHANCE
     return Resolved(chosen, f"{reason}, faster in {won} of {rounds} rounds")

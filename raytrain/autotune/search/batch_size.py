@@ -7,7 +7,7 @@ allows. A lower precision must beat the reference at its own best size by `WORTH
 Each size is timed at one moment, at which the machine may have been slow: at the end the winner, its runner-up and the
 best of each other precision are measured once more in alternating rounds, and those ratios decide.
 
-A caller measures whatever `next_proposals` names until it names nothing, then asks `decide`.
+A caller measures what `next_proposals` returns until it returns nothing, then calls `decide`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raytrain.errors import RunError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.text import size_text
 
-#: Beyond so many times the measured sizes the line of memory is confirmed by another reading.
+#: Beyond this multiple of the measured sizes, the memory line is confirmed by another reading.
 FAR = 2
 #: Rows of a step of the gate, at most: rounding shows with few, and its steps are most of the cost of a search.
 GATE_ROWS = 4
@@ -115,12 +115,12 @@ def next_proposals(
     """
     search = _Search(space, measurements, gates, contests)
     idle = space.devices - len(running)
-    asked = {_kind(one) for one in running}
-    return [wanted for wanted in search.wanted() if _kind(wanted) not in asked][: max(0, idle)]
+    in_progress = {_kind(one) for one in running}
+    return [wanted for wanted in search.wanted() if _kind(wanted) not in in_progress][: max(0, idle)]
 
 
 def _kind(one: Proposal) -> tuple[Candidate, bool, bool, bool]:
-    """What it measures, whatever the number of passes, which may shrink as results arrive."""
+    """What a proposal measures, without its number of passes, which may shrink as results arrive."""
     return one.candidate, one.passes > 0, one.gate_steps > 0, bool(one.against)
 
 
@@ -145,10 +145,10 @@ class _Search(Ranking):
         """Everything that could be measured at the same time, the most urgent first: two sizes of every precision, the
         reference's first, then the sizes with the highest upper bounds."""
         curves = sorted(self.curves.values(), key=lambda curve: curve is not self.lead)
-        begun = [one for curve in curves for one in (*self._begin(curve), *self._again(curve))]
+        first = [one for curve in curves for one in (*self._begin(curve), *self._again(curve))]
         by_promise = sorted(curves, key=lambda curve: -curve.reach)
-        settled = [curve for curve in by_promise if not self._begin(curve) and not self._again(curve)]
-        found = begun + [one for curve in settled for one in self._go_on(curve)]
+        started = [curve for curve in by_promise if not self._begin(curve) and not self._again(curve)]
+        found = first + [one for curve in started for one in self._go_on(curve)]
         return found or self._gate() or self._last()
 
     def _begin(self, curve: ThroughputCurve) -> list[Proposal]:
@@ -160,7 +160,7 @@ class _Search(Ranking):
         return [self._timed(curve, size, with_memory=self._unread(curve, size) and not unasked) for size in missing]
 
     def _again(self, curve: ThroughputCurve) -> list[Proposal]:
-        """Sizes timed while the machine did other work: once more, in a process of their own at another moment."""
+        """Repetitions for sizes that were timed while the machine did other work, in a separate process later."""
         left = MOST_STEPS - curve.steps - self._reserved()
         if curve.nonfinite or left < TIMED:
             return []
@@ -189,7 +189,7 @@ class _Search(Ranking):
         return sorted((start + known + spare)[: min(2, len(fitting))])
 
     def _guessed_to_fit(self, curve: ThroughputCurve, size: int) -> bool:
-        """Until the memory of a precision is read the reference's counts: weights and optimizer are the same."""
+        """Until the memory of a precision is read, the reference's is used: weights and optimizer are the same."""
         return curve.line is not None or curve is self.lead or size in self.lead.fitting() or not self.lead.fitting()
 
     def _unread(self, curve: ThroughputCurve, size: int) -> bool:

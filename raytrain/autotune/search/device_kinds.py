@@ -53,12 +53,14 @@ def choose_for_all(
         ((kind, only),) = decisions.items()
         speed = workers[kind] * only.rows_per_s
         return KindsDecision(decisions, only.candidate, kind, only.precision, only.micro_batch_size, speed)
-    taken = {one.candidate.precision for one in decisions.values()}
+    chosen_anywhere = {one.candidate.precision for one in decisions.values()}
     everywhere = set.intersection(*(set(one.knees) for one in decisions.values()))
-    allowed = [name for name in sorted(everywhere) if name == reference or (name in taken and name not in refused)]
+    allowed = [
+        name for name in sorted(everywhere) if name == reference or (name in chosen_anywhere and name not in refused)
+    ]
     if not allowed:
-        told = "; ".join(f"{kind}: {', '.join(one.knees)}" for kind, one in decisions.items())
-        raise RunError(f"no precision runs on every kind of device ({told}): scale.accelerator picks one kind")
+        kinds_text = "; ".join(f"{kind}: {', '.join(one.knees)}" for kind, one in decisions.items())
+        raise RunError(f"no precision runs on every kind of device ({kinds_text}): scale.accelerator picks one kind")
     totals = {name: sum(workers[kind] * _speed(one, name) for kind, one in decisions.items()) for name in allowed}
     precision = max(allowed, key=lambda name: (totals[name], name == reference))
     sizes = {kind: one.knees[precision] for kind, one in decisions.items()}

@@ -61,12 +61,12 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
     high = min(high, low + step)
     last = refusal(names) if high == len(names) else ""
     if last:
-        return Resolved(names, f"with every layer in fp32 {last}: what {precision} breaks is no layer's")
+        return Resolved(names, f"with every layer in fp32 {last}: the deviation under {precision} is not in a layer")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if refusal(names[:middle]) else (low, middle)
     share = 1 - high / len(names)
-    told = ", ".join(names[:high][:NAMED_AT_MOST])
-    told += f" and {high - NAMED_AT_MOST} more" if high > NAMED_AT_MOST else ""
-    reason = f"with {told} in fp32 the loss is in the band, {share:.0%} of {len(names)} layers in {precision}"
+    kept = ", ".join(names[:high][:NAMED_AT_MOST])
+    kept += f" and {high - NAMED_AT_MOST} more" if high > NAMED_AT_MOST else ""
+    reason = f"with {kept} in fp32 the loss is in the band, {share:.0%} of {len(names)} layers in {precision}"
     return Resolved(names[:high], f"{reason}; with none {first}")

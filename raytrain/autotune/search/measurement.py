@@ -59,7 +59,7 @@ class Measurement:
     taken_at: float = 0.0
 
     def step_s(self, rows: int) -> float:
-        """Seconds of a step of so many rows on one worker, from the medians: its passes and one update."""
+        """Seconds of a step of `rows` rows on one worker, from the medians: its passes and one update."""
         passes = math.ceil(rows / self.candidate.micro_batch_size)
         return passes * median(self.pass_s) + (median(self.update_s) if self.update_s else 0.0)
 

@@ -22,11 +22,11 @@ class MemoryLine:
     per_row: float
 
     def predict(self, rows: int) -> int:
-        """Peak bytes of one process with micro-batches of so many rows."""
+        """Predicted peak bytes of one process with micro-batches of `rows` rows."""
         return round(self.floor + rows * self.per_row)
 
     def largest(self, budget: int, sizes: Iterable[int]) -> int | None:
-        """The largest of `sizes` whose predicted peak is within `budget` bytes; None where none is."""
+        """The largest of `sizes` whose predicted peak is within `budget` bytes; None if there is none."""
         return max((size for size in sizes if self.predict(size) <= budget), default=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def micro_batch_record(
 ) -> dict[str, Any]:
     """What `memory_probe.json` keeps: the choice, each size with its predicted and measured peak, and the line."""
     line = line_of([one for _, one in tried])
-    trials = [{"predicted_bytes": asked.predicted, **one.to_json()} for asked, one in tried]
+    trials = [{"predicted_bytes": proposal.predicted, **one.to_json()} for proposal, one in tried]
     peak = next(one.peak_bytes for _, one in tried if one.candidate.micro_batch_size == chosen.value)
     record = {"value": chosen.value, "reason": chosen.reason, "peak_bytes": peak, "budget_bytes": budget}
     record["line"] = line.to_json()

@@ -34,7 +34,7 @@ class NoiseScale:
     """B_simple in rows, with the interval at `LEVEL` of a bootstrap over the draws.
 
     Attributes:
-        rows: may be infinite, where the mean gradient cannot be told from zero.
+        rows: infinite if the mean gradient cannot be distinguished from zero.
         low, high: of the interval; `high` is infinite where some resamples say so.
         draws: how many it was estimated from.
     """
@@ -45,7 +45,7 @@ class NoiseScale:
     draws: int
 
     def efficiency(self, batch: float, *, reference: float) -> float:
-        """What a row of a batch is worth, against a row of the reference batch."""
+        """The efficiency of a row in a batch, relative to a row in the reference batch."""
         return efficiency(self.rows, batch, reference=reference)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,17 +88,17 @@ def _ratio(trace: float, square: float) -> float:
 
 
 def goodput_advice(scale: NoiseScale, *, global_batch: int) -> str:
-    """One line for a result: what the noise scale says of a global batch, as advice.
+    """One line of advice about the global batch, from the noise scale.
 
-    It holds for where training stands: the scale mostly grows as the loss falls.
+    It holds for the current point of the training: the scale usually grows as the loss falls.
     """
     if math.isinf(scale.rows):
         return "gradient noise scale: too large to tell from these draws; a larger global batch would not waste rows"
     band = f"{scale.low:.3g} to {scale.high:.3g}" if math.isfinite(scale.high) else f"{scale.low:.3g} or more"
     worth = scale.efficiency(2 * global_batch, reference=global_batch)
-    said = f"at twice the global batch of {global_batch} a row is worth {worth:.0%} of what it is now"
+    advice = f"at twice the global batch of {global_batch} a row is worth {worth:.0%} of what it is now"
     if scale.high < global_batch:
-        said += "; a smaller one would learn as much from fewer rows"
+        advice += "; a smaller one would learn as much from fewer rows"
     elif scale.low > global_batch:
-        said += "; a larger one is hardly less efficient"
-    return f"gradient noise scale about {scale.rows:.3g} rows here ({band}): {said}"
+        advice += "; a larger one is hardly less efficient"
+    return f"gradient noise scale about {scale.rows:.3g} rows here ({band}): {advice}"

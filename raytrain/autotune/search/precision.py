@@ -18,7 +18,8 @@ WORTHWHILE_GAIN = 0.03
 #: Numeric gate on one batch: relative difference of the loss, and band of the gradient-norm ratio, against fp32.
 LOSS_TOLERANCE = 0.02
 NORM_BAND = (0.8, 1.25)
-#: A loss scale that begins too high skips a few steps: so many more than the reference are allowed, or this fraction.
+#: A loss scale that starts too high skips a few steps: this many more than in the reference are allowed, or this
+#: fraction.
 SKIPS, SKIP_SHARE = 2, 0.1
 
 

@@ -142,11 +142,11 @@ class Ranking:
 
     def precision_reason(self, curve: ThroughputCurve) -> str:
         """Why this one was chosen."""
-        told = [f"{name} {why}" for name, why in self.refusals(curve).items()]
+        reasons = [f"{name} {why}" for name, why in self.refusals(curve).items()]
         if curve is self.lead:
-            return "; ".join(told) or f"nothing but {curve.precision} to compare"
+            return "; ".join(reasons) or f"nothing but {curve.precision} to compare"
         if chosen_size(self.lead) is None:
-            return "; ".join([*told, f"so that {curve.precision} could not be held against it: watch its loss"])
+            return "; ".join([*reasons, f"so that {curve.precision} could not be held against it: watch its loss"])
         checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
         gain = f"{self._against(curve, self.lead)}, "
         if self.cannot_win(self.lead):  # so that not all of its sizes were measured
@@ -154,4 +154,4 @@ class Ranking:
             gain += f"at least {bound:.2f} times as fast as {self.lead.precision} can be at any size"
         else:
             gain += "each at its own best size"
-        return "; ".join([f"{gain}{checked}", *told])
+        return "; ".join([f"{gain}{checked}", *reasons])

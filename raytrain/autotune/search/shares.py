@@ -45,10 +45,12 @@ def choose_shares(paces: Sequence[WorkerSpeed], *, total: int, micro_batch: int)
     chosen = Shares(micro_batch, rows, tuple(pace.pass_s[size] for pace, size in zip(paces, rows, strict=True)))
     gain = gain_over_equal(chosen, total=total, plain_s=[pace.pass_s[micro_batch] for pace in paces])
     ratio = max(chosen.row_s) / min(chosen.row_s)
-    told = f"the slowest worker needs {ratio:.2f} times as long for a row as the fastest"
+    ratio_text = f"the slowest worker needs {ratio:.2f} times as long for a row as the fastest"
     if gain < 1 + WORTHWHILE:
-        return Resolved("equal", f"{told}: unequal shares of {total} rows would save {max(0.0, 1 - 1 / gain):.0%}")
-    return Resolved(chosen.to_json(), f"{told}; {shown(chosen, total)}: {gain:.2f} times as fast as equal shares")
+        return Resolved(
+            "equal", f"{ratio_text}: unequal shares of {total} rows would save {max(0.0, 1 - 1 / gain):.0%}"
+        )
+    return Resolved(chosen.to_json(), f"{ratio_text}; {shown(chosen, total)}: {gain:.2f} times as fast as equal shares")
 
 
 def _best_size(paces: Sequence[WorkerSpeed], micro_batch: int) -> int:

@@ -14,10 +14,10 @@ from raytrain.errors import InputError
 LEAST_PASSES, PASSES = 2, 3
 #: Steps of a memory reading, which is not timed.
 MEMORY_PASSES = 2
-#: At most so many sizes for each precision, and so many passes over all of them, warm-ups and memory readings included;
+#: Limits per precision: the number of sizes, and of passes over all of them, including warm-ups and memory readings;
 #: only a confirmation that fails is followed by another one beyond that.
 MOST_SIZES, MOST_STEPS = 6, 25
-#: The second size is up to so many times the first.
+#: The second size is up to this multiple of the first.
 FIRST_RATIO = 8
 
 
@@ -90,7 +90,7 @@ class Proposal:
         against: other candidates, measured with this one in `passes` alternating rounds
             (`raytrain.autotune.probe.step.StepProbe.measure_in_turn`), after this one's peak if it is to be read.
         gate_steps: if not 0, run the numeric gate (`raytrain.autotune.probe.numeric_gate.run_gate`) of this candidate
-            against the reference instead, over so many steps.
+            against the reference instead, over this many steps.
     """
 
     candidate: Candidate

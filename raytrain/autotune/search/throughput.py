@@ -19,15 +19,15 @@ from raytrain.autotune.search.space import MEMORY_PASSES, BatchSpace, nearest_at
 
 #: Least relative standard deviation of one pass that is assumed.
 LEAST_NOISE = 0.002
-#: Two sizes give a line that may be extrapolated if one is at least so many times the other.
+#: The line through two sizes may be extrapolated if one is at least this multiple of the other.
 APART = 4
-#: A line is trusted up to so many times the largest measured size; further if passes have hardly become longer so far.
+#: A line is trusted up to this multiple of the largest measured size; further if passes have hardly become longer.
 GROWTH, GROWTH_WHERE_FLAT, FLAT = 8, 32, 1.25
 #: A smaller size is chosen if it loses no more than this fraction of the best throughput.
 NEAR = 0.03
 #: A size that cannot beat the best measured by more than this is not worth measuring.
 WORTH_A_LOOK = 0.04
-#: A size that is so many times the chosen one is expensive to measure again, and no better than its bounds.
+#: A size of at least this multiple of the chosen one is expensive to measure again, and no better than its bounds.
 AS_LARGE = 2
 #: Standard errors by which a smaller size must be closer to the best.
 CAUTION = 1.0

@@ -122,7 +122,7 @@ class FoundConfirmation(DeferredChoice):
 
 
 def print_difference(record: Record) -> None:
-    """Say on the terminal where a run differs from its search."""
+    """Print how a run differs from its search."""
     if not record["confirmed"]:
         print(f"unlike the search: {record['reason']}")
 

@@ -13,7 +13,7 @@ from raytrain.errors import StateLost, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.train.session import Session
 
-#: Micro-batches of each worker, at most, that show what a second one in flight is worth.
+#: Most micro-batches of each worker in a measurement.
 MEASURED_PASSES = 4
 MIN_ROUNDS = 3
 MAX_ROUNDS = 12
@@ -63,7 +63,7 @@ def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:
         min_rounds=MIN_ROUNDS,
         max_rounds=MAX_ROUNDS,
         attempt=lambda work: run_agreed(
-            work, workers=workers, device=device, remote=trainable.remote, meets=step.collective_passes
+            work, workers=workers, device=device, remote=trainable.remote, collective_passes=step.collective_passes
         )[1],
         stop_on_failure=True,
     )  # fmt: skip

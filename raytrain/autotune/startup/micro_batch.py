@@ -93,7 +93,7 @@ def use_fitting_rows(calibration: Calibration) -> None:
 
 
 def spare_memory(session: Session, *, peak: int | None, budget: int | None) -> None:
-    """On a CPU, where a step needs more than half of what a worker may take, have it keep no freed memory.
+    """On a CPU, if a step needs more than half of a worker's memory, make malloc return freed memory.
 
     What malloc keeps made the resident set of a mixture of experts half as large again as what was in use.
     """
@@ -102,7 +102,7 @@ def spare_memory(session: Session, *, peak: int | None, budget: int | None) -> N
 
 
 def memory_budget(session: Session) -> int | None:
-    """Bytes that each worker may take (`cluster.memory_fraction`, `cluster.memory_limit`), the same on every worker."""
+    """Bytes that each worker may use (`cluster.memory_fraction`, `cluster.memory_limit`), the same on every worker."""
     cluster = session.job.cluster
     own = process_budget(
         session.device, fraction=cluster.memory_fraction, limit=cluster.memory_limit, processes=session.sharing
@@ -132,11 +132,11 @@ def measure_micro_batch(
     if isinstance(session.job.plan.inflight, Deferred):
         session.step.inflight = 2  # which needs more memory
     try:
-        while (asked := next_micro_batch(sizes, [one for _, one in tried], budget=budget)) is not None:
-            candidate = Candidate(session.precision, asked.rows)
+        while (proposal := next_micro_batch(sizes, [one for _, one in tried], budget=budget)) is not None:
+            candidate = Candidate(session.precision, proposal.rows)
             found = probe.measure(candidate, budget=budget, passes=0, with_memory=True)
             # a loss that is not finite needs as much memory as any other; training has its own rules for it
-            tried.append((asked, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
+            tried.append((proposal, replace(found, outcome="ok") if found.outcome == "nonfinite" else found))
     finally:
         session.step.inflight = before
     chosen = choose_micro_batch(sizes, [one for _, one in tried], budget=budget)
@@ -154,7 +154,7 @@ def _sizes(session: Session) -> tuple[int, ...]:
 def _nothing_fits(last: Measurement, budget: int | None) -> RunError:
     rows = last.candidate.micro_batch_size
     if last.outcome == "error":
-        return RunError(f"a step of {rows} rows cannot be taken: {last.reason}")
+        return RunError(f"a step of {rows} rows cannot be run: {last.reason}")
     allowed = "" if budget is None else f" ({size_text(budget)} for a worker)"
     needed = "" if last.peak_bytes is None else f", {size_text(last.peak_bytes)} at its peak"
     return NothingFits(

@@ -15,7 +15,7 @@ from raytrain.train.memory.oom import StepDropped
 from raytrain.train.parallel.buckets import could_overlap
 from raytrain.train.session import Session
 
-#: Only the last of a step's passes can overlap: so many micro-batches of each worker, at most, show what it is worth.
+#: Most micro-batches of each worker in a measurement; only the last pass of a step can overlap.
 MEASURED_PASSES = 4
 #: Overlap must win each of `MIN_ROUNDS`, so that fewer are enough where it has lost one.
 MIN_ROUNDS = 5
@@ -45,7 +45,7 @@ class OverlapChoice(DeferredChoice):
 def _no_overlap(session: Session) -> str:
     """Why there is nothing to measure, the same on every worker; "" where there is."""
     if any(isinstance(part, nn.SyncBatchNorm) for part in session.trainable.module.modules()):
-        return "a SyncBatchNorm meets the other workers inside backward, and sums must not come between"
+        return "a SyncBatchNorm runs collectives inside backward, with which the all-reduces must not interleave"
     if not could_overlap(session.step.gradients, session.workers):
         total = sum(flat.nbytes for flat in session.step.gradients.buffers)
         return f"the gradients are one bucket of {total:,} bytes, which is whole only when backward is over"

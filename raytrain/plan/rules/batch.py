@@ -112,9 +112,9 @@ def choose_length(loop: LoopConfig, *, global_batch: int, data_facts: DataFacts 
         if loop.max_steps and not loop.epochs:
             return {"steps_per_epoch": per_epoch, "max_steps": Resolved(loop.max_steps, "loop.max_steps")}
         bounds = (1, loop.max_steps) if loop.max_steps else ()
-        asked = "1 epoch" if (loop.epochs or 1) == 1 else f"{loop.epochs} epochs"
-        asked += f", at most {loop.max_steps} steps" if loop.max_steps else ""
-        return {"steps_per_epoch": per_epoch, "max_steps": Deferred(AFTER_DATA, bounds, asked)}
+        length_text = "1 epoch" if (loop.epochs or 1) == 1 else f"{loop.epochs} epochs"
+        length_text += f", at most {loop.max_steps} steps" if loop.max_steps else ""
+        return {"steps_per_epoch": per_epoch, "max_steps": Deferred(AFTER_DATA, bounds, length_text)}
     steps = math.ceil(data_facts.train_rows / global_batch)
     per_epoch = Resolved(steps, f"{data_facts.train_rows} rows / {global_batch}, rounded up")
     epochs = loop.epochs or (None if loop.max_steps else 1)

@@ -36,9 +36,9 @@ class DevicePool:
     def on_gpu(self) -> bool:
         return self.device.value == "cuda"
 
-    def without(self, taken: Mapping[str, Sequence[Device]]) -> DevicePool:
-        """The pool without the devices in `taken` ({host name: devices})."""
-        left = ((node, tuple(one for one in own if one not in taken.get(node.host, ()))) for node, own in self.pool)
+    def without(self, excluded: Mapping[str, Sequence[Device]]) -> DevicePool:
+        """The pool without the devices in `excluded` ({host name: devices})."""
+        left = ((node, tuple(one for one in own if one not in excluded.get(node.host, ()))) for node, own in self.pool)
         return replace(self, pool=tuple((node, devices) for node, devices in left if devices))
 
 

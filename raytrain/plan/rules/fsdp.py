@@ -18,19 +18,19 @@ KEY = "scale.strategy"
 UNMEASURED = "scale.strategy fsdp measures nothing: sharded workers cannot recover from an out-of-memory in place"
 
 
-def hosts_under_fsdp(asked: Any) -> Resolved:
+def hosts_under_fsdp(requested: Any) -> Resolved:
     """Where the experts are: sharded like the rest of the model.
 
     Args:
-        asked: `experts.hosts`.
+        requested: `experts.hosts`.
 
     Raises:
         InputError: expert hosts are configured.
     """
-    if asked in (0, "auto"):
+    if requested in (0, "auto"):
         return Resolved(0, "scale.strategy fsdp: every worker holds its rows of all experts")
     raise InputError(
-        "experts.hosts", seen=str(asked), expected="0 or auto with scale.strategy fsdp",
+        "experts.hosts", seen=str(requested), expected="0 or auto with scale.strategy fsdp",
         remedy="expert hosts with sharded workers are not supported yet; scale.strategy expert_parallel has hosts",
     )  # fmt: skip
 

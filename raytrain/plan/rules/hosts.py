@@ -23,78 +23,78 @@ CPU_HOSTS = 2
 
 
 def choose_hosts(
-    asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int
+    requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int
 ) -> Resolved:
     """ "none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
 
     Args:
-        asked: `experts.hosts`, or None for a dense model.
+        requested: `experts.hosts`, or None for a dense model.
 
     Raises:
         InputError: a contradiction, or more hosts than these machines can run, naming the keys.
     """
-    if asked is None:
+    if requested is None:
         _refuse_strategy(scale, "a model without experts")
         return Resolved("none", "the model has no experts")
     if scale.strategy == "fsdp":
-        return hosts_under_fsdp(asked)
-    if asked == 0:
+        return hosts_under_fsdp(requested)
+    if requested == 0:
         return Resolved(0, "every worker holds all experts")
     if scale.strategy == "data_parallel":
-        if asked == "auto":
+        if requested == "auto":
             return Resolved(0, "scale.strategy data_parallel: every worker holds all experts")
         raise InputError(
-            "experts.hosts", seen=str(asked), expected="0 or auto with scale.strategy data_parallel",
+            "experts.hosts", seen=str(requested), expected="0 or auto with scale.strategy data_parallel",
             remedy="scale.strategy expert_parallel distributes the experts",
         )  # fmt: skip
-    if asked == "auto":
+    if requested == "auto":
         return _auto(machines, inventory)
-    if isinstance(asked, dict):
-        _check_kinds(asked, machines, inventory)
-    elif not machines.on_gpu and isinstance(asked, int):
-        _check_cores(asked, inventory)
-    if machines.on_gpu and number_of_hosts(asked):
-        _check_left(asked, scale, machines, inventory, workers=workers)
-    several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(asked)
-    where = where_text({node: len(gpus) for node, gpus in gpus_of_hosts(asked, machines, inventory).items()})
-    return Resolved(asked, f"experts.hosts: {where}" if several else "experts.hosts")
+    if isinstance(requested, dict):
+        _check_kinds(requested, machines, inventory)
+    elif not machines.on_gpu and isinstance(requested, int):
+        _check_cores(requested, inventory)
+    if machines.on_gpu and number_of_hosts(requested):
+        _check_left(requested, scale, machines, inventory, workers=workers)
+    several = machines.on_gpu and len(inventory.nodes) > 1 and number_of_hosts(requested)
+    where = where_text({node: len(gpus) for node, gpus in gpus_of_hosts(requested, machines, inventory).items()})
+    return Resolved(requested, f"experts.hosts: {where}" if several else "experts.hosts")
 
 
 def leave_gpus_to_hosts(
-    workers: Resolved, asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory
+    workers: Resolved, requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory
 ) -> Resolved:
     """`scale.workers: auto` on GPUs leaves one GPU to each configured expert host."""
     if scale.workers != "auto" or scale.strategy in ("data_parallel", "fsdp"):
         return workers
-    left = len(machines.without(gpus_of_hosts(asked, machines, inventory)).gpus)
+    left = len(machines.without(gpus_of_hosts(requested, machines, inventory)).gpus)
     if not 0 < left < workers.value:
         return workers
-    return Resolved(left, f"one per remaining GPU; {number_of_hosts(asked)} go to the expert hosts")
+    return Resolved(left, f"one per remaining GPU; {number_of_hosts(requested)} go to the expert hosts")
 
 
-def gpus_of_hosts(asked: Any, machines: DevicePool, inventory: Inventory) -> dict[str, list[Device]]:
+def gpus_of_hosts(requested: Any, machines: DevicePool, inventory: Inventory) -> dict[str, list[Device]]:
     """{node: the GPUs that expert hosts take there}: one node after another, as Ray's SPREAD places them.
 
     Args:
-        asked: a value of `experts.hosts`. Hosts with a named type may use GPUs that workers may not.
+        requested: a value of `experts.hosts`. Hosts with a named type may use GPUs that workers may not.
     """
-    taken: dict[str, list[Device]] = {}
-    if not machines.on_gpu or not number_of_hosts(asked):
-        return taken
-    for kind, number in asked.items() if isinstance(asked, dict) else [(None, asked)]:
+    assigned: dict[str, list[Device]] = {}
+    if not machines.on_gpu or not number_of_hosts(requested):
+        return assigned
+    for kind, number in requested.items() if isinstance(requested, dict) else [(None, requested)]:
         nodes = machines.pool if kind is None else [(node, node.devices) for node in inventory.nodes]
         for _ in range(number):
             free = [
                 (node.host, gpu)
                 for node, devices in nodes
                 for gpu in devices
-                if (kind is None or is_named(gpu, kind)) and gpu not in taken.get(node.host, ())
+                if (kind is None or is_named(gpu, kind)) and gpu not in assigned.get(node.host, ())
             ]
             if not free:
                 break
-            name, gpu = min(free, key=lambda pair: len(taken.get(pair[0], ())))
-            taken.setdefault(name, []).append(gpu)
-    return taken
+            name, gpu = min(free, key=lambda pair: len(assigned.get(pair[0], ())))
+            assigned.setdefault(name, []).append(gpu)
+    return assigned
 
 
 def hosts_by_node(
@@ -126,47 +126,47 @@ def separate_hosts(hosts: Choice) -> int:
     return number_of_hosts(hosts.value_or(0))
 
 
-def number_of_hosts(asked: Any) -> int:
+def number_of_hosts(requested: Any) -> int:
     """The number of hosts in a value of `experts.hosts`; 0 where experts have no processes of their own."""
-    return sum(asked.values()) if isinstance(asked, dict) else asked if isinstance(asked, int) else 0
+    return sum(requested.values()) if isinstance(requested, dict) else requested if isinstance(requested, int) else 0
 
 
-def kinds_of_hosts(asked: Any) -> list[str | None]:
+def kinds_of_hosts(requested: Any) -> list[str | None]:
     """The accelerator type of each host, in the order of the mapping; None where any type will do."""
-    if isinstance(asked, dict):
-        return [kind for kind, number in asked.items() for _ in range(number)]
-    return [None] * asked
+    if isinstance(requested, dict):
+        return [kind for kind, number in requested.items() for _ in range(number)]
+    return [None] * requested
 
 
 def choose_inflight(
-    asked: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
+    requested: Any, loop: LoopConfig, *, hosts: Resolved, batches: Mapping[str, Resolved], warnings: list[str]
 ) -> Choice | None:
     """Micro-batches that each worker has in flight to remote experts; None without remote experts.
 
     Args:
-        asked: `experts.inflight`.
+        requested: `experts.inflight`.
         batches: the result of `choose_batches`.
 
     Raises:
         InputError: two in flight together with activation checkpointing, naming both keys.
     """
     if hosts.value in ("none", 0):
-        if asked == 2 and hosts.value == 0:
+        if requested == 2 and hosts.value == 0:
             warnings.append("experts.inflight 2 changes nothing: every worker holds all experts, so no rows are sent")
         return None
-    if asked == 2 and loop.activation_checkpointing:
+    if requested == 2 and loop.activation_checkpointing:
         raise InputError(
             "experts.inflight", seen="2 with loop.activation_checkpointing true", expected="1 or auto with it",
             remedy="a block that is recomputed in backward would draw random numbers out of order;"
             " loop.activation_checkpointing false keeps the activations of two micro-batches",
         )  # fmt: skip
-    if asked != "auto":
-        if asked == 2 and batches["accumulation"].value == 1:
+    if requested != "auto":
+        if requested == 2 and batches["accumulation"].value == 1:
             idle = "a step is one micro-batch, so there is no other to compute while its rows are sent"
             warnings.append(f"experts.inflight 2 changes nothing: {idle}; lower loop.micro_batch_size")
-            return Resolved(asked, f"experts.inflight, which changes nothing: {idle}")
-        kept = "; the activations of two micro-batches are kept" if asked == 2 else ""
-        return Resolved(asked, f"experts.inflight{kept}")
+            return Resolved(requested, f"experts.inflight, which changes nothing: {idle}")
+        kept = "; the activations of two micro-batches are kept" if requested == 2 else ""
+        return Resolved(requested, f"experts.inflight{kept}")
     if batches["accumulation"].value == 1:
         return Resolved(1, "one micro-batch per step: there is no other to compute while its rows are sent")
     if loop.activation_checkpointing:
@@ -211,20 +211,20 @@ def _auto(machines: DevicePool, inventory: Inventory) -> Resolved:
     )
 
 
-def _check_cores(asked: int, inventory: Inventory) -> None:
-    if asked > CPU_OVERLOAD * max(1, inventory.cpus):
+def _check_cores(requested: int, inventory: Inventory) -> None:
+    if requested > CPU_OVERLOAD * max(1, inventory.cpus):
         expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
         remedy = f"lower experts.hosts; there are: {inventory.describe()}"
-        raise InputError("experts.hosts", seen=str(asked), expected=expected, remedy=remedy)
+        raise InputError("experts.hosts", seen=str(requested), expected=expected, remedy=remedy)
 
 
-def _check_kinds(asked: dict[str, int], machines: DevicePool, inventory: Inventory) -> None:
+def _check_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inventory) -> None:
     there = f"there are: {inventory.describe()}"
     if not machines.on_gpu:
         raise InputError(
-            "experts.hosts", seen=host_kinds_text(asked), expected="a number, as this run is on CPUs", remedy=there
+            "experts.hosts", seen=host_kinds_text(requested), expected="a number, as this run is on CPUs", remedy=there
         )
-    for kind, number in asked.items():
+    for kind, number in requested.items():
         mine = [node for node in inventory.nodes if any(is_named(device, kind) for device in node.devices)]
         have = sum(is_named(device, kind) for node in mine for device in node.devices)
         if have < number:
@@ -238,22 +238,24 @@ def _check_kinds(asked: dict[str, int], machines: DevicePool, inventory: Invento
             )  # fmt: skip
 
 
-def _check_left(asked: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int) -> None:
+def _check_left(
+    requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int
+) -> None:
     """Raises InputError if the expert hosts leave too few GPUs for the workers."""
     there = len(machines.gpus)
     least = 1 if scale.workers == "auto" else workers
-    if isinstance(asked, dict):
-        left = len(machines.without(gpus_of_hosts(asked, machines, inventory)).gpus)
+    if isinstance(requested, dict):
+        left = len(machines.without(gpus_of_hosts(requested, machines, inventory)).gpus)
     else:
-        left = there - asked
+        left = there - requested
     if left >= least:
         return
     takers = "a worker needs one" if scale.workers == "auto" else f"the workers take {least}"
     keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
     most = f"at most {there - least}" if there > least else "0 or colocated"
-    expected = "fewer, or colocated" if isinstance(asked, dict) else most
+    expected = "fewer, or colocated" if isinstance(requested, dict) else most
     gpus = "there is 1 GPU" if there == 1 else f"there are {there} GPUs"
-    title = host_kinds_text(asked) if isinstance(asked, dict) else str(asked)
+    title = host_kinds_text(requested) if isinstance(requested, dict) else str(requested)
     raise InputError(
         "experts.hosts", seen=title if scale.workers == "auto" else f"{title} with {workers} workers",
         expected=f"{expected}: {gpus}, each host takes one, and {takers}",

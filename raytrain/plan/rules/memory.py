@@ -115,7 +115,7 @@ def estimate_bytes(
     trainable = model_facts.trainable_bytes // 4
     away = facts.total if facts is not None and held else 0
     here = trained_bytes(model_facts.parameters - away, optim, dtype=dtype, trainable=trainable - away)
-    fullest = max((held_bytes(own, optim, dtype=dtype) for own in held), key=lambda taken: taken.kept, default=here)
+    fullest = max((held_bytes(own, optim, dtype=dtype) for own in held), key=lambda used: used.kept, default=here)
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
     kept = 0 if facts is None else rows * facts.kept_bytes_per_row
     activations = (model_facts.activation_bytes_per_sample or 0) * micro
@@ -130,8 +130,8 @@ def estimate_bytes(
     host_memory = Resolved(None, "no separate hosts")
     if held and place != "colocated":
         process = 0 if on_gpu else HOST_PROCESS_BYTES
-        taken = {**named(fullest, dtype), "activations": workers * kept // len(held), "process": process}
-        host_memory = Resolved(sum(taken.values()), f"{parts_text(taken)}, the fullest of {len(held)}")
+        used = {**named(fullest, dtype), "activations": workers * kept // len(held), "process": process}
+        host_memory = Resolved(sum(used.values()), f"{parts_text(used)}, the fullest of {len(held)}")
     whole = trained_bytes(model_facts.parameters, optim, dtype=dtype, trainable=trainable)
     saved = f"weights and {moments(optim)} optimizer moments"
     frozen = "" if trainable == model_facts.parameters else f"; {trainable:,} of them trained"
@@ -166,10 +166,10 @@ def _separate(place: Any) -> int:
     return sum(place.values()) if isinstance(place, dict) else int(place)
 
 
-def named(taken: StateBytes, dtype: str) -> dict[str, int]:
+def named(used: StateBytes, dtype: str) -> dict[str, int]:
     """The parts by the names that a plan shows."""
-    kept = {"weights": taken.weights, "gradients": taken.gradients, "optimizer": taken.optimizer}
-    return {**kept, f"{dtype} copy": taken.cast}
+    kept = {"weights": used.weights, "gradients": used.gradients, "optimizer": used.optimizer}
+    return {**kept, f"{dtype} copy": used.cast}
 
 
 def parts_text(parts: dict[str, int]) -> str:
@@ -197,8 +197,8 @@ def _experts(
     name = "worker" if place == "colocated" else "host"
     filled = [(own.number, held_bytes(own, optim, dtype=dtype).kept) for own in held]
     if len(filled) <= SHOWN_HOSTS:
-        told = [f"{name} {n}: {count}, {size_text(taken)}" for n, (count, taken) in enumerate(filled)]
-        return Resolved(f"{number} on {len(held)} {name}s", f"{'; '.join(told)}; {each}")
+        shown = [f"{name} {n}: {count}, {size_text(used)}" for n, (count, used) in enumerate(filled)]
+        return Resolved(f"{number} on {len(held)} {name}s", f"{'; '.join(shown)}; {each}")
     few, many = min(filled, key=lambda pair: pair[1]), max(filled, key=lambda pair: pair[1])
     span = f"{few[0]} to {many[0]} on each, {size_text(few[1])} to {size_text(many[1])}"
     if few == many:
@@ -224,10 +224,10 @@ def least_parts(
     facts = model_facts.experts if remote else None
     away = 0 if facts is None else facts.total
     trainable = model_facts.trainable_bytes // 4 - away
-    taken = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
+    used = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
     row = 0 if recomputed else model_facts.activation_bytes_per_sample or 0
     kept = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * facts.kept_bytes_per_row
-    state = {name: value // shards for name, value in named(taken, "fp32").items()}
+    state = {name: value // shards for name, value in named(used, "fp32").items()}
     return {**parts, **state, "one row": max(0, row - kept) // 2}
 
 

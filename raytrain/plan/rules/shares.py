@@ -90,18 +90,18 @@ def _expected(
     made = Shares(micro, rows, tuple(size / rates[gpu.name] for size, gpu in zip(rows, gpus, strict=True)))
     gain = gain_over_equal(made, total=total, plain_s=[micro / rates[gpu.name] for gpu in gpus])
     spans = made.spans(total, micro_batch=micro)
-    told = []
+    rows_text = []
     for kind in sorted(rates, key=lambda name: -rates[name]):
         counts = sorted({len(rows) for rows, gpu in zip(spans, gpus, strict=True) if gpu.name == kind})
         number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         many = sum(gpu.name == kind for gpu in gpus)
-        told.append(f"{many} {kind}: {number} rows each, up to {sizes[kind]} a pass")
+        rows_text.append(f"{many} {kind}: {number} rows each, up to {sizes[kind]} a pass")
     reached = ", ".join(f"{kind} {rate / 1e12:.0f}" for kind, rate in sorted(rates.items(), key=lambda pair: -pair[1]))
     reason = (
         f"expected {gain:.2f} times as fast as equal shares, at {GPU_SHARE:.0%} of data-sheet peaks in {dtype}"
         f" (TFLOP/s: {reached}); {_sized(facts, loop)}"
     )
-    return Deferred(MEASURED, (", ".join(told),), reason)
+    return Deferred(MEASURED, (", ".join(rows_text),), reason)
 
 
 def _largest(micro: int, most: int, facts: ModelFacts | None, memory: Choice, room: float) -> int:

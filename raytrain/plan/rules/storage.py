@@ -35,20 +35,21 @@ class DataRoom:
 
     Attributes:
         allowed: bytes that a worker may use of its device, or of its node's memory; None where unknown.
-        taken: planned bytes of weights, gradients, optimizer state and activations; None where the model is unknown.
-        whole: whether `taken` includes the activations.
+        model_bytes: planned bytes of weights, gradients, optimizer state and activations; None if the model is
+            unknown.
+        whole: whether `model_bytes` includes the activations.
         on_gpu: whether it is a GPU's memory.
     """
 
     allowed: int | None
-    taken: int | None
+    model_bytes: int | None
     whole: bool
     on_gpu: bool
 
     @property
     def certain(self) -> int | None:
         """The most bytes that data can take."""
-        return None if self.allowed is None else self.allowed - (self.taken or 0)
+        return None if self.allowed is None else self.allowed - (self.model_bytes or 0)
 
     @property
     def left(self) -> int:
@@ -57,10 +58,10 @@ class DataRoom:
 
     def text(self) -> str:
         """`left` and how it is computed."""
-        if self.taken is None:
+        if self.model_bytes is None:
             return f"{size_text(self.left)}, half of what a worker may use: the model is not known yet"
         part = f"{size_text(self.left)}, {'nine tenths' if self.whole else 'half'} of what remains"
-        return f"{part} of {size_text(self.allowed or 0)} after {size_text(self.taken)} for the model"
+        return f"{part} of {size_text(self.allowed or 0)} after {size_text(self.model_bytes)} for the model"
 
 
 def choose_storage(
@@ -74,17 +75,17 @@ def choose_storage(
     Raises:
         InputError: `resident` is configured, and the rows cannot fit.
     """
-    asked = data.storage
-    if asked == "pinned" and not room.on_gpu:
+    requested = data.storage
+    if requested == "pinned" and not room.on_gpu:
         chosen = _by_bytes(facts, room, loaders=loaders)
         why = "data.storage pinned needs a GPU, and there is none"
         value = chosen["storage"].value_or("the result of auto")
         warnings.append(f"{why}: {value} instead")
         return {**chosen, "storage": _because(chosen["storage"], why)}
-    if asked == "resident" and facts is not None:
+    if requested == "resident" and facts is not None:
         _check_fits(facts, room)
-    if asked != "auto":
-        return {"storage": Resolved(asked, "data.storage")}
+    if requested != "auto":
+        return {"storage": Resolved(requested, "data.storage")}
     return _by_bytes(facts, room, loaders=loaders)
 
 
@@ -121,10 +122,14 @@ def _check_fits(facts: DataFacts, room: DataRoom) -> None:
     need, most = int(facts.total_bytes * OVERHEAD), room.certain
     if most is None or need <= most:
         return
-    beside = "" if room.taken is None else f", {size_text(room.taken)} of it for weights, optimizer and activations"
+    model_part = (
+        ""
+        if room.model_bytes is None
+        else f", {size_text(room.model_bytes)} of it for weights, optimizer and activations"
+    )
     raise InputError(
         "data.storage", seen=f"resident for {size_text(need)} of data",
-        expected=f"at most {size_text(max(0, most))}: a worker may use {size_text(room.allowed or 0)}{beside}",
+        expected=f"at most {size_text(max(0, most))}: a worker may use {size_text(room.allowed or 0)}{model_part}",
         remedy="auto keeps what fits and streams the rest; stream keeps nothing",
     )  # fmt: skip
 
@@ -151,22 +156,22 @@ def choose_loaders(
         counts: workers of each node.
         cores: of each node.
     """
-    asked = data.loader_workers
-    if asked == 0:
+    requested = data.loader_workers
+    if requested == 0:
         return Resolved(0, "data.loader_workers")
     if facts is None:
-        return Deferred(AFTER_DATA) if asked == "auto" else Resolved(asked, "data.loader_workers")
+        return Deferred(AFTER_DATA) if requested == "auto" else Resolved(requested, "data.loader_workers")
     if facts.kind != "items" or data.storage == "resident":
         why = "rows are in memory" if facts.kind == "memory" else "row groups are read by a thread"
         why = "every item is read once, before the first step" if facts.kind == "items" else why
-        if asked != "auto":
-            warnings.append(f"data.loader_workers {asked} is not needed: {why}")
+        if requested != "auto":
+            warnings.append(f"data.loader_workers {requested} is not needed: {why}")
         return Resolved(0, why)
-    if asked != "auto":
-        host = min(counts, key=lambda name: cores[name] - asked * counts[name])
-        if asked * counts[host] > cores[host] - 1:
-            warnings.append(f"{asked * counts[host]} loader processes on the {cores[host]} cores of {host}")
-        return Resolved(asked, "data.loader_workers")
+    if requested != "auto":
+        host = min(counts, key=lambda name: cores[name] - requested * counts[name])
+        if requested * counts[host] > cores[host] - 1:
+            warnings.append(f"{requested * counts[host]} loader processes on the {cores[host]} cores of {host}")
+        return Resolved(requested, "data.loader_workers")
     host = min(counts, key=lambda name: (cores[name] - 1) / counts[name])
     spare = max(0, (cores[host] - 1) // counts[host])
     reason = f"{cores[host]} cores less one / {counts[host]} workers on {host}, at most {MOST_LOADERS}"

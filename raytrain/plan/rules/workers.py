@@ -30,13 +30,13 @@ def count_workers(
         InputError: more workers than GPUs, than `CPU_OVERLOAD` per core or than rows of a global batch, or a number
             that contradicts the mode.
     """
-    asked = scale.workers if isinstance(scale.workers, int) else None
+    requested = scale.workers if isinstance(scale.workers, int) else None
     mode = machines.mode.value
-    if asked is not None:
-        _check_asked(asked, scale, machines, inventory, global_batch=global_batch)
-        if not machines.on_gpu and asked > inventory.cpus:
-            warnings.append(f"{asked} workers share {inventory.cpus} CPU cores: slower than one per core")
-        return Resolved(asked, "scale.workers")
+    if requested is not None:
+        _check_requested(requested, scale, machines, inventory, global_batch=global_batch)
+        if not machines.on_gpu and requested > inventory.cpus:
+            warnings.append(f"{requested} workers share {inventory.cpus} CPU cores: slower than one per core")
+        return Resolved(requested, "scale.workers")
     if "single_gpu" in (mode, scale.mode):
         return Resolved(1, f"mode {mode}")
     if machines.on_gpu:
@@ -55,26 +55,26 @@ def count_workers(
     return Resolved(count, reason)
 
 
-def _check_asked(
-    asked: int, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
+def _check_requested(
+    requested: int, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
 ) -> None:
     """Raises `InputError`, naming the machines found, if they cannot run `scale.workers` workers."""
     there = f"there are: {inventory.describe()}"
     gpus = len(machines.gpus)
-    if asked > 1 and scale.mode == "single_gpu":
+    if requested > 1 and scale.mode == "single_gpu":
         expected, remedy = "1 with scale.mode single_gpu", f"set scale.mode or scale.workers; {there}"
-    elif asked == 1 and machines.mode.value == "multi_gpu":
+    elif requested == 1 and machines.mode.value == "multi_gpu":
         expected, remedy = "2 or more with scale.mode multi_gpu", "scale.mode single_gpu trains on one"
-    elif machines.on_gpu and asked > gpus:
+    elif machines.on_gpu and requested > gpus:
         expected, remedy = f"at most {gpus}, one per GPU", there
-    elif not machines.on_gpu and asked > CPU_OVERLOAD * max(1, inventory.cpus):
+    elif not machines.on_gpu and requested > CPU_OVERLOAD * max(1, inventory.cpus):
         expected, remedy = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core", there
-    elif asked > global_batch:
+    elif requested > global_batch:
         expected = f"at most loop.global_batch_size, {global_batch} rows"
         remedy = "each worker needs a row of every global batch"
     else:
         return
-    raise InputError("scale.workers", seen=str(asked), expected=expected, remedy=remedy)
+    raise InputError("scale.workers", seen=str(requested), expected=expected, remedy=remedy)
 
 
 def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str, int]:
@@ -83,10 +83,10 @@ def spread(workers: int, machines: DevicePool, inventory: Inventory) -> dict[str
     if machines.on_gpu:
         left = workers
         for node, devices in sorted(machines.pool, key=lambda pair: -len(pair[1])):
-            taken = min(left, len(devices))
-            if taken:
-                counts[node.host] = counts.get(node.host, 0) + taken
-            left -= taken
+            assigned = min(left, len(devices))
+            if assigned:
+                counts[node.host] = counts.get(node.host, 0) + assigned
+            left -= assigned
         return counts
     hosts = [node.host for node in inventory.nodes if node.cpus > 0] or [inventory.nodes[0].host]
     for rank in range(workers):
@@ -123,16 +123,16 @@ def where_text(counts: Mapping[str, int]) -> str:
 
 def choose_threads(
     scale: ScaleConfig, counts: dict[str, int], machines: DevicePool, inventory: Inventory, warnings: list[str],
-    *, beside: Mapping[str, int] | None = None,
+    *, other_processes: Mapping[str, int] | None = None,
 ) -> Resolved:  # fmt: skip
     """CPU threads of each process, the same for all: equal thread counts give bit-identical sums.
 
     Args:
         counts: workers of each node.
-        beside: other processes of each node, such as expert hosts.
+        other_processes: other processes of each node, such as expert hosts.
     """
     cores = cores_of(inventory)
-    others = beside or {}
+    others = other_processes or {}
     totals = {name: counts.get(name, 0) + others.get(name, 0) for name in [*counts, *others]}
     host = min(totals, key=lambda name: cores[name] / totals[name])
     shared = max(1, cores[host] // totals[host])
