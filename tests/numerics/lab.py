@@ -1,6 +1,6 @@
 """Small real jobs in a plain process: data, a session as the worker builds it, and instruments to look at one.
 
-Everything goes through the product's own way (load_spec -> plan_job -> train_job -> Session); only the machine is
+Everything goes the product's own way (`jobs.driver.session`); only the machine is
 invented, so that the plan is the same on every box.
 """
 
@@ -20,11 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import raytrain.train.session
 from cluster.devices.inventory import Inventory, Node
-from jobs.driver.checks import train_job
-from jobs.job.spec import load_spec
-from jobs.plan import plan_job
+from jobs.driver.session import worker_job
 from raytrain.data.rows.contract import Source
-from raytrain.data.sources.open import open_source
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.job import TrainJob
@@ -95,14 +92,10 @@ def make_job(
     mapping["scale"]["workers"] = world_size
     for name, section in sections.items():
         mapping[name] = {**mapping.get(name, {}), **section} if isinstance(section, Mapping) else section
-    spec = load_spec(None, mapping=mapping).spec
-    source = open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
-    loaded = load_spec(None, mapping=mapping)
-    plan = plan_job(loaded, inventory=BOX, data_facts=source.facts)
+    job, source = worker_job(mapping, inventory=BOX, build=False, run=run or RunFolder("unused"))
     for name in ("max_steps", "eval_every"):  # what a plan of objects in memory leaves to the opened data
-        assert isinstance(getattr(plan, name), Resolved), name
-    folder = run or RunFolder("unused")
-    return replace(train_job(spec, plan, folder, attempt=1), import_path=""), source
+        assert isinstance(getattr(job.plan, name), Resolved), name
+    return replace(job, import_path=""), source
 
 
 def make_session(

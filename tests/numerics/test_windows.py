@@ -15,7 +15,7 @@ from recount import Recount, recounted
 
 from experts.routing.router import TopKRouter
 from jobs.bench.harness.command import bench_verb
-from jobs.bench.harness.traces import read_trace
+from jobs.bench.harness.inputs import read_trace
 from raytrain.execution.reporter import RankZeroReporter
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process

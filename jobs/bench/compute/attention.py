@@ -11,19 +11,22 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from pydantic import Field
 
+from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
-from jobs.bench.harness.speed_options import AttentionOptions
-from raytrain.models.attention import MaskCache, windowed_attention
+from jobs.bench.harness.options import BenchOptions
 
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
-CPU = torch.device("cpu")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raytrain.models.attention import MaskCache
+
+Way = Callable[..., Any]
+"""(queries, keys, values) -> outputs of attention."""
 BUILT, KEPT = "written out, mask built", "written out, mask kept"
 FUSED_BUILT, FUSED_KEPT, NONE = "fused, mask built", "fused, mask kept", "fused, no mask"
 #: fp32 sums in another order.
@@ -34,13 +37,37 @@ STRAIGHT = 0.999
 PROMISED_GAIN, PROMISED_BYTES = 1.05, 2**20
 
 
+class AttentionOptions(BenchOptions):
+    """Causal attention with and without masks: time of each way, and peak bytes by length."""
+
+    MEASURES: ClassVar[str] = (
+        "masks built, cached and not made at all (is_causal); a sliding window; peak bytes by length"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 16, "heads": 2, "length": 32, "rows": 2, "lengths": [1024, 1280, 1536, 2048], "window": 8,
+        "blocks": 3, "block_s": 0.0,
+    }  # fmt: skip
+
+    layers: Count = Field(4, description="of the stack of attention layers that is timed, forward only")
+    width: Count = Field(256, description="of a token")
+    heads: Count = Field(4, description="of each layer")
+    length: Count = Field(512, description="tokens of a row")
+    rows: Count = Field(4, description="of a batch")
+    window: Count = Field(64, description="tokens that a sliding window sees")
+    lengths: list[Count] = Field(
+        [1024, 1536, 2048, 3072, 4096],
+        description="of one row, whose peak bytes are counted; below torch's kernel takes other tiles",
+    )
+    block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
+
+
 def run(options: AttentionOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure each way; see `AttentionOptions`."""
+    from jobs.bench.harness.sessions import restored_threads
+    from raytrain.models.attention import MaskCache, windowed_attention
+
     found = BenchMeasurement("attention", quick, options.model_dump(), "seconds of one forward pass through the layers")
-    threads = torch.get_num_threads()
-    if options.threads != "auto":
-        torch.set_num_threads(options.threads)
-    try:
+    with restored_threads(None if options.threads == "auto" else options.threads):
         cache = MaskCache()
         ways = _ways(cache)
         heads = _drawn(options, rows=options.rows, length=options.length)
@@ -48,13 +75,13 @@ def run(options: AttentionOptions, *, quick: bool, say: Say) -> BenchMeasurement
         window: Way = partial(windowed_attention, window=options.window, masks=MaskCache())
         _time(found, options, {**ways, "sliding window": window}, heads, say)
         _bytes(found, options, {BUILT: ways[BUILT], NONE: ways[NONE], "sliding window": window}, say)
-    finally:
-        torch.set_num_threads(threads)
     _claims(found, options, cache)
     return found
 
 
 def _drawn(options: AttentionOptions, *, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
     draw = torch.Generator().manual_seed(options.seed)
     shape = (rows, options.heads, length, options.width // options.heads)
     q, k, v = (torch.randn(shape, generator=draw).requires_grad_() for _ in range(3))
@@ -62,8 +89,11 @@ def _drawn(options: AttentionOptions, *, rows: int, length: int) -> tuple[Tensor
 
 
 def _ways(cache: MaskCache) -> dict[str, Way]:
+    import torch
+    import torch.nn.functional as F
+
     def kept(length: int) -> Tensor:
-        return cache.get("causal", length, device=CPU, dtype=torch.bool, build=partial(_mask, length))
+        return cache.get("causal", length, device=torch.device("cpu"), dtype=torch.bool, build=partial(_mask, length))
 
     def written(mask_of: Callable[[int], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
@@ -82,10 +112,14 @@ def _ways(cache: MaskCache) -> dict[str, Way]:
 
 
 def _mask(length: int) -> Tensor:
+    import torch
+
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 def _gate(found: BenchMeasurement, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor]) -> None:
+    import torch
+
     with torch.no_grad():
         expected = ways[BUILT](*heads)
         for name, way in ways.items():
@@ -100,6 +134,8 @@ def _time(
     heads: tuple[Tensor, Tensor, Tensor],
     say: Say,
 ) -> None:
+    import torch
+
     def forward(way: Way, times: int) -> float:
         began = time.perf_counter()
         with torch.no_grad():
@@ -133,6 +169,8 @@ def _bytes(found: BenchMeasurement, options: AttentionOptions, ways: dict[str, W
 
 def peak_bytes(way: Way, heads: tuple[Tensor, Tensor, Tensor]) -> int:
     """The most bytes that one forward and backward pass holds at a time, beyond its inputs."""
+    import torch
+
     for tensor in heads:
         tensor.grad = torch.zeros_like(tensor)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -163,6 +201,8 @@ def shape_of(lengths: list[int], values: list[int]) -> dict[str, Any]:
 
 
 def _claims(found: BenchMeasurement, options: AttentionOptions, cache: MaskCache) -> None:
+    from raytrain.models.attention import MaskCache
+
     ratios = {ratio.name: ratio for ratio in found.ratios}
     gain, fused = ratios[f"{BUILT} / {KEPT}"], ratios[f"{FUSED_BUILT} / {FUSED_KEPT}"]
     found.values["mask_cache"] = MaskCache.total([cache])

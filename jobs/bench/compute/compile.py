@@ -7,15 +7,18 @@ The last pair is everything at its default against `loop.reference`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field
 
+from cluster.config import Count, Text
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare, equal_series, median_interval
-from jobs.bench.harness.sessions import SessionArm
-from jobs.bench.harness.speed_options import CompileOptions
+from jobs.bench.harness.options import BenchOptions
 from raytrain.train.compute.toolchain import missing_for_compile
+
+if TYPE_CHECKING:
+    from jobs.bench.harness.sessions import SessionArm
 
 TOLERANCE = 1e-4
 MAX_STEPS = 100_000
@@ -23,26 +26,54 @@ MAX_STEPS = 100_000
 PROMISED_TOGETHER = 2.0
 
 
+class CompileOptions(BenchOptions):
+    """Whole optimizer steps compiled against eager, what compiling costs first, and all switches against none."""
+
+    MEASURES: ClassVar[str] = (
+        "eager against compiled steps, by mode; seconds of the compiler, graph breaks, and the step from "
+        "which it pays; every default against loop.reference"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "heads": 1, "width": 8, "context": 8, "batch": 4, "blocks": 3, "block_steps": 1,
+        "modes": ["default"],
+    }  # fmt: skip
+
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(12, description="rows of a step")
+    parts: Text = Field("blocks", description="loop.compile_parts")
+    modes: list[Literal["default", "reduce-overhead", "max-autotune"]] = Field(
+        ["default", "max-autotune"], description="of torch.compile; reduce-overhead is default on a CPU"
+    )
+    block_steps: Count = Field(20, description="steps of one block")
+    reference: bool = Field(True, description="also a job with every default against loop.reference")
+
+
 def run(options: CompileOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure every mode; see `CompileOptions`."""
+    from jobs.bench.harness.sessions import restored_threads
+
     found = BenchMeasurement("compile", quick, options.model_dump(), "seconds per step, the mean of one block")
     missing = missing_for_compile("cpu")
     if not found.gate(Check("this machine can compile", missing is None, missing or "a C++ compiler is there")):
         return found
-    threads = torch.get_num_threads()
-    try:
+    with restored_threads():
         arms = {"eager": _arm(options)}
         for mode in options.modes:
             arms[mode] = _arm(options, compile=mode, compile_parts=options.parts)
         _compare(found, options, arms, say)
         if options.reference:
             _together(found, options, say)
-    finally:
-        torch.set_num_threads(threads)
     return found
 
 
 def _arm(options: CompileOptions, *, fused: bool | str = "auto", **loop: Any) -> SessionArm:
+    import torch
+
+    from jobs.bench.harness.sessions import SessionArm
+
     draw = torch.Generator().manual_seed(options.seed)
     tokens = torch.randint(97, 123, (60_000,), generator=draw, dtype=torch.uint8)
     sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "context")}

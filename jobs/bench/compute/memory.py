@@ -13,11 +13,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series
-from jobs.bench.harness.options import MemoryOptions
+from jobs.bench.harness.options import BenchOptions
 from raytrain.errors import InputError, RunError
 
 #: Without these malloc keeps what was freed, and the resident set says little about what is in use.
@@ -26,6 +30,23 @@ FLOOR_STEPS = 2
 #: fp32 sums in another order; bf16's own rounding, over the few steps of a process.
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 TIMEOUT_S = 300.0
+
+
+class MemoryOptions(BenchOptions):
+    """Peak memory of one large batch against accumulation, activation checkpointing and bf16, each in a process."""
+
+    MEASURES: ClassVar[str] = (
+        "peak memory with gradient accumulation, activation checkpointing and bf16, each against one large batch"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {"layers": 1, "width": 64, "context": 32, "rows": 16, "blocks": 1}
+
+    blocks: Count = Field(3, description="processes of each arm")
+    rows: Count = Field(64, description="rows of a step; must be divisible by `accumulation`")
+    accumulation: Count = Field(4, description="micro-batches of the second arm")
+    layers: Count = Field(4, description="of the GPT")
+    width: Count = Field(256, description="of the GPT")
+    context: Count = Field(128, description="tokens of a window")
+    steps: Count = Field(4, description="steps of each process; the peak is taken from the third on")
 
 
 def run(options: MemoryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -55,7 +76,7 @@ def run(options: MemoryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         answers[name].append(_in_own_process(options, ways[name]))
         return float(answers[name][-1]["peak"] - answers[name][-1]["floor"])
 
-    turns = {name: (lambda name=name: block(name)) for name in ways}
+    turns = {name: partial(block, name) for name in ways}
     found.arms = alternate(turns, blocks=options.blocks, dropped=0)
     series = {name: rows[0]["losses"] for name, rows in answers.items()}
     claims = {

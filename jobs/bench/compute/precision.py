@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+from pydantic import Field
 
+from cluster.config import Count, NonNegativeInt
 from cluster.devices.inventory import local_inventory
-from jobs.bench.compute.precision_arms import PlainArm, gpt_job, perceptron_job
 from jobs.bench.harness.measuring import (
     BenchMeasurement,
     Goal,
@@ -27,10 +27,12 @@ from jobs.bench.harness.measuring import (
     median_interval,
     median_ms,
 )
-from jobs.bench.harness.options import PrecisionOptions
-from jobs.bench.harness.sessions import SavedForBackward, SessionArm, chosen_precision
-from raytrain.autotune.probe.precision import compare_precisions
+from jobs.bench.harness.options import BenchOptions
 from raytrain.autotune.search.precision import LOSS_TOLERANCE, WORTHWHILE_GAIN
+
+if TYPE_CHECKING:
+    from jobs.bench.compute.precision_arms import PlainArm
+    from jobs.bench.harness.sessions import SessionArm
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 #: The range that half-precision training is commonly promised to gain.
@@ -38,22 +40,41 @@ PROMISED_SPEED, PROMISED_MEMORY = 1.5, 0.25
 WARM_STEPS = 5
 
 
+class PrecisionOptions(BenchOptions):
+    """fp32 against bf16 and fp16, by layer width."""
+
+    MEASURES: ClassVar[str] = (
+        "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, and what `auto` chooses"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "widths": [16, 32], "batch": 8, "blocks": 3, "block_s": 0.0, "compare_width": 32, "gpt_width": 16,
+        "gpt_layers": 1,
+    }  # fmt: skip
+
+    widths: list[Count] = Field([256, 512, 1024, 2048], description="of the three hidden layers of a perceptron")
+    batch: Count = Field(256, description="rows of a step of the perceptron")
+    compare_width: Count = Field(512, description="where our gain is held against the plain loop's own gain")
+    gpt_width: NonNegativeInt = Field(128, description="of a small GPT (context 64, batch 12); 0 leaves it out")
+    gpt_layers: Count = Field(4, description="of the small GPT")
+    block_s: float = Field(0.25, ge=0, description="seconds that one block of the fp32 arm should take")
+
+
 def run(options: PrecisionOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure every width, then the small GPT; see `PrecisionOptions`."""
+    from jobs.bench.compute.precision_arms import gpt_job, perceptron_job
+    from jobs.bench.harness.sessions import restored_threads
+
     found = BenchMeasurement("precision", quick, options.model_dump(), "seconds per step, the mean of one block")
     units = matrix_units(local_inventory().cpu_flags)
     found.values |= {"matrix_units": units, "models": {}}
     say(f"this CPU has for bf16: {units}")
-    threads = torch.get_num_threads()
-    try:
+    with restored_threads():
         for width in options.widths:
             say(f"perceptron of width {width}")
             _model(found, options, f"mlp {width}", perceptron_job(options, width), plain=width == options.compare_width)
         if options.gpt_width:
             say("small GPT")
             _model(found, options, "gpt", gpt_job(options), plain=False)
-    finally:
-        torch.set_num_threads(threads)
     _claims(found, options, units)
     return found
 
@@ -62,6 +83,9 @@ def run(options: PrecisionOptions, *, quick: bool, say: Say) -> BenchMeasurement
 
 
 def _model(found: BenchMeasurement, options: PrecisionOptions, name: str, job: dict[str, Any], *, plain: bool) -> None:
+    from jobs.bench.compute.precision_arms import PlainArm
+    from jobs.bench.harness.sessions import SessionArm, chosen_precision
+
     arms = {precision: SessionArm(job, precision=precision) for precision in PRECISIONS}
     turns: dict[str, Callable[[int], float]] = {precision: arm.run for precision, arm in arms.items()}
     rivals = {f"plain {precision}": PlainArm(job, precision) for precision in ("fp32", "bf16")} if plain else {}
@@ -105,6 +129,8 @@ def _gate(found: BenchMeasurement, name: str, arms: dict[str, SessionArm], rival
 
 def _touched_share(arm: SessionArm, times: list[float]) -> float:
     """Part of a full fp32 step that is forward and backward: what a precision can touch at all."""
+    from raytrain.autotune.probe.precision import compare_precisions
+
     session = arm.session
     indices, _ = session.loader.global_batch(session.state.cursor)
     micro = next(iter(session.loader.micro_batches(indices)))
@@ -123,6 +149,8 @@ def _touched_share(arm: SessionArm, times: list[float]) -> float:
 def _saved_bytes(arm: SessionArm) -> dict[str, float]:
     """Bytes kept for the backward pass: of one micro-batch (`total`, a lower precision's copies of the weights
     included), and what each further row adds (`per_row`, activations alone)."""
+    from jobs.bench.harness.sessions import SavedForBackward
+
     session = arm.session
     indices, _ = session.loader.global_batch(session.state.cursor)
 

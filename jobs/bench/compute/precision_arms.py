@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.options import PrecisionOptions
 from jobs.bench.harness.plain import PlainLoop
 from jobs.bench.harness.sessions import SessionArm
 from raytrain.models.mlp import row_loss
+
+if TYPE_CHECKING:
+    from jobs.bench.compute.precision import PrecisionOptions
 
 CLASSES = 10
 MAX_STEPS = 100_000

@@ -6,15 +6,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
+from cluster.config import Count, NonNegative
 from cluster.devices.inventory import local_inventory
-from jobs.bench.data.data_arms import CLASSES, Perceptron
-from jobs.bench.harness.data_options import CloneOptions
 from jobs.bench.harness.measuring import (
     BenchMeasurement,
     Check,
@@ -25,29 +24,48 @@ from jobs.bench.harness.measuring import (
     equal_series,
     median_interval,
 )
-from raytrain.data.loading.processes import LoaderPool
-from raytrain.data.rows.batches import Cursor, StepBatches
-from raytrain.data.rows.map_style import DatasetSplit
-from raytrain.data.transfer import to_device
-from raytrain.train.loader import BatchLoader
+from jobs.bench.harness.options import BenchOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Part of the time of reading that one process should hide.
 HIDDEN = Goal(at_least=0.6)
 
 
+class CloneOptions(BenchOptions):
+    """What cloning each batch, moving what is in place, and reading in the training process cost."""
+
+    MEASURES: ClassVar[str] = "what cloning batches, moving what is in place and reading in the training process cost"
+    QUICK: ClassVar[dict[str, Any]] = {
+        "rows": 64, "batch": 16, "values": 32, "hidden": 8, "blocks": 2, "block_steps": 4, "load_batches": 4,
+        "load_batch": 2, "load_blocks": 2, "calls": 200,
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions that are kept; each runs one block of every arm")
+    rows: Count = Field(4096, description="of the set, kept in memory")
+    batch: Count = Field(256, description="rows of a step")
+    values: Count = Field(2048, description="numbers of a row")
+    hidden: Count = Field(16, description="width of the perceptron that is trained")
+    block_steps: Count = Field(32, description="steps of one block")
+    calls: Count = Field(5000, description="moves of one batch that are timed together")
+    transform_ms: NonNegative = Field(5.0, description="what an item of the loader's dataset computes, alone")
+    load_batch: Count = Field(8, description="rows of a step of the loader's part")
+    load_batches: Count = Field(24, description="steps of one of its blocks")
+    load_blocks: Count = Field(11, description="repetitions of it that are kept")
+
+
 def run(options: CloneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure the three apart; see `CloneOptions`."""
+    from jobs.bench.harness.sessions import restored_threads
+
     found = BenchMeasurement("clone", quick, options.model_dump(), "seconds of one block")
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus - 1))
-    try:
+    with restored_threads(options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus - 1)):
         say("a clone of each batch, and a move of what is in place")
         _clones(options, found)
         _moves(options, found)
         say("one process that reads beside training")
         _loader(options, found)
-    finally:
-        torch.set_num_threads(before)
     return found
 
 
@@ -59,6 +77,11 @@ def _clones(options: CloneOptions, found: BenchMeasurement) -> None:
     first waits for memory. A clone does so in order, and leaves the step its rows in the cache (measured on one thread:
     1.12 ms a step as they are; 0.12 of clone and 0.98 of step), so that not cloning need not be faster here.
     """
+    import torch
+
+    from jobs.bench.data.data_arms import CLASSES, Perceptron
+    from raytrain.data.transfer import to_device
+
     draw = torch.Generator().manual_seed(options.seed)
     rows = {
         "x": torch.randn(options.rows, options.values, generator=draw),
@@ -80,7 +103,7 @@ def _clones(options: CloneOptions, found: BenchMeasurement) -> None:
             models[name].step(ways[name](batches[number % len(batches)]))
         return time.perf_counter() - begin
 
-    times = alternate({name: (lambda name=name: block(name)) for name in ways}, blocks=options.blocks)
+    times = alternate({name: partial(block, name) for name in ways}, blocks=options.blocks)
     found.arms |= {f"batches {name}": values for name, values in times.items()}
     losses = {name: [float(loss) for loss in model.losses] for name, model in models.items()}
     for name in ("cloned", "always moved"):
@@ -98,6 +121,10 @@ def _clones(options: CloneOptions, found: BenchMeasurement) -> None:
 
 
 def _moves(options: CloneOptions, found: BenchMeasurement) -> None:
+    import torch
+
+    from raytrain.data.transfer import to_device
+
     batch = {name: torch.zeros(options.batch, 4) for name in "abcdefgh"}
 
     def looked() -> float:
@@ -132,6 +159,10 @@ class Worked:
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        from jobs.bench.data.data_arms import CLASSES
+
         _count(self.turns)
         return {"x": torch.full((4,), float(index)), "labels": index % CLASSES}
 
@@ -143,6 +174,8 @@ def _count(turns: int) -> None:
 
 
 def _multiply(turns: int) -> None:
+    import torch
+
     left, right = torch.ones(64, 64), torch.ones(64, 64)
     for _ in range(turns):
         torch.mm(left, right)
@@ -159,7 +192,7 @@ def turns_for(work: Callable[[int], None], seconds: float) -> int:
     return max(1, round(seconds / fastest * trial))
 
 
-class _Spent(NamedTuple):
+class _BlockSeconds(NamedTuple):
     """Seconds of a block: waiting for its first batch, waiting for the others, and in its steps but the first."""
 
     first: float
@@ -178,11 +211,18 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
     Both are a fixed amount of work, not a time to pass: what the processes take from each other shows. The process is
     started once, as in training, and its start is told apart; so is the first batch of a block, which nothing hides.
     """
+    import torch
+
+    from raytrain.data.loading.processes import LoaderPool
+    from raytrain.data.rows.batches import Cursor, StepBatches
+    from raytrain.data.rows.map_style import DatasetSplit
+    from raytrain.train.loader import BatchLoader
+
     seconds = options.transform_ms / 1e3
     split = DatasetSplit(Worked(options.load_batch * options.load_batches, turns=turns_for(_count, seconds)))
     step = [turns_for(_multiply, seconds * options.load_batch)]
     seen: dict[str, list[list[float]]] = {"0 processes": [], "1 process": []}
-    spent: dict[str, list[_Spent]] = {name: [] for name in seen}
+    spent: dict[str, list[_BlockSeconds]] = {name: [] for name in seen}
     begin = time.perf_counter()
     pool = LoaderPool({"train": split}, workers=1, prefetch=2, seed=options.seed)
     started = time.perf_counter() - begin
@@ -204,20 +244,27 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
         if loader._ahead is not None:
             loader._ahead.stop()
         parts = [b - a for a, b in pairwise(times)]
-        spent[name].append(_Spent(parts[0], sum(parts[2::2]), sum(parts[3::2])))
+        spent[name].append(_BlockSeconds(parts[0], sum(parts[2::2]), sum(parts[3::2])))
         return spent[name][-1].steady
 
     block("0 processes")
     alone = spent["0 processes"].pop()
     step[0] = max(1, round(step[0] * alone.waiting / alone.stepping))  # as it is among all else that a step does
     seen["0 processes"].clear()
-    times = alternate({name: (lambda name=name: block(name)) for name in seen}, blocks=options.load_blocks)
+    times = alternate({name: partial(block, name) for name in seen}, blocks=options.load_blocks)
     for loader in loaders.values():
         loader.close()
     same = seen["0 processes"] == seen["1 process"]
     found.gate(Check("one process reads the rows in the same order", same, f"{len(seen['1 process'])} batches"))
     found.arms |= {f"data set read in {name}": values for name, values in times.items()}
-    kept = {name: values[-options.load_blocks :] for name, values in spent.items()}
+    _note_hidden(found, options, {name: values[-options.load_blocks :] for name, values in spent.items()}, started)
+    found.ratios.append(compare(times, of="0 processes", to="1 process", name="0 processes / 1 process that reads"))
+
+
+def _note_hidden(
+    found: BenchMeasurement, options: CloneOptions, kept: dict[str, list[_BlockSeconds]], started: float
+) -> None:
+    """How much of the time of reading one process hides."""
     pairs = list(zip(kept["0 processes"], kept["1 process"], strict=True))
     hidden = [(a.steady - b.steady) / a.waiting for a, b in pairs]
     middle = median_interval(hidden)
@@ -227,7 +274,6 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
         "share_no_longer_waited_for": median_interval([1 - b.waiting / a.waiting for a, b in pairs]).median,
         "steps_longer_by": median_interval([b.stepping / a.stepping - 1 for a, b in pairs]).median,
     }  # fmt: skip
-    found.ratios.append(compare(times, of="0 processes", to="1 process", name="0 processes / 1 process that reads"))
     found.claim("one process hides at least 60 % of the reading", HIDDEN.met(middle.median) and middle.low > 0,
                 f"{middle.median:.0%} [{middle.low:.0%}, {middle.high:.0%}] of {options.transform_ms:g} ms an item, "
                 "with steps of as much work as their reading")  # fmt: skip

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+from pydantic import Field
 
+from cluster.config import Count
 from cluster.devices.inventory import local_inventory
-from jobs.bench.data.data_arms import PARTS, Annotations, Perceptron, Seconds, clone_and_copy, order_of, resident
-from jobs.bench.harness.data_options import DataOptions
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, equal_series
+from jobs.bench.harness.options import BenchOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from jobs.bench.data.data_arms import Seconds
 
 GOAL = Goal(at_least=4.2)
 OLD, NEW = "clone and copy", "resident"
@@ -24,21 +30,39 @@ OLD, NEW = "clone and copy", "resident"
 UNTOLD = 0.02
 
 
+class DataOptions(BenchOptions):
+    """Rows converted once and kept, against converting, cloning and copying them in every epoch."""
+
+    MEASURES: ClassVar[str] = (
+        "rows converted once and kept, against converting, cloning and copying in every epoch; busy shares"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {"rows": 64, "batch": 16, "values": 64, "blocks": 2, "epochs": 3}
+
+    blocks: Count = Field(5, description="repetitions that are kept; each trains both arms from the start")
+    rows: Count = Field(2048, description="annotations of the set")
+    batch: Count = Field(128, description="rows of a step")
+    values: Count = Field(2048, description="numbers of an annotation, as JSON text")
+    hidden: Count = Field(16, description="width of the perceptron that is trained")
+    epochs: Count = Field(5, description="of each arm")
+
+
 def run(options: DataOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Train both arms in turn; see `DataOptions`."""
+    import torch
+
+    from jobs.bench.harness.sessions import restored_threads
+
     block = f"seconds of {options.epochs} epochs, preparation included"
     found = BenchMeasurement("data", quick, options.model_dump(), block)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.threads if isinstance(options.threads, int) else local_inventory().cpus)
-    try:
+    with restored_threads(options.threads if isinstance(options.threads, int) else local_inventory().cpus):
         _measure(options, found, device, say)
-    finally:
-        torch.set_num_threads(before)
     return found
 
 
 def _measure(options: DataOptions, found: BenchMeasurement, device: torch.device, say: Say) -> None:
+    from jobs.bench.data.data_arms import Annotations, Perceptron, clone_and_copy, order_of, resident
+
     data = Annotations(options.rows, options.values, seed=options.seed)
     order = order_of(options.rows, options.batch, options.epochs, seed=options.seed)
     spent: dict[str, list[Seconds]] = {OLD: [], NEW: []}
@@ -61,7 +85,7 @@ def _measure(options: DataOptions, found: BenchMeasurement, device: torch.device
         return wall
 
     say(f"{options.blocks} times {options.epochs} epochs of each arm on {device.type}")
-    turns = {name: (lambda name=name: block(name)) for name in spent}
+    turns = {name: partial(block, name) for name in spent}
     walls = alternate(turns, blocks=options.blocks)
     kept = {name: seconds[-options.blocks :] for name, seconds in spent.items()}
     found.arms |= walls
@@ -113,6 +137,8 @@ def _ratios(found: BenchMeasurement, walls: dict[str, list[float]], kept: dict[s
 
 def _values(found: BenchMeasurement, kept: dict[str, list[Seconds]], say: Say) -> None:
     """Parts, and by epoch how much of the time is the model's."""
+    from jobs.bench.data.data_arms import PARTS
+
     parts: dict[str, Any] = {}
     busy: dict[str, list[float]] = {}
     for name, seconds in kept.items():

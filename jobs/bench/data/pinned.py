@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
+from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
-from jobs.bench.harness.speed_options import PinnedOptions
-from raytrain.data.transfer import pin, to_device
+from jobs.bench.harness.options import BenchOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BEFORE, NEVER, ON_THE_WAY = "pinned before", "pageable", "pinned on the way"
 SAID = "copies out of pinned memory are 1.1 to 1.2 times as fast, or 2 to 3 times: the guide has both"
 
 
+class PinnedOptions(BenchOptions):
+    """Copies to a GPU: out of pinned memory, out of pageable memory, and pinned on the way."""
+
+    MEASURES: ClassVar[str] = "copies to a GPU out of pinned and out of pageable memory"
+    QUICK: ClassVar[dict[str, Any]] = {"megabytes": 0.25, "batches": 2, "blocks": 3}
+
+    megabytes: float = Field(16.0, gt=0, description="of one batch")
+    batches: Count = Field(16, description="copied in one block")
+
+
 def run(options: PinnedOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Copy the same batches in three ways; without a GPU nothing is timed, and no ratio is made up."""
+    import torch
+
+    from raytrain.data.transfer import pin, to_device
+
     block = f"seconds to copy {options.batches} batches"
     found = BenchMeasurement("pinned", quick, options.model_dump(), block)
     if not torch.cuda.is_available():
@@ -45,7 +63,7 @@ def run(options: PinnedOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         return time.perf_counter() - begin
 
     say(f"{options.blocks} times {options.batches} batches of {options.megabytes:g} MB in {len(ways)} ways")
-    found.arms = alternate({name: (lambda name=name: block_of(name)) for name in ways}, blocks=options.blocks)
+    found.arms = alternate({name: partial(block_of, name) for name in ways}, blocks=options.blocks)
     found.ratios = [
         compare(found.arms, of=NEVER, to=BEFORE, name=f"{NEVER} / {BEFORE}"),
         compare(found.arms, of=NEVER, to=ON_THE_WAY, name=f"{NEVER} / {ON_THE_WAY}"),

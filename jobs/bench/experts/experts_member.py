@@ -11,30 +11,27 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from experts.config import ExpertsConfig
 from experts.distribute import distribute
 from experts.exchange.dispatch import RemoteExperts
-from experts.exchange.host import HostServer
 from experts.exchange.interval_log import LoadLog
-from experts.exchange.worker import ExpertClient, Membership
+from experts.exchange.worker import ExpertClient
 from experts.member.shard import ExpertShard
-from experts.placement.starting import PlacementRules, first_placement
+from experts.placement.starting import first_placement
+from experts.placement.values import Placement
 from experts.routing.load import LoadTracker
-from experts.shapes import LayerShape
-from experts.transport.process_group import JointGroup
 from jobs.bench.experts.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
-from jobs.bench.experts.experts_train import HostsTrainer
-from jobs.bench.harness.lines import dial
+from jobs.bench.experts.file_group import FileConnection, serve_host
+from jobs.bench.harness.processes import serve_blocks
+from jobs.bench.harness.sessions import SessionArm
 from raytrain.config.sections import OptimConfig
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.parallel.flat_gradients import GradientBuffers
@@ -42,46 +39,16 @@ from raytrain.trainable import LocalStep, Trainable
 
 #: Plain gradient descent, unclipped: one step at a learning rate of 1 shows every expert's gradient.
 OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=None)
-#: A gang waits this long at most while others have their turns, the longest of which are on a busy machine.
-TIMEOUT_S = 4 * 3600.0
 
 
-@dataclass(frozen=True)
-class GangConnection:
-    """Joins the gang's only generation, on a store in a file."""
-
-    settings: dict[str, Any]
-    rank: int
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-    def join(self, shapes: list[LayerShape], _rules: PlacementRules) -> tuple[JointGroup, Membership]:
-        """Meet all members."""
-        workers, colocated = self.settings["workers"], self.settings["hosts"] == 0
-        placement = first_placement([shape.num_experts for shape in shapes], hosts=self.settings["hosts"] or workers)
-        membership = Membership(
-            generation=1, rank=self.rank, workers=workers, placement=placement, run_path="unused",
-            host=self.rank if colocated else None,
-        )  # fmt: skip
-        return joint_group(self.settings, self.rank), membership
+def place(settings: dict[str, Any], experts: list[int]) -> Placement:
+    """The placement of layers with so many experts each; it stays."""
+    return first_placement(experts, hosts=settings["hosts"] or settings["workers"])
 
 
-def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
-    """This member's end."""
-    workers, hosts = settings["workers"], settings["hosts"]
-    size = workers + hosts
-    return JointGroup(
-        dist.FileStore(settings["store"], size),  # pyright: ignore[reportPrivateImportUsage]
-        name="bench-experts",
-        rank=rank,
-        size=size,
-        workers=workers,
-        holders=list(range(workers, size)) if hosts else list(range(workers)),
-        device=torch.device("cpu"),
-        interface="lo",
-        timeout_s=TIMEOUT_S,
-    )
+def connection_of(settings: dict[str, Any], rank: int) -> FileConnection:
+    """This worker's connection."""
+    return FileConnection(settings, rank, lambda shapes, _rules: place(settings, [one.num_experts for one in shapes]))
 
 
 class Meter:
@@ -106,7 +73,7 @@ class Meter:
         return timed
 
 
-class BenchWorker:
+class LayerWorker:
     """One worker of a gang, with its part of every case's tokens."""
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
@@ -117,8 +84,8 @@ class BenchWorker:
         self.layers = dict(zip(settings["widths"], layers, strict=True))
         trainable = Trainable(torch.nn.ModuleList(layers), loss=_no_loss)
         trainable.interval_log = LoadLog(LoadTracker([layer.router for layer in layers]))
-        distribute(trainable, ExpertsConfig().connected(GangConnection(settings, rank)))
-        self.client = _client(layers[0].experts)
+        distribute(trainable, ExpertsConfig().connected(connection_of(settings, rank)))
+        self.client = _client_of(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
         self.renew()
 
@@ -176,7 +143,7 @@ class BenchWorker:
         return made
 
 
-def _client(experts: torch.nn.Module) -> ExpertClient:
+def _client_of(experts: torch.nn.Module) -> ExpertClient:
     assert isinstance(experts, RemoteExperts)
     return experts.client
 
@@ -186,51 +153,43 @@ def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
 
 
 def train(settings: dict[str, Any], rank: int) -> None:
-    """A worker that takes real steps."""
-    trainer = HostsTrainer(settings["job"], GangConnection(settings, rank), inflight=settings["inflight"])
-    line = dial(arm=settings["arm"], rank=rank)
-    while (order := line.receive())["steps"]:
-        line.send(trainer.block(order["steps"]))
-    trainer.end()
+    """A worker that trains a model, its experts in the hosts."""
+    arm = SessionArm(settings["job"], precision="fp32", connection=connection_of(settings, rank))
+    arm.session.step.inflight = settings["inflight"]
+    serve_blocks(settings["arm"], rank, lambda request: arm.run_block(request["steps"]))
+    arm.session.full_module()  # lets the hosts exit
 
 
 def work(settings: dict[str, Any], rank: int) -> None:
-    """A worker: obey the bench until it says goodbye, then let the hosts go."""
-    worker = BenchWorker(settings, rank)
-    line = dial(arm=settings["arm"], rank=rank)
-    while (order := line.receive())["steps"]:
-        if "prepare" in order:
-            worker.prepare(Case(**order["prepare"]))
-        if "results" in order:
-            save_file(worker.results(), f"{order['results']}-{rank}.safetensors")
-        line.send(worker.block(order["steps"]))
+    """A worker that runs single layers; afterwards it lets the hosts exit."""
+    worker = LayerWorker(settings, rank)
+
+    def run_block(request: dict[str, Any]) -> dict[str, Any]:
+        if "prepare" in request:
+            worker.prepare(Case(**request["prepare"]))
+        if "results" in request:
+            save_file(worker.results(), f"{request['results']}-{rank}.safetensors")
+        return worker.block(request["steps"])
+
+    serve_blocks(settings["arm"], rank, run_block)
     worker.client.end()
 
 
-def serve(settings: dict[str, Any], rank: int) -> None:
-    """A host, until the workers let it go."""
-    HostServer(
-        joint_group(settings, rank),
-        host=rank - settings["workers"],
-        generation=1,
-        placement=first_placement([settings["num_experts"]] * len(settings["widths"]), hosts=settings["hosts"]),
-        device=torch.device("cpu"),
-    ).serve()
-
-
-def stay_alone(settings: dict[str, Any]) -> None:
-    """The experts in one process."""
+def work_alone(settings: dict[str, Any]) -> None:
+    """All experts in this process."""
     alone = InProcess(settings["widths"], **{name: settings[name] for name in ("num_experts", "top_k", "seed")})
-    line = dial(arm=settings["arm"], rank=0)
-    while (order := line.receive())["steps"]:
-        torch.set_num_threads(order["threads"])
-        if "prepare" in order:
-            alone.prepare(Case(**order["prepare"]))
-        if "results" in order:
-            save_file(alone.results(order["kind"]), f"{order['results']}-0.safetensors")
+
+    def run_block(request: dict[str, Any]) -> dict[str, Any]:
+        torch.set_num_threads(request["threads"])
+        if "prepare" in request:
+            alone.prepare(Case(**request["prepare"]))
+        if "results" in request:
+            save_file(alone.results(request["kind"]), f"{request['results']}-0.safetensors")
         cpu = time.process_time()
-        seconds = alone.block(order["kind"], order["steps"])
-        line.send({"seconds": seconds, "cpu_s": time.process_time() - cpu, "counts": alone.counts})
+        seconds = alone.block(request["kind"], request["steps"])
+        return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "counts": alone.counts}
+
+    serve_blocks(settings["arm"], 0, run_block)
 
 
 def main(settings: dict[str, Any], rank: int) -> None:
@@ -238,13 +197,13 @@ def main(settings: dict[str, Any], rank: int) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     if settings["workers"] == 0:
-        stay_alone(settings)
+        work_alone(settings)
         return
     Meter(f"{settings['meters']}-{rank}").watch()
     if rank < settings["workers"]:
         train(settings, rank) if "job" in settings else work(settings, rank)
     else:
-        serve(settings, rank)
+        serve_host(settings, rank, place(settings, [settings["num_experts"]] * len(settings["widths"])))
 
 
 if __name__ == "__main__":

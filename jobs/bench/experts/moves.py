@@ -8,24 +8,22 @@ times: the arm begins like one that knows nothing.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Count
 from experts.config import ExpertsConfig
 from experts.placement.starting import PlacementRules
 from experts.plan.sizes import hidden_widths
 from experts.shapes import LayerShape
-from jobs.bench.harness.lines import ADDRESS, Arms, await_end
+from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series
-from jobs.bench.harness.options import LoopOptions, MovesOptions
-from jobs.bench.training.loop_arms import borrowed_environment, make_text
-from raytrain.errors import RunError
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import ArmProcesses, ArmServer
 
 #: Seconds per step of round-robin over those of experts that move.
 GOAL = Goal(at_least=1.2)
@@ -33,6 +31,31 @@ GOAL = Goal(at_least=1.2)
 SWITCH_GOAL = Goal(at_most=1.5)
 AROUND = 10
 ROUND_ROBIN, MOVING = "round-robin", "moving"
+
+
+class MovesOptions(BenchOptions):
+    """Training with a shifting load on unequal hosts: experts that move against experts that stay."""
+
+    MEASURES: ClassVar[str] = (
+        "training with a shifting load on hosts of unequal speed: experts that move against round-robin"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 8, "shift_steps": 12,
+        "every": 4, "slowness": [1, 2],
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions; each runs one block of both arms")
+    block_steps: Count = Field(20, description="steps of one block")
+    layers: Count = Field(2, description="of the GPT")
+    width: Count = Field(256, description="of the GPT")
+    context: Count = Field(128, description="tokens of a window")
+    batch: Count = Field(8, description="rows of a step")
+    experts: Count = Field(8, description="of each layer")
+    top_k: Count = Field(2, description="experts of a token")
+    skew: float = Field(0.4, ge=0, description="added to the best-liked expert's score; to the n-th an n-th of it")
+    shift_steps: Count = Field(60, description="steps until other experts are liked")
+    every: Count = Field(10, description="experts.rebalance_every of the arm that moves")
+    slowness: list[Count] = Field([1, 3], description="how often each host computes everything")
 
 
 def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -44,28 +67,22 @@ def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     found = BenchMeasurement(
         "moves", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
     )
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment(), Arms() as arms:
-        os.environ[ADDRESS] = arms.address
-        text = _text(options, Path(folder))
-        gangs = {name: MovesGang(arms, name, options, Path(folder), text) for name in (ROUND_ROBIN, MOVING)}
+    with ArmServer() as server:
+        steps = (2 + options.blocks) * options.block_steps
+        text = write_text(server.folder, batch=options.batch, context=options.context, steps=steps, seed=options.seed)
+        arms = {name: MovesArm(server, name, options, text) for name in (ROUND_ROBIN, MOVING)}
         try:
-            for gang in gangs.values():
-                gang.await_ready()
-            _measure(options, found, gangs, say)
+            for arm in arms.values():
+                arm.await_ready()
+            _measure(options, found, arms, say)
         finally:
-            for gang in gangs.values():
-                gang.close()
+            for arm in arms.values():
+                arm.close()
     return found
 
 
-def _text(options: MovesOptions, folder: Path) -> Path:
-    sizes = {"batch": options.batch, "context": options.context, "seed": options.seed}
-    steps = {"block_steps": options.block_steps, "blocks": options.blocks}
-    return make_text(LoopOptions.model_validate({**sizes, **steps}), folder)
-
-
 def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> dict[str, Any]:
-    """What the processes of an arm are told."""
+    """Settings of the processes of an arm."""
     moving = name == MOVING
     experts = {
         "num_experts": options.experts, "top_k": options.top_k, "balance": "none", "noise": 1.0, "hosts": 1,
@@ -76,7 +93,8 @@ def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> d
     shape = LayerShape(options.width, tuple(hidden_widths(section, options.width)), "gelu")
     rules = PlacementRules(section.placement, 0, section.rebalance_every)
     return {
-        "arm": name, "seed": options.seed, "skew": options.skew, "shift_steps": options.shift_steps,
+        "arm": name, "workers": 1, "hosts": len(options.slowness),
+        "seed": options.seed, "skew": options.skew, "shift_steps": options.shift_steps,
         "slowness": options.slowness, "store": str(folder / f"{name}.store"), "rules": rules.to_json(),
         "shapes": [shape.to_json()] * options.layers,
         "job": {
@@ -91,55 +109,34 @@ def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> d
     }  # fmt: skip
 
 
-class MovesGang:
-    """The processes of one arm."""
+class MovesArm:
+    """The processes of one arm, and everything that its worker reported."""
 
-    def __init__(self, arms: Arms, name: str, options: MovesOptions, folder: Path, text: Path) -> None:
-        self.arms, self.name = arms, name
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(settings_of(options, name, folder, text)))
-        self._log = folder / f"{name}.log"
-        with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "jobs.bench.experts.moves_member", str(path)]
-            self.processes = [
-                subprocess.Popen([*command, str(rank)], stdout=log, stderr=log)
-                for rank in range(1 + len(options.slowness))
-            ]
+    def __init__(self, server: ArmServer, name: str, options: MovesOptions, text: Path) -> None:
+        settings = settings_of(options, name, server.folder, text)
+        self._processes = ArmProcesses(
+            server, name, "jobs.bench.experts.moves_member", settings, processes=1 + len(options.slowness),
+            connecting=1,
+        )  # fmt: skip
+        self.await_ready, self.close = self._processes.await_ready, self._processes.close
         self.times: list[float] = []
         self.losses: list[float] = []
         self.notices: list[tuple[str, dict[str, Any]]] = []
 
-    def await_ready(self) -> None:
-        """Until the worker is there."""
-        alive = lambda: all(process.poll() is None for process in self.processes)  # noqa: E731
-        try:
-            self.arms.await_arm(self.name, processes=1, alive=alive)
-        except RunError as error:
-            raise RunError(f"{error}; its log ends with:\n{self._log.read_text(errors='replace')[-2000:]}") from error
-
-    def block(self, steps: int) -> float:
-        """Seconds per step of so many."""
-        try:
-            answer = self.arms.order(self.name, {"steps": steps})
-        except RunError as error:
-            raise RunError(f"{self.name}: {error}; log:\n{self._log.read_text(errors='replace')[-2000:]}") from error
+    def run_block(self, steps: int) -> float:
+        """Train `steps` steps; returns the seconds per step."""
+        answer = self._processes.ask_slowest(steps=steps)
         self.times += answer["times"]
         self.losses += answer["losses"]
         self.notices += [tuple(notice) for notice in answer["notices"]]
         return answer["seconds"] / steps
 
-    def close(self) -> None:
-        """Let them go; whoever does not is killed."""
-        self.arms.dismiss(self.name)
-        for process in self.processes:
-            await_end(process)
 
-
-def _measure(options: MovesOptions, found: BenchMeasurement, gangs: dict[str, MovesGang], say: Say) -> None:
+def _measure(options: MovesOptions, found: BenchMeasurement, arms: dict[str, MovesArm], say: Say) -> None:
     say(f"{options.blocks} blocks of {options.block_steps} steps, two arms")
-    turns = {name: (lambda gang=gang: gang.block(options.block_steps)) for name, gang in gangs.items()}
-    times = alternate(turns, blocks=options.blocks, dropped=0)
-    still, moving = gangs[ROUND_ROBIN], gangs[MOVING]
+    blocks = {name: partial(arm.run_block, options.block_steps) for name, arm in arms.items()}
+    times = alternate(blocks, blocks=options.blocks, dropped=0)
+    still, moving = arms[ROUND_ROBIN], arms[MOVING]
     label = "losses of the arm that moves experts equal those of the arm that does not"
     if not found.gate(equal_series(label, moving.losses, still.losses)):
         return
@@ -151,7 +148,7 @@ def _measure(options: MovesOptions, found: BenchMeasurement, gangs: dict[str, Mo
     found.values |= {
         "moves": moves,
         "decisions": [fields for kind, fields in moving.notices if kind == "decision"],
-        "step_times": {name: gang.times for name, gang in gangs.items()},
+        "step_times": {name: arm.times for name, arm in arms.items()},
         "after_switch": after,
         "whole_run": sum(still.times) / sum(moving.times),
     }

@@ -9,66 +9,33 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from experts.exchange.host import HostServer
-from experts.exchange.membership import Membership
 from experts.member.shard import ExpertShard
 from experts.placement.starting import PlacementRules, starting_placement
 from experts.placement.values import Placement, equal_hosts
 from experts.routing.router import TopKRouter
 from experts.shapes import LayerShape
-from experts.transport.process_group import JointGroup
-from jobs.bench.harness.lines import dial
-from jobs.bench.harness.sessions import Losses, session_of
+from jobs.bench.experts.file_group import FileConnection, serve_host
+from jobs.bench.harness.processes import serve_blocks
+from jobs.bench.harness.sessions import LossLog, SessionArm
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.trainable import Notice
 
-TIMEOUT_S = 170.0
+
+def place(settings: dict[str, Any], shapes: list[LayerShape], rules: PlacementRules) -> Placement:
+    """The placement that every member starts with, when nothing is known of the hosts' speeds."""
+    return starting_placement(rules, shapes, equal_hosts(settings["hosts"]))
 
 
-@dataclass(frozen=True)
-class FileConnection:
-    """Joins the only generation of an arm, on a store in a file."""
-
-    settings: dict[str, Any]
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-    def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
-        """Meet the hosts."""
-        placement = first_of(self.settings, shapes, rules)
-        membership = Membership(1, 0, 1, placement=placement, run_path="unused")
-        return joint_group(self.settings, 0), membership
-
-
-def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
-    """This member's end."""
-    size = 1 + len(settings["slowness"])
-    return JointGroup(
-        dist.FileStore(settings["store"], size),  # pyright: ignore[reportPrivateImportUsage]
-        name="bench-moves", rank=rank, size=size, workers=1,
-        holders=list(range(1, size)), device=torch.device("cpu"), interface="lo", timeout_s=TIMEOUT_S,
-    )  # fmt: skip
-
-
-def first_of(settings: dict[str, Any], shapes: list[LayerShape], rules: PlacementRules) -> Placement:
-    """The placement that every member begins with: of nobody's speed is anything known."""
-    return starting_placement(rules, shapes, equal_hosts(len(settings["slowness"])))
-
-
-class Rows(Losses):
-    """Keeps what became of the placement too."""
+class PlacementLog(LossLog):
+    """A reporter that keeps the notices about the placement too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,32 +46,32 @@ class Rows(Losses):
 
 
 class MovesTrainer:
-    """The worker: a real session whose routers are pushed towards some experts, others after every shift."""
+    """The worker: a real session whose routers are biased towards some experts, and towards others after every
+    shift."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.session, _ = session_of(settings["job"], connection=FileConnection(settings))
-        self.session.prepare("fp32")
-        self.rows = Rows()
-        self.loop = self.session.loop(reporter=self.rows, should_stop=lambda: False)
-        self.routers = [part for part in self.session.trainable.module.modules() if isinstance(part, TopKRouter)]
+        self._log = PlacementLog()
+        connection = FileConnection(settings, 0, partial(place, settings))
+        self._arm = SessionArm(settings["job"], precision="fp32", reporter=self._log, connection=connection)
+        self.session = self._arm.session
+        self._routers = [part for part in self.session.trainable.module.modules() if isinstance(part, TopKRouter)]
         self._skew, self._shift = settings["skew"], settings["shift_steps"]
         self._draw = np.random.default_rng(settings["seed"])
 
-    def run(self, steps: int) -> list[float]:
-        """So many steps; the seconds of each."""
-        state, times = self.session.state, []
-        for _ in range(steps):
-            if state.step % self._shift == 0:
+    def run_block(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Train a block; returns the seconds of each step, the losses and the notices."""
+        self._log.notices.clear()
+        self._log.losses.clear()
+        times = []
+        for _ in range(request["steps"]):
+            if self.session.state.step % self._shift == 0:
                 self._new_topic()
-            self.loop.limits = replace(self.loop.limits, max_steps=state.step + 1)
-            began = time.perf_counter()
-            self.loop.run(state)
-            times.append(time.perf_counter() - began)
-        return times
+            times.append(self._arm.run(1))
+        return {"seconds": sum(times), "times": times, "losses": self._log.losses, "notices": self._log.notices}
 
     def _new_topic(self) -> None:
         """Other experts are liked, in every layer: added to their scores like the loss-free bias."""
-        for router in self.routers:
+        for router in self._routers:
             ranks = self._draw.permutation(router.num_experts) + 1
             router.bias_E.copy_(torch.tensor(self._skew / ranks, dtype=router.bias_E.dtype))
 
@@ -135,35 +102,27 @@ def slow_down(factor: int) -> None:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """The worker: obey the bench until it says goodbye."""
+    """The worker; afterwards it lets the hosts exit."""
     trainer = MovesTrainer(settings)
-    line = dial(arm=settings["arm"], rank=0)
-    while steps := (line.receive())["steps"]:
-        trainer.rows.notices.clear()
-        trainer.rows.losses.clear()
-        times = trainer.run(steps)
-        rows = trainer.rows
-        line.send({"seconds": sum(times), "times": times, "losses": rows.losses, "notices": rows.notices})
+    serve_blocks(settings["arm"], 0, trainer.run_block)
     trainer.session.full_module()
 
 
 def serve(settings: dict[str, Any], rank: int) -> None:
-    """A host, until the worker lets it go."""
+    """A host, until the worker lets it exit."""
     slow_down(settings["slowness"][rank - 1])
     shapes = [LayerShape.from_json(row) for row in settings["shapes"]]
-    rules = PlacementRules.from_json(settings["rules"])
-    HostServer(
-        joint_group(settings, rank), host=rank - 1, generation=1, placement=first_of(settings, shapes, rules),
-        device=torch.device("cpu"),
-    ).serve()  # fmt: skip
+    serve_host(settings, rank, place(settings, shapes, PlacementRules.from_json(settings["rules"])))
 
 
 def main(settings: dict[str, Any], rank: int) -> None:
-    """Be this member."""
+    """Run as the worker (rank 0) or as a host."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    run: Callable[[], None] = (lambda: train(settings)) if rank == 0 else (lambda: serve(settings, rank))
-    run()
+    if rank == 0:
+        train(settings)
+    else:
+        serve(settings, rank)
 
 
 if __name__ == "__main__":

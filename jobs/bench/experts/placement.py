@@ -10,16 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Count, NonNegativeInt, Positive, Text
 from experts.placement.eplb import eplb_physical
 from experts.placement.policy import Load, Policy, place
 from experts.placement.rebalance import predict
 from experts.placement.shares import reshare
 from experts.placement.values import ExpertCost, HostSpec, LayerPlacement, Placement
+from jobs.bench.harness.inputs import Loads, draw_trace, read_trace
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, compare
-from jobs.bench.harness.options import PlacementOptions
-from jobs.bench.harness.traces import Window, draw_trace, read_trace
+from jobs.bench.harness.options import BenchOptions
 from raytrain.errors import InputError
 
 #: The example of EPLB's README: 12 experts, 16 slots, 4 groups, 2 nodes, 8 GPUs; its published plan.
@@ -40,11 +43,39 @@ OURS, EPLB = "lpt", "eplb"
 RESPLIT = " re-split"
 
 
+class PlacementOptions(BenchOptions):
+    """Placement policies, planned on the windows so far and scored on the next one."""
+
+    MEASURES: ClassVar[str] = (
+        "placement policies on the next window of expert load, per host; EPLB's example; time to plan"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 2, "experts": 12, "hosts": 4, "replicas": 4, "blocks": 3, "rows": 5_000,
+        "plan_layers": 2, "plan_experts": 32, "plan_hosts": 8, "plan_replicas": 8, "plans": 1,
+    }  # fmt: skip
+
+    trace: Text | None = Field(None, description="JSONL, a window a line: {step, layers: [[rows]]}; null draws one")
+    history: Count = Field(4, description="windows that the first forecast is made from")
+    layers: Count = Field(4, description="of the drawn trace")
+    experts: Count = Field(64, description="of each layer of the drawn trace")
+    rows: Count = Field(200_000, description="of each window and layer of the drawn trace")
+    sigma: float = Field(1.0, ge=0, description="spread of the drawn loads' logarithms")
+    drift: float = Field(0.2, ge=0, description="how far those walk from one window to the next")
+    hosts: Count = Field(8, description="that the experts are placed on")
+    replicas: NonNegativeInt = Field(8, description="extra copies in each layer; rounded up to full slots")
+    speeds: list[Positive] = Field([4.0, 2.0, 1.0], description="of the unequal hosts, repeated in turn")
+    plan_layers: Count = Field(58, description="of the placement that is timed")
+    plan_experts: Count = Field(256, description="of the placement that is timed")
+    plan_hosts: Count = Field(64, description="of the placement that is timed")
+    plan_replicas: NonNegativeInt = Field(64, description="of the placement that is timed")
+    plans: Count = Field(5, description="times that it is timed")
+
+
 @dataclass
 class Arm:
     """One policy on one set of hosts, over all windows."""
 
-    plan: Callable[[Window, Placement | None], Placement]
+    plan: Callable[[Loads, Placement | None], Placement]
     resplit: bool = False
     placement: Placement | None = None
     scores: list[float] = field(default_factory=list)
@@ -63,7 +94,7 @@ def run(options: PlacementOptions, *, quick: bool, say: Say) -> BenchMeasurement
         InputError: a trace that cannot be read.
     """
     windows = read_trace(options.trace) if options.trace else draw_trace(
-        windows=options.history + options.blocks, layers=options.layers, experts=options.experts, sigma=options.sigma,
+        intervals=options.history + options.blocks, layers=options.layers, experts=options.experts, sigma=options.sigma,
         drift=options.drift, rows=options.rows, seed=options.seed,
     )  # fmt: skip
     blocks = min(options.blocks, len(windows) - 1)
@@ -87,14 +118,14 @@ def _arms(hosts: Sequence[HostSpec], experts: int, replicas: int) -> dict[str, A
     slots = -(-(experts + replicas) // len(hosts))
     extra = slots * len(hosts) - experts
 
-    def policy(name: Any, copies: int) -> Callable[[Window, Placement | None], Placement]:
-        def plan(load: Window, before: Placement | None) -> Placement:
+    def policy(name: Any, copies: int) -> Callable[[Loads, Placement | None], Placement]:
+        def plan(load: Loads, before: Placement | None) -> Placement:
             costs = [[COST] * len(row) for row in load]
             return place(name, load, hosts, costs, copies, before, slots_per_host=slots)
 
         return plan
 
-    def static(load: Window, _before: Placement | None) -> Placement:
+    def static(load: Loads, _before: Placement | None) -> Placement:
         each = -(-experts // len(hosts))
         layer = LayerPlacement(tuple((expert // each,) for expert in range(experts)), ((1.0,),) * experts)
         return Placement(0, len(hosts), (layer,) * len(load))
@@ -111,7 +142,7 @@ def _arms(hosts: Sequence[HostSpec], experts: int, replicas: int) -> dict[str, A
 
 
 def _scenario(
-    found: BenchMeasurement, title: str, windows: list[Window], hosts: list[HostSpec], replicas: int, *, first: int
+    found: BenchMeasurement, title: str, windows: list[Loads], hosts: list[HostSpec], replicas: int, *, first: int
 ) -> None:
     experts = max(map(len, windows[0]))
     if any(len(row) != experts for row in windows[0]):
@@ -161,7 +192,7 @@ def _compare(found: BenchMeasurement, title: str, *, unequal: bool) -> None:
             found.claim(f"{title} hosts: {ours} is more even in the next window than {other}", ratio.low > 1, seen)
 
 
-def _score(arm: Arm, forecast: Window, window: Window, hosts: list[HostSpec]) -> None:
+def _score(arm: Arm, forecast: Loads, window: Loads, hosts: list[HostSpec]) -> None:
     began = time.perf_counter()
     placement = arm.plan(forecast, arm.placement)
     arm.seconds.append(time.perf_counter() - began)
@@ -192,7 +223,7 @@ def _byte_balance(placement: Placement | None, hosts: list[HostSpec]) -> float |
     return max(held) * len(held) / sum(held)
 
 
-def _bound(window: Window, hosts: list[HostSpec]) -> float:
+def _bound(window: Loads, hosts: list[HostSpec]) -> float:
     """What no placement without replicas can beat, knowing the window: k largest experts need k hosts at best."""
     speeds = sorted((host.speed for host in hosts), reverse=True)
     least, even = 0.0, 0.0
@@ -234,8 +265,8 @@ def _timing(found: BenchMeasurement, options: PlacementOptions, say: Say) -> Non
     seconds: dict[str, list[float]] = {"new": [], "again": [], "eplb": []}
     for turn in range(options.plans):
         before, after = draw_trace(
-            windows=2, layers=layers, experts=number, sigma=options.sigma, drift=options.drift, rows=100 * options.rows,
-            seed=options.seed + turn,
+            intervals=2, layers=layers, experts=number, sigma=options.sigma, drift=options.drift,
+            rows=100 * options.rows, seed=options.seed + turn,
         )  # fmt: skip
         placement: Placement | None = None
         turns: tuple[tuple[str, Policy, Load], ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from jobs.bench.harness.options import BENCHES, BenchOptions
+from jobs.bench.harness.options import BenchOptions, find_benches
 from raytrain.config.decode import decode, parse_override
 from raytrain.config.messages import key_rows
 from raytrain.errors import InputError
@@ -22,16 +21,17 @@ DEFAULT_FOLDER = Path("runs") / "bench"
 
 def list_lines() -> list[str]:
     """One line for each bench: its name and what it measures."""
-    width = max(len(name) for name in BENCHES)
-    return [f"{name:<{width}}  {does}" for name, (_, does) in BENCHES.items()]
+    benches = find_benches()
+    width = max(len(name) for name in benches)
+    return [f"{name:<{width}}  {bench.measures}" for name, bench in benches.items()]
 
 
 def bench_key_lines() -> list[str]:
     """Every bench's keys with what they take and their defaults, for `bench --help`."""
     return [
         f"{name}: {row.key} = {row.default}  ({row.expected})"
-        for name, (options, _) in BENCHES.items()
-        for row in key_rows(options)
+        for name, bench in find_benches().items()
+        for row in key_rows(bench.options)
     ]
 
 
@@ -41,9 +41,10 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     Raises:
         InputError: no such bench, or a key or value it does not take.
     """
-    if name not in BENCHES:
-        raise InputError("bench", seen=name, expected=f"one of {', '.join(BENCHES)}", remedy="bench --list")
-    kind, _ = BENCHES[name]
+    benches = find_benches()
+    if name not in benches:
+        raise InputError("bench", seen=name, expected=f"one of {', '.join(benches)}", remedy="bench --list")
+    kind = benches[name].options
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
     given = dict(parse_override(text) for text in overrides)
@@ -67,9 +68,7 @@ def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: b
     A goal that is missed is a result, and no failure.
     """
     options = options_of(name, overrides, quick=quick)
-    (place,) = Path(__file__).parents[1].glob(f"*/{name}.py")
-    bench = importlib.import_module(f"jobs.bench.{place.parent.name}.{name}")
-    found = bench.run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
+    found = find_benches()[name].run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))
     document = json.dumps(plain(found.to_json()), indent=1)
     named = out or options.OUT
     path = Path(named) if named else DEFAULT_FOLDER / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"

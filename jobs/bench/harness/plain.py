@@ -1,4 +1,4 @@
-"""The loop one writes by hand, which ours is measured against: plain PyTorch, nothing of raytrain in it.
+"""The plain loop that ours is measured against: PyTorch as written by hand, with nothing of raytrain in it.
 
     python -m jobs.bench.harness.plain SETTINGS.json               one process
     torchrun --nproc-per-node 2 -m jobs.bench.harness.plain ...    the same under DDP
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs.bench.harness.lines import dial
+from jobs.bench.harness.processes import serve_blocks
 
 
 class PlainLoop:
-    """Forward, backward, clip, AdamW, and a learning rate by step: what forty lines of a script hold.
+    """Forward, backward, clip, AdamW, and a learning rate by step: as in a script of forty lines.
 
     Args:
         module: the model, on the CPU.
         loss: `loss(model, batch)` -> scalar, `model` being the module or DDP around it.
-        batches: batches without end.
+        batches: an endless iterator.
         max_steps, lr, weight_decay, betas, clip: as in a job's sections.
         autocast: dtype of the forward pass, None for fp32.
         ddp: wrap the module.
@@ -65,7 +65,7 @@ class PlainLoop:
         self.last = torch.zeros(())
 
     def step(self) -> Tensor:
-        """One optimizer step; the loss before it."""
+        """One optimizer step; returns its loss."""
         self.done += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * self.factor(self.done)
@@ -93,7 +93,7 @@ class PlainLoop:
         return 0.1 + 0.5 * 0.9 * (1.0 + math.cos(math.pi * done))
 
     def run(self, steps: int, *, log_every: int = 10) -> list[float]:
-        """`steps` more steps; the global loss of every `log_every`-th."""
+        """Train `steps` steps; returns the global loss of every `log_every`-th."""
         losses = []
         for _ in range(steps):
             loss = self.last = self.step()
@@ -106,13 +106,13 @@ class PlainLoop:
 
 
 def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of the text in the order of the job's epochs, this rank's part of each step."""
+    """Windows of the text in the order of the job's epochs; this rank's part of each step."""
     from raytrain.data.sources.text import text_source
 
     text, context, batch = Path(settings["text"]).read_bytes(), settings["context"], settings["batch"]
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     windows = tokens.unfold(0, context, 1)
-    orders = text_source(text, context=context, eval_fraction=0.0).train  # only who comes when
+    orders = text_source(text, context=context, eval_fraction=0.0).train  # only for its order of rows
     each, epoch = batch // world_size, 0
     while True:
         order = torch.from_numpy(orders.order(settings["seed"], epoch))
@@ -128,7 +128,7 @@ def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int) -> PlainLoop:
-    """The bench's GPT under the plain loop, with the weights that the same seed gives ours."""
+    """The bench's GPT under the plain loop, with the weights that our run draws from the same seed."""
     from raytrain.models.gpt import gpt
 
     torch.manual_seed(settings["seed"])
@@ -141,21 +141,22 @@ def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int)
 
 
 def main(path: str) -> None:
-    """Obey the bench's orders: `{"steps": n, "clip": ...}` runs n steps of that loop and tells the seconds."""
+    """Run blocks for the bench: `{"steps": n, "clip": ...}` trains n steps of the loop with that clip."""
     settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world_size > 1:
         dist.init_process_group("gloo")
     loops = {clip: gpt_loop(settings, clip=clip, rank=rank, world_size=world_size) for clip in ("float64", "torch")}
-    line = dial(arm="plain", rank=rank)
-    while (order := line.receive())["steps"]:
+
+    def run_block(request: dict[str, Any]) -> dict[str, Any]:
         if world_size > 1:
             dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
-        losses = loops[order["clip"]].run(order["steps"])
-        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-        line.send({"seconds": seconds, "cpu_s": cpu_s, "losses": losses})
+        losses = loops[request["clip"]].run(request["steps"])
+        return {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "losses": losses}
+
+    serve_blocks("plain", rank, run_block)
     if world_size > 1:
         dist.destroy_process_group()
 

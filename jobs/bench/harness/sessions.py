@@ -1,74 +1,102 @@
-"""Sessions for benches: the product's own step and loop in this process, without Ray, advanced in blocks."""
+"""The product's own step and loop in this process, without Ray, trained block by block as an arm of a bench."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from jobs.driver.checks import check_on_driver, train_job
-from jobs.job.spec import load_spec
-from jobs.plan import plan_job
+from jobs.bench.harness.processes import PAIR, serve_blocks
+from jobs.driver.session import session_of
 from raytrain.autotune.startup.precision import measure_precision
 from raytrain.execution.reporter import SilentReporter
 from raytrain.plan.choice import Deferred
-from raytrain.plan.plan import Plan
-from raytrain.runs.folder import RunFolder
-from raytrain.train.parallel.collectives import Workers
-from raytrain.train.session import Session
-
-
-def session_of(job: Mapping[str, Any], *, connection: Any = None) -> tuple[Session, Plan]:
-    """The session that a worker of this job would hold, and the plan it obeys; nothing is prepared yet.
-
-    Args:
-        connection: to whoever holds the experts (`experts.exchange.membership.Connection`); None builds them in this
-            process.
-    """
-    loaded = load_spec(mapping=job)
-    checked = check_on_driver(loaded.spec)
-    plan = plan_job(loaded, model_facts=checked.model_facts, data_facts=checked.data_facts)
-    run = RunFolder(os.path.join(loaded.spec.save.dir, loaded.spec.name))  # a name only: nothing is written there
-    orders = train_job(loaded.spec, plan, run, attempt=1)
-    if connection is not None:
-        experts = orders.builder_sections["experts"].connected(connection)
-        orders = replace(orders, builder_sections={**orders.builder_sections, "experts": experts})
-    return Session(orders, workers=Workers(), source=checked.source), plan
+from raytrain.train.memory.allocator import keep_freed_memory
 
 
 class SessionArm:
-    """A prepared session as an arm: `run(steps)` takes that many more and returns its seconds."""
+    """A prepared session whose loop is run some steps at a time.
 
-    def __init__(self, job: Mapping[str, Any], *, precision: str, reporter: Losses | None = None) -> None:
-        self.session, self.plan = session_of(job)
+    Args:
+        connection: to the processes that hold the experts, see `session_of`.
+    """
+
+    def __init__(
+        self, job: Mapping[str, Any], *, precision: str, reporter: LossLog | None = None, connection: Any = None
+    ) -> None:
+        self.session = session_of(job, connection=connection)
         self.session.prepare(precision)
-        self.reporter = reporter or Losses()
+        self.reporter = reporter or LossLog()
         self.loop = self.session.loop(reporter=self.reporter, should_stop=_never)
 
     @property
     def losses(self) -> list[float]:
-        """Of every logged step."""
+        """The losses of all logged steps."""
         return self.reporter.losses
 
     def run(self, steps: int) -> float:
-        """Advance; ends with a logged row, so that the device has caught up."""
+        """Train `steps` more steps; returns the seconds. Ends with a logged row, so that the device has caught up."""
         self.loop.limits = replace(self.loop.limits, max_steps=self.session.state.step + steps)
         began = time.perf_counter()
         self.loop.run(self.session.state)
         return time.perf_counter() - began
 
+    def run_block(self, steps: int) -> dict[str, Any]:
+        """`run` as an answer to the bench: {"seconds", "cpu_s" of this process, "losses" of these steps}."""
+        before, cpu = len(self.losses), time.process_time()
+        seconds = self.run(steps)
+        return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "losses": self.losses[before:]}
+
+    def run_together(self, steps: int) -> dict[str, Any]:
+        """`run_block` of a worker in a group: all workers start at the same time."""
+        self.session.workers.all_reduce_ints([0])
+        return self.run_block(steps)
+
+
+def serve_pair(
+    arm: str, open_member: Callable[[dict[str, Any], int], Callable[[dict[str, Any]], dict[str, Any]]]
+) -> None:
+    """The main function of a process of a `training_pair`: joins the gloo group of both, then answers the bench.
+
+    Args:
+        open_member: gets the settings and the rank, returns what answers a request.
+    """
+    settings, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    keep_freed_memory()
+    store = dist.FileStore(settings["store"], PAIR)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PAIR)
+    serve_blocks(arm, rank, open_member(settings, rank))
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def restored_threads(threads: int | None = None) -> Iterator[None]:
+    """Restores torch's number of threads on exit; `threads` is set inside if it is given."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 def chosen_precision(job: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """What `precision.dtype: auto` takes for this job on this machine: (value, reason, trials)."""
-    session, plan = session_of({**job, "precision": {"dtype": "auto"}})
-    if not isinstance(plan.precision, Deferred):
-        return str(plan.precision.value), plan.precision.reason, []
+    """What `precision.dtype: auto` chooses for this job on this machine: (value, reason, trials)."""
+    session = session_of({**job, "precision": {"dtype": "auto"}})
+    precision = session.job.plan.precision
+    if not isinstance(precision, Deferred):
+        return str(precision.value), precision.reason, []
     session.prepare("fp32")
-    chosen, trials = measure_precision(session, list(plan.precision.bounds))
+    chosen, trials = measure_precision(session, list(precision.bounds))
     return str(chosen.value), chosen.reason, trials
 
 
@@ -76,8 +104,8 @@ def _never() -> bool:
     return False
 
 
-class Losses(SilentReporter):
-    """Keeps the losses of logged steps, and the peak of bytes that each of them had."""
+class LossLog(SilentReporter):
+    """A reporter that keeps the loss and the peak memory of each logged step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -90,11 +118,11 @@ class Losses(SilentReporter):
 
 
 class SavedForBackward:
-    """Counts the bytes that autograd keeps between forward and backward, parameters left out, each storage once."""
+    """Counts the bytes that autograd keeps between forward and backward, without parameters, each storage once."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        self._kept: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address comes twice
+        self._kept: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
         self.bytes = 0
 
     def during(self, forward: Callable[[], Any]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.harness.all import count_line, markdown, table
+from jobs.bench.harness.options import find_benches
 from raytrain.errors import InputError
 
+VERDICTS = ("reproduced", "not reproduced", "not measurable here")
 EXPECTED = "a JSON document of `raytrain bench`"
 
 
@@ -40,6 +41,46 @@ def summary_lines(document: Mapping[str, Any]) -> list[str]:
         f"# Measured: {name}", "", *_machine(document), "", count_line(rows), "", *markdown(rows), "",
         "## Every ratio", "", *_ratios(documents), *(["", "## Not compared", "", *failed] if failed else []),
     ]  # fmt: skip
+
+
+def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for each claim, and for each ratio that has a goal: {bench, claim, figure, verdict}."""
+    rows: list[dict[str, str]] = []
+    for name, document in documents.items():
+        for claim in document["claims"]:
+            rows.append({"bench": name, "claim": claim["effect"], "figure": claim["evidence"],
+                         "verdict": claim["verdict"]})  # fmt: skip
+        for ratio in document["ratios"]:
+            if ratio["goal"] is not None:
+                verdict = VERDICTS[2] if document["quick"] else VERDICTS[0] if ratio["met"] else VERDICTS[1]
+                rows.append({"bench": name, "claim": f"{ratio['name']}: {_goal(ratio['goal'])}",
+                             "figure": _figure(ratio), "verdict": verdict})  # fmt: skip
+        if not document["gate"]["passed"]:
+            rows.append({"bench": name, "claim": find_benches()[name].measures, "verdict": VERDICTS[2],
+                         "figure": "its arms do not compute the same thing"})  # fmt: skip
+    return [{key: " ".join(value.split()) for key, value in row.items()} for row in rows]
+
+
+def _goal(goal: Mapping[str, Any]) -> str:
+    least, most = goal["at_least"], goal["at_most"]
+    return f"at least {least}" if least is not None else f"at most {most}"
+
+
+def _figure(ratio: Mapping[str, Any]) -> str:
+    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] over {len(ratio['values'])} blocks"
+
+
+def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """The table as a README shows it."""
+    cells = ("bench", "claim", "figure", "verdict")
+    head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
+    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in cells) + " |" for row in rows)]
+
+
+def count_line(rows: list[dict[str, str]]) -> str:
+    """How many claims stand."""
+    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
+    return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def _machine(document: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Bench `tune`: what the search for batch size and precision finds, and what it costs, against two other ways.
+"""SearchedModel `tune`: what the search for batch size and precision finds, and what it costs, against two other ways.
 
 A wide GPT and a narrow one. The grid times every size in every precision. Doubling takes fp32 alone through 3 steps and
 3 validation batches of each size from 2 to the largest. Ours reads memory, confirms a peak and runs the numeric gate
@@ -17,46 +17,72 @@ import hashlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+from pydantic import Field
 
+from cluster.config import Count
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, matrix_units
-from jobs.bench.harness.options import TuneOptions
-from jobs.bench.harness.sessions import SessionArm
-from jobs.bench.search.tune_arms import PRECISIONS, Bench, Found, gpt_job
-from raytrain.autotune.search.measurement import Candidate
-from raytrain.autotune.search.measurement import Measurement as Measured
+from jobs.bench.harness.options import BenchOptions
+from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import WORTHWHILE_GAIN
 from raytrain.autotune.search.space import MOST_SIZES, MOST_STEPS, BatchSpace, sizes_free
 from raytrain.autotune.search.throughput import NEAR
 from raytrain.errors import InputError
+
+if TYPE_CHECKING:
+    from jobs.bench.search.tune_arms import FinishedSearch, SearchedModel
 
 MIB = 2**20
 #: Goals of issue 5.
 OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4
 
 
+class TuneOptions(BenchOptions):
+    """The search for batch size and precision against an exhaustive grid and against doubling until failure."""
+
+    MEASURES: ClassVar[str] = (
+        "the search for batch size and precision against an exhaustive grid, and against doubling until failure"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "wide": 32, "narrow": 16, "context": 16, "rows": 16, "repeats": 2, "blocks": 2, "gate_steps": 2,
+        "block_s": 0.0, "ceilings": [2],
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions of the chosen point against the grid's best")
+    repeats: Count = Field(3, description="times that each way of searching is taken, in turn")
+    wide: Count = Field(256, description="width of one GPT of two layers")
+    narrow: Count = Field(64, description="width of the other")
+    context: Count = Field(64, description="tokens of a window of both")
+    rows: Count = Field(256, description="of a step, and the largest micro-batch that is tried; a power of two")
+    free: bool = Field(False, description="the micro-batch is the whole batch of a step, which may be any size")
+    gate_steps: Count = Field(20, description="steps of the numeric gate")
+    block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
+    ceilings: list[Count] = Field([4, 8, 32], description="budgets are set so that so many rows of the GPT just fit")
+
+
 @dataclass
-class _Model:
+class _ModelResults:
     """Everything that is found out about one model."""
 
     name: str
     width: int
-    bench: Bench
-    searches: list[Found] = field(default_factory=list)
-    alone: list[Found] = field(default_factory=list)
-    grids: list[list[Measured]] = field(default_factory=list)
+    searched: SearchedModel
+    searches: list[FinishedSearch] = field(default_factory=list)
+    alone: list[FinishedSearch] = field(default_factory=list)
+    grids: list[list[Measurement]] = field(default_factory=list)
 
     def grid_scores(self) -> dict[Candidate, float]:
         """Rows per second of every point, the median over all its passes in all repetitions."""
+        from jobs.bench.search.tune_arms import PRECISIONS
+
         passes: dict[Candidate, tuple[list[float], list[float]]] = {}
         for one in (one for grid in self.grids for one in grid if one.outcome == "ok"):
             times, updates = passes.setdefault(one.candidate, ([], []))
             times += one.pass_s
             updates += one.update_s
-        space = self.bench.space(PRECISIONS, budget=None)
+        space = self.searched.space(PRECISIONS, budget=None)
         return {point: _score(space, point, *both) for point, both in passes.items()}
 
 
@@ -70,47 +96,50 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     Raises:
         InputError: rows that are no power of two.
     """
+    from jobs.bench.harness.sessions import restored_threads
+
     if options.rows & (options.rows - 1):
         raise InputError("rows", seen=str(options.rows), expected="a power of two")
     found = BenchMeasurement("tune", quick, options.model_dump(), "seconds of one search, or of one row of training")
     found.values["matrix_units"] = matrix_units(local_inventory().cpu_flags)
-    threads = torch.get_num_threads()
-    try:
+    with restored_threads():
         wide = _model(found, options, options.wide, say)
         narrow = _model(found, options, options.narrow, say)
         ceilings = _ceilings(found, options, narrow, say)
-    finally:
-        torch.set_num_threads(threads)
     _claims(found, [wide, narrow], ceilings)
     return found
 
 
-def _model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) -> _Model:
+def _model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) -> _ModelResults:
+    from jobs.bench.search.tune_arms import PRECISIONS, SearchedModel, gpt_job
+
     job = gpt_job(options, width=width, size=options.rows)
-    bench = Bench(job, sizes_free(options.rows, 1), options.gate_steps, options.free)
+    searched = SearchedModel(job, sizes_free(options.rows, 1), options.gate_steps, options.free)
     name = f"gpt {width}"
-    model = _Model(name, width, bench)
-    before, budget = _hash(bench), bench.budget()
-    say(f"{name}: {len(bench.sizes)} sizes in {' and '.join(PRECISIONS)}")
-    bench.warm_up()
+    model = _ModelResults(name, width, searched)
+    before, budget = _hash(searched), searched.budget()
+    say(f"{name}: {len(searched.sizes)} sizes in {' and '.join(PRECISIONS)}")
+    searched.warm_up()
 
     def grid() -> float:
-        measured, seconds = bench.grid()
+        measured, seconds = searched.grid()
         model.grids.append(measured)
         return seconds
 
     def search() -> float:
-        model.searches.append(bench.search(budget=budget))
+        model.searches.append(searched.search(budget=budget))
         return model.searches[-1].seconds
 
     def alone() -> float:
-        model.alone.append(bench.search(("fp32",), budget=budget))
+        model.alone.append(searched.search(("fp32",), budget=budget))
         return model.alone[-1].seconds
 
-    arms = {"grid": grid, "search": search, "search, fp32 alone": alone, "doubling": bench.doubling}
+    arms = {"grid": grid, "search": search, "search, fp32 alone": alone, "doubling": searched.doubling}
     times = alternate(arms, blocks=options.repeats, dropped=0)
     found.arms |= {f"{name}, {arm}": values for arm, values in times.items()}
-    found.gate(Check(f"{name}: weights are as before the searches", before == _hash(bench), "hash of the parameters"))
+    found.gate(
+        Check(f"{name}: weights are as before the searches", before == _hash(searched), "hash of the parameters")
+    )
     found.ratios += [
         compare(times, of="search", to="grid", name=f"{name}: time of the search / of the grid",
                 goal=Goal(at_most=OF_THE_GRIDS_TIME)),
@@ -121,14 +150,14 @@ def _model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) 
     return model
 
 
-def _hash(bench: Bench) -> str:
+def _hash(searched: SearchedModel) -> str:
     total = hashlib.sha256()
-    for parameter in bench.session.trainable.module.parameters():
+    for parameter in searched.session.trainable.module.parameters():
         total.update(parameter.detach().cpu().numpy().tobytes())
     return total.hexdigest()
 
 
-def _against_the_best(found: BenchMeasurement, options: TuneOptions, model: _Model, say: Say) -> None:
+def _against_the_best(found: BenchMeasurement, options: TuneOptions, model: _ModelResults, say: Say) -> None:
     """Train at the chosen point and at the grid's best, in turn: the seconds of a row."""
     scores = model.grid_scores()
     best = max(scores, key=lambda point: scores[point])
@@ -160,6 +189,9 @@ def _named(point: Candidate) -> str:
 
 def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[], float]:
     """A block of real training steps at one point; returns the seconds of a row."""
+    from jobs.bench.harness.sessions import SessionArm
+    from jobs.bench.search.tune_arms import gpt_job
+
     arm = SessionArm(gpt_job(options, width=width, size=point.micro_batch_size), precision=point.precision)
     rows = arm.session.loader.batches.global_batch_size
     arm.run(1)
@@ -170,39 +202,39 @@ def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[]
 # -- ceilings -------------------------------------------------------------------------------------
 
 
-def _ceilings(found: BenchMeasurement, options: TuneOptions, model: _Model, say: Say) -> list[dict[str, Any]]:
+def _ceilings(found: BenchMeasurement, options: TuneOptions, model: _ModelResults, say: Say) -> list[dict[str, Any]]:
     """A budget that so many rows just fit into, and what the search makes of it; fp32, the narrow model."""
-    bench, told = model.bench, []
-    peaks, again, scores = bench.peaks(), bench.peaks(), model.grid_scores()
+    searched, ceilings = model.searched, []
+    peaks, again, scores = searched.peaks(), searched.peaks(), model.grid_scores()
     for rows in options.ceilings:
-        if rows not in bench.sizes[:-1]:
-            expected = f"a power of two below {bench.sizes[-1]}"
+        if rows not in searched.sizes[:-1]:
+            expected = f"a power of two below {searched.sizes[-1]}"
             raise InputError("ceilings", seen=str(rows), expected=expected)
-        following = bench.sizes[bench.sizes.index(rows) + 1]
+        following = searched.sizes[searched.sizes.index(rows) + 1]
         budget = (peaks[rows] + peaks[following]) // 2
-        one = bench.search(("fp32",), budget=budget)
-        speeds = {size: scores[Candidate("fp32", size)] for size in bench.sizes if peaks[size] <= budget}
+        one = searched.search(("fp32",), budget=budget)
+        speeds = {size: scores[Candidate("fp32", size)] for size in searched.sizes if peaks[size] <= budget}
         best = max(speeds, key=lambda size: speeds[size])
         right = [size for size in speeds if size <= best and speeds[size] >= (1 - NEAR) * speeds[best]]
         chosen = one.decision.candidate.micro_batch_size
         row = {
             "budget": budget, "fits": rows, "best_that_fits": best, "near_the_best": right, "chosen": chosen,
-            "steps_apart": min(abs(bench.sizes.index(size) - bench.sizes.index(chosen)) for size in right),
+            "steps_apart": min(abs(searched.sizes.index(size) - searched.sizes.index(chosen)) for size in right),
             "readings_differ": max(abs(peaks[size] - again[size]) for size in (rows, following)),
             "half_way": budget - peaks[rows],
             "predicted_peak": one.decision.predicted_peak, "measured_peak": one.decision.measured_peak,
             "out_of_memory": [m.candidate.micro_batch_size for m in one.measurements if m.outcome == "out_of_memory"],
         }  # fmt: skip
         say(f"{model.name}: {rows} rows just fit; chose {chosen}, near the best that fits are {right}")
-        told.append(row)
-    found.values["ceilings"], found.values["peaks"] = told, [peaks, again]
-    return told
+        ceilings.append(row)
+    found.values["ceilings"], found.values["peaks"] = ceilings, [peaks, again]
+    return ceilings
 
 
 # -- what follows ---------------------------------------------------------------------------------
 
 
-def _claims(found: BenchMeasurement, models: list[_Model], ceilings: list[dict[str, Any]]) -> None:
+def _claims(found: BenchMeasurement, models: list[_ModelResults], ceilings: list[dict[str, Any]]) -> None:
     ratios = {ratio.name: ratio for ratio in found.ratios}
     for model in models:
         rate = ratios[f"{model.name}: throughput at the choice / at the grid's best"]
@@ -241,7 +273,9 @@ def _claims(found: BenchMeasurement, models: list[_Model], ceilings: list[dict[s
     )
 
 
-def _grid_gain(model: _Model) -> float:
+def _grid_gain(model: _ModelResults) -> float:
+    from jobs.bench.search.tune_arms import PRECISIONS
+
     scores = model.grid_scores()
     best = {name: max(score for point, score in scores.items() if point.precision == name) for name in PRECISIONS}
     return best["bf16"] / best["fp32"]

@@ -1,17 +1,16 @@
-"""The ways of searching that bench `tune` compares, each over one session in this process: ours, the grid, doubling."""
+"""The ways to search that bench `tune` compares: ours, the grid and doubling, each on one session in this process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.options import TuneOptions
-from jobs.bench.harness.sessions import session_of
+from jobs.driver.session import session_of
 from raytrain.autotune.probe.run_proposal import run_proposal
 from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers
 from raytrain.autotune.probe.step import StepProbe
@@ -23,9 +22,12 @@ from raytrain.autotune.search.space import PASSES, BatchSpace, Proposal
 from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
 
+if TYPE_CHECKING:
+    from jobs.bench.search.tune import TuneOptions
+
 PRECISIONS = ("fp32", "bf16")
 VOCABULARY = 256
-#: As Lightning's tuner does it: so many training steps and so many validation batches of each size.
+#: Training steps, and validation batches, of each size, as in Lightning's tuner.
 DOUBLING_STEPS = 3
 MEMORY_FRACTION = 0.9
 
@@ -51,8 +53,8 @@ def gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """One search, done: what it chose, what it measured, seconds by what they went into, and all of them."""
+class FinishedSearch:
+    """A finished search: its decision, its measurements, its seconds by phase and in total."""
 
     decision: BatchDecision
     measurements: list[Measurement]
@@ -83,8 +85,8 @@ class Found:
 
 
 @dataclass
-class Bench:
-    """One model's session with the sizes that may be tried."""
+class SearchedModel:
+    """The session of one model, and the sizes that may be tried."""
 
     job: dict[str, Any]
     sizes: tuple[int, ...]
@@ -94,28 +96,28 @@ class Bench:
     probe: StepProbe = field(init=False)
 
     def __post_init__(self) -> None:
-        self.session, _ = session_of(self.job)
+        self.session = session_of(self.job)
         self.session.prepare("fp32")
         self.probe = StepProbe(self.session)
 
     def budget(self) -> int | None:
-        """What this process may take, as a run on this machine would be told."""
+        """Bytes that this process may use, as in a run on this machine."""
         return process_budget(self.session.device, fraction=MEMORY_FRACTION, limit=None, processes=1)
 
     def warm_up(self) -> None:
-        """Every kernel for every size once: whoever came first would pay for the others."""
+        """Run every kernel for every size once, so that the first arm does not pay for the others."""
         for candidate in self.grid_points():
             self._timed(candidate, passes=1)
 
     def grid_points(self, precisions: Sequence[str] = PRECISIONS) -> list[Candidate]:
-        """Everything there is."""
+        """All candidates."""
         return [Candidate(name, size) for name in precisions for size in self.sizes]
 
     def _timed(self, candidate: Candidate, *, passes: int = PASSES) -> Measurement:
         return self.probe.measure(candidate, budget=None, passes=passes, with_memory=False)
 
     def grid(self) -> tuple[list[Measurement], float]:
-        """Time every point, without a look at its memory; and the seconds of it."""
+        """Time every point without measuring its memory; returns the measurements and the seconds they took."""
         began = time.perf_counter()
         found = [self._timed(candidate) for candidate in self.grid_points()]
         return found, time.perf_counter() - began
@@ -129,12 +131,12 @@ class Bench:
         return {size: one.peak_bytes or 0 for size, one in found.items()}
 
     def space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
-        """All sizes, of steps of the largest one's rows, or of their own."""
+        """The space of all sizes: a step has the rows of the largest size, or with `free` those of one micro-batch."""
         rows = None if self.free else self.sizes[-1]
         return BatchSpace(tuple(precisions), self.sizes, rows, budget, gate_steps=self.gate_steps)
 
-    def search(self, precisions: Sequence[str] = PRECISIONS, *, budget: int | None) -> Found:
-        """Ours, from nothing to a decision."""
+    def search(self, precisions: Sequence[str] = PRECISIONS, *, budget: int | None) -> FinishedSearch:
+        """Our search, from nothing to a decision."""
         space = self.space(precisions, budget=budget)
         measurements: list[Measurement] = []
         gates: list[GateReport] = []
@@ -142,15 +144,15 @@ class Bench:
         phases: dict[str, float] = {}
         began = time.perf_counter()
         while proposals := next_proposals(space, measurements, (), gates, contests):
-            wanted, at = proposals[0], time.perf_counter()
-            taken = run_proposal(self.probe, wanted, reference=space.lead, budget=budget)
-            for part, found in ((taken.measurement, measurements), (taken.gate, gates), (taken.contest, contests)):
+            proposal, at = proposals[0], time.perf_counter()
+            result = run_proposal(self.probe, proposal, reference=space.lead, budget=budget)
+            for part, found in ((result.measurement, measurements), (result.gate, gates), (result.contest, contests)):
                 if part is not None:
                     found.append(part)  # pyright: ignore[reportArgumentType]
-            phase = _phase(wanted)
+            phase = _phase(proposal)
             phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - at
         decision = decide(space, measurements, gates, contests)
-        return Found(decision, measurements, gates, contests, phases, time.perf_counter() - began)
+        return FinishedSearch(decision, measurements, gates, contests, phases, time.perf_counter() - began)
 
     def doubling(self) -> float:
         """Seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32; the size that
@@ -170,10 +172,10 @@ class Bench:
             return time.perf_counter() - began
 
 
-def _phase(wanted: Proposal) -> str:
-    """What a proposal's seconds go into."""
-    if wanted.gate_steps:
+def _phase(proposal: Proposal) -> str:
+    """The phase that a proposal belongs to."""
+    if proposal.gate_steps:
         return "gate"
-    if wanted.against:
-        return "in turn, and the peak" if wanted.with_memory else "in turn"
-    return "time and peak" if wanted.passes and wanted.with_memory else "time" if wanted.passes else "peak"
+    if proposal.against:
+        return "in turn, and the peak" if proposal.with_memory else "in turn"
+    return "time and peak" if proposal.passes and proposal.with_memory else "time" if proposal.passes else "peak"

@@ -13,19 +13,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from safetensors.torch import load_file
+from pydantic import Field
 
+from cluster.config import Count, Text
 from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare
-from jobs.bench.harness.options import CheckpointOptions
-from jobs.bench.harness.sessions import SessionArm
-from raytrain.checkpoint.reader import load
-from raytrain.execution.checkpointer import STALL_BUDGET, CheckpointSaver, solve_interval
+from jobs.bench.harness.options import BenchOptions
 from raytrain.execution.reporter import SilentReporter
 from raytrain.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from jobs.bench.harness.sessions import SessionArm
 
 #: Stall of an asynchronous checkpoint over that of a synchronous one.
 GOAL = Goal(at_most=0.25)
@@ -34,19 +34,28 @@ CLASSES = 10
 KINDS = ("asynchronous", "synchronous")
 
 
+class CheckpointOptions(BenchOptions):
+    """The pause that a checkpoint makes in the loop, written in the background or in its way."""
+
+    MEASURES: ClassVar[str] = "how long an asynchronous checkpoint stops the loop, against a synchronous one"
+    QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
+
+    millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")
+    batch: Count = Field(64, description="rows of a step")
+    steps: Count = Field(5, description="steps of one block; the checkpoint is taken after the first")
+    dir: Text | None = Field(None, description="where they are written; null is the system's temporary directory")
+
+
 def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure every model size; see `CheckpointOptions`."""
+    from jobs.bench.harness.sessions import restored_threads
+
     found = BenchMeasurement("checkpoint", quick, options.model_dump(), "seconds that one checkpoint stops the loop")
     found.values["models"] = {}
-    threads = torch.get_num_threads()
-    folder = tempfile.mkdtemp(prefix="rtb-", dir=options.dir)
-    try:
+    with restored_threads(), tempfile.TemporaryDirectory(prefix="rtb-", dir=options.dir) as folder:
         for millions in options.millions:
             say(f"{millions:g} million parameters: {options.blocks} blocks")
             _size(found, options, millions, folder=folder)
-    finally:
-        torch.set_num_threads(threads)
-        shutil.rmtree(folder, ignore_errors=True)
     worst = max((ratio for ratio in found.ratios if ratio.goal), key=lambda ratio: ratio.median)
     found.claim(
         "an asynchronous checkpoint stops the loop for at most a quarter of a synchronous one",
@@ -58,6 +67,8 @@ def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasuremen
 
 def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:
     """A perceptron of about `millions` million parameters: three layers of one width."""
+    import torch
+
     width = max(8, round(math.sqrt(millions * 1e6 / 2)))
     draw = torch.Generator().manual_seed(options.seed)
     rows = 4 * options.batch
@@ -81,6 +92,8 @@ class _Arm:
     """One way of saving, on a session that both ways share: the same state is saved in turn."""
 
     def __init__(self, session_arm: SessionArm, run: RunFolder, *, kind: str, steps: int) -> None:
+        from raytrain.execution.checkpointer import CheckpointSaver
+
         self.session_arm, self.run, self.steps = session_arm, run, steps
         self.saver = CheckpointSaver(
             session_arm.session,
@@ -119,6 +132,9 @@ class _Arm:
 
 
 def _size(found: BenchMeasurement, options: CheckpointOptions, millions: float, *, folder: str) -> None:
+    from jobs.bench.harness.sessions import SessionArm
+    from raytrain.execution.checkpointer import STALL_BUDGET, solve_interval
+
     session_arm = SessionArm(_job(options, millions, folder=folder), precision="fp32")
     session_arm.run(3)  # AdamW's moments exist from the first step on
     arms = {
@@ -170,6 +186,11 @@ def _block_without(session_arm: SessionArm, steps: int) -> float:
 
 def _same_bytes(name: str, session_arm: SessionArm, arms: dict[str, _Arm]) -> Check:
     """Both ways write the live state: the same tensors, bit for bit, complete and verified by their checksums."""
+    import torch
+    from safetensors.torch import load_file
+
+    from raytrain.checkpoint.reader import load
+
     state, live = session_arm.session.state, session_arm.session.trainable.module.state_dict()
     different: list[str] = []
     for kind, arm in arms.items():

@@ -1,27 +1,28 @@
 """Bench `loop`: a real `train` run in Ray Train workers against a plain PyTorch loop, and against DDP under torchrun.
 
-Ray is up throughout. The plain loop lives in processes of its own, ours in Ray's workers; they take turns, block by
-block, and whoever waits uses no CPU. Start-up is measured apart, with the command a user types.
+Ray runs throughout. The plain loop has processes of its own, our run has Ray's workers; blocks alternate, and the arm
+that waits uses no CPU. Start-up is measured separately, with the command that a user types.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
-from jobs.bench.harness.lines import ADDRESS, Arms
+from pydantic import Field
+
+from cluster.config import Count, NonNegativeInt, Text
 from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series, median_interval
-from jobs.bench.harness.options import LoopOptions
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import ArmProcesses, ArmServer
 from jobs.bench.training.loop_arms import (
     LOG_EVERY,
     OurRun,
-    borrowed_environment,
     job_of,
     make_text,
     start_plain,
@@ -36,24 +37,42 @@ DDP_TOLERANCE = 1e-4
 ENDING_S = 120.0
 
 
+class LoopOptions(BenchOptions):
+    """Our loop in Ray Train workers against the loop one writes by hand."""
+
+    MEASURES: ClassVar[str] = "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10, "startups": 0,
+    }  # fmt: skip
+
+    workers: list[Count] = Field([1, 2], description="world sizes, one after the other")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(12, description="rows of a step, over all workers")
+    text: Text | None = Field(None, description="a text file; null generates one")
+    block_steps: Count = Field(40, description="steps of one block, a multiple of 10 (the log interval)")
+    dropped: Count = Field(2, description="blocks before the kept ones")
+    startups: NonNegativeInt = Field(2, description="times that each arm's start-up is measured, apart")
+
+
 def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure each world size; see `LoopOptions`.
 
     Raises:
-        InputError: blocks that do not end with a logged row, a batch that the workers cannot share equally.
+        InputError: a block does not end with a logged row, or the workers cannot share the batch equally.
         RunError: an arm died.
     """
     _check(options)
     found = BenchMeasurement(
         "loop", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps} steps"
     )
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
-        text = make_text(options, Path(folder))
-        with borrowed_environment(), Arms() as arms:
-            os.environ[ADDRESS] = arms.address
-            _steady(options, found, arms, folder=Path(folder), text=text, say=say)
+    with ArmServer() as server:
+        text = make_text(options, server.folder)
+        _steady(options, found, server, text=text, say=say)
         if found.passed and options.startups:
-            _startups(options, found, folder=Path(folder), text=text, say=say)
+            _startups(options, found, folder=server.folder, text=text, say=say)
     return found
 
 
@@ -70,69 +89,67 @@ def _check(options: LoopOptions) -> None:
 # -- steady state ---------------------------------------------------------------------------------
 
 
-def _steady(options: LoopOptions, found: BenchMeasurement, arms: Arms, *, folder: Path, text: Path, say: Say) -> None:
+def _steady(options: LoopOptions, found: BenchMeasurement, server: ArmServer, *, text: Path, say: Say) -> None:
     from jobs.driver.runtime import connected
 
     say("starting Ray")
     with connected("local", num_cpus=max(options.workers) + 1, num_gpus=0, verbose=False):
         for world_size in options.workers:
-            if not _one_world(options, found, arms, world_size=world_size, folder=folder, text=text, say=say):
+            if not _one_world(options, found, server, world_size=world_size, text=text, say=say):
                 return
 
 
 def _one_world(
-    options: LoopOptions, found: BenchMeasurement, arms: Arms, *, world_size: int, folder: Path, text: Path, say: Say
+    options: LoopOptions, found: BenchMeasurement, server: ArmServer, *, world_size: int, text: Path, say: Say
 ) -> bool:
-    """Gate, then blocks in turn; False where the gate failed."""
+    """Gate, then alternating blocks; False if the gate failed."""
     say(f"{world_size} worker(s), {threads_of(options, world_size)} thread(s) each: starting both arms")
-    plain = start_plain(options, world_size=world_size, text=text, folder=folder)
-    ours = OurRun(job_of(options, world_size=world_size, text=text, save_dir=folder / "runs"))
+    plain = start_plain(server, options, world_size=world_size, text=text)
+    ours = OurRun(server, job_of(options, world_size=world_size, text=text, save_dir=server.folder / "runs"))
     try:
-        arms.await_arm("plain", processes=world_size, alive=lambda: plain.poll() is None)
+        plain.await_ready()
         ours.start()
-        arms.await_arm("ours", processes=1, alive=ours.is_alive)
-        passed = _blocks(options, found, arms, world_size=world_size, say=say)
+        passed = _blocks(options, found, ours, plain, world_size=world_size, say=say)
     except RunError as error:
-        log = (folder / f"plain-{world_size}.log").read_text(errors="replace")[-2000:]
-        raise RunError(f"{error}; ours: {ours.error or 'running'}; the plain loop's log ends with:\n{log}") from error
+        raise RunError(f"{error}; ours: {ours.error or 'running'}; the plain loop: {plain.log_tail()}") from error
     finally:
-        arms.dismiss("plain")
-        arms.dismiss("ours")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            plain.wait(timeout=10.0)
-        plain.kill()
+        ours.dismiss()
+        plain.close()
     if passed:
         ours.join(ENDING_S)
     return passed
 
 
-def _blocks(options: LoopOptions, found: BenchMeasurement, arms: Arms, *, world_size: int, say: Say) -> bool:
+def _blocks(
+    options: LoopOptions, found: BenchMeasurement, ours: OurRun, plain: ArmProcesses, *, world_size: int, say: Say
+) -> bool:
     peer = "plain loop" if world_size == 1 else "plain DDP"
-    orders = {peer: ("plain", "float64"), f"{peer}, torch's clip": ("plain", "torch"), "ours": ("ours", "")}
-    losses: dict[str, list[float]] = {name: [] for name in orders}
-    cpu: dict[str, list[float]] = {name: [] for name in orders}
+    arms: dict[str, tuple[OurRun | ArmProcesses, str]] = {
+        peer: (plain, "float64"), f"{peer}, torch's clip": (plain, "torch"), "ours": (ours, "")
+    }  # fmt: skip
+    losses: dict[str, list[float]] = {name: [] for name in arms}
+    cpu: dict[str, list[float]] = {name: [] for name in arms}
 
     def block(name: str) -> float:
-        arm, clip = orders[name]
-        answer = arms.order(arm, {"steps": options.block_steps, "clip": clip})
+        arm, clip = arms[name]
+        answer = arm.ask_slowest(steps=options.block_steps, clip=clip)
         losses[name] += answer["losses"]
         cpu[name].append(answer["cpu_s"] / options.block_steps)
         return answer["seconds"] / options.block_steps
 
-    turns = {name: (lambda name=name: block(name)) for name in orders}
-    alternate(turns, blocks=options.dropped, dropped=0)
+    blocks = {name: partial(block, name) for name in arms}
+    alternate(blocks, blocks=options.dropped, dropped=0)
     tolerance = 0.0 if world_size == 1 else DDP_TOLERANCE
     label = f"losses of {world_size} worker(s) equal those of the {peer}"
     if not found.gate(equal_series(label, losses["ours"], losses[peer], relative=tolerance)):
         return False
-    say(f"{world_size} worker(s): {options.blocks} blocks of {len(orders)} arms")
-    times = alternate(turns, blocks=options.blocks, dropped=0)
+    say(f"{world_size} worker(s): {options.blocks} blocks of {len(arms)} arms")
+    times = alternate(blocks, blocks=options.blocks, dropped=0)
     if world_size == 1:
         found.gate(equal_series(f"{label}, whole run", losses["ours"], losses[peer]))
-    for name in orders:
-        key = "ours" if name == "ours" else name
-        found.arms[f"{key}, {world_size} worker(s)"] = times[name]
-    for name in orders:
+    for name in arms:
+        found.arms[f"{name}, {world_size} worker(s)"] = times[name]
+    for name in arms:
         if name != "ours":
             label = f"{name} / ours, {world_size} worker(s)"
             found.ratios.append(compare(times, of=name, to="ours", name=label, goal=GOAL))
@@ -144,7 +161,7 @@ def _blocks(options: LoopOptions, found: BenchMeasurement, arms: Arms, *, world_
     )
     found.values[f"{world_size} worker(s)"] = {
         "threads": threads_of(options, world_size),
-        "samples_per_s": {name: options.batch / statistics.median(times[name]) for name in orders},
+        "samples_per_s": {name: options.batch / statistics.median(times[name]) for name in arms},
         "cpu_s_per_step": {name: statistics.median(values) for name, values in cpu.items()},
         "losses": losses,
     }
@@ -155,36 +172,30 @@ def _blocks(options: LoopOptions, found: BenchMeasurement, arms: Arms, *, world_
 
 
 def _startups(options: LoopOptions, found: BenchMeasurement, *, folder: Path, text: Path, say: Say) -> None:
-    """Seconds from the start of the process to the first step, each arm alone, in turn."""
+    """Seconds from the start of the process to the first step; one arm at a time, alternating."""
     for world_size in options.workers:
         say(f"{world_size} worker(s): start-up, {options.startups} times each")
-        turns = {
-            "plain": lambda world_size=world_size: _plain_startup(
-                options, world_size=world_size, text=text, folder=folder
-            ),
-            "ours": lambda world_size=world_size: _our_startup(
-                options, world_size=world_size, text=text, folder=folder
-            ),
+        arms = {
+            "plain": partial(_plain_startup, options, world_size=world_size, text=text),
+            "ours": partial(_our_startup, options, world_size=world_size, text=text, folder=folder),
         }
-        times = alternate(turns, blocks=options.startups, dropped=0)
+        times = alternate(arms, blocks=options.startups, dropped=0)
         found.values[f"{world_size} worker(s)"]["startup_s"] = {
             name: {"values": values, "median": median_interval(values).median} for name, values in times.items()
         }
 
 
-def _plain_startup(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> float:
-    with borrowed_environment(), Arms() as arms:
-        os.environ[ADDRESS] = arms.address
+def _plain_startup(options: LoopOptions, *, world_size: int, text: Path) -> float:
+    with ArmServer() as server:
         began = time.time()
-        process = start_plain(options, world_size=world_size, text=text, folder=folder)
-        ready = arms.await_arm("plain", processes=world_size, alive=lambda: process.poll() is None)
-        arms.dismiss("plain")
-        process.wait(timeout=ENDING_S)
+        plain = start_plain(server, options, world_size=world_size, text=text)
+        ready = plain.await_ready()
+        plain.close()
     return ready - began
 
 
 def _our_startup(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> float:
-    """`raytrain train` for a single step: the attempt's event comes right before it."""
+    """`raytrain train` of a single step; the event of the attempt is written right before it."""
     from raytrain.config.decode import dump_yaml
     from raytrain.runs.folder import RunFolder
 

@@ -1,54 +1,35 @@
-"""The two arms of bench `loop`: the same model on the same text, as a job of ours and as a plain script."""
+"""The two arms of bench `loop`: the same model on the same text, as a job of ours and as a plain script.
+
+Our run takes its blocks through an observer (`telemetry.observers`), as a user's own would be: rank 0 waits between
+two blocks, and the other workers wait for its vote. So the time of a block holds the steps, the logged rows, the votes
+and everything else that a run does next to training.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.options import LoopOptions
-from raytrain.errors import InputError, RunError
+from jobs.bench.harness.inputs import write_text
+from jobs.bench.harness.processes import ArmProcesses, ArmServer, JsonConnection, connect
+from raytrain.errors import RunError
+
+if TYPE_CHECKING:
+    from jobs.bench.training.loop import LoopOptions
 
 LOG_EVERY = 10
 
 
-@contextlib.contextmanager
-def borrowed_environment() -> Iterator[None]:
-    """What a bench sets for its processes is taken back at the end."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def make_text(options: LoopOptions, folder: Path) -> Path:
-    """The text as a file whose windows fill every step of an epoch: a plain loop knows no shorter last batch."""
-    if options.text:
-        text = Path(options.text).read_bytes()
-    else:
-        draw = np.random.default_rng(options.seed)
-        words = [bytes(draw.integers(97, 123, size=draw.integers(2, 9)).astype(np.uint8)) for _ in range(400)]
-        rows = (options.dropped + options.blocks) * options.block_steps * options.batch
-        tokens = min(rows * options.context, 4_000_000) + 10_000
-        text = b" ".join(words[i] for i in draw.integers(len(words), size=tokens // 3))[:tokens]
-    steps = (len(text) // options.context - 1) // options.batch
-    if not steps:
-        raise InputError("text", seen=f"{len(text)} bytes", expected="at least one batch of windows")
-    path = folder / "text.txt"
-    path.write_bytes(text[: options.context * (steps * options.batch + 1)])
-    return path
+    """The text that both arms train on."""
+    return write_text(
+        folder, batch=options.batch, context=options.context, steps=total_steps(options), seed=options.seed,
+        source=options.text,
+    )  # fmt: skip
 
 
 def threads_of(options: LoopOptions, world_size: int) -> int:
@@ -62,7 +43,7 @@ def total_steps(options: LoopOptions) -> int:
 
 
 def job_of(options: LoopOptions, *, world_size: int, text: Path, save_dir: Path) -> dict[str, Any]:
-    """The job of our arm, as anybody would write it; a checkpoint at its end only (bench `checkpoint` has those)."""
+    """The job of our arm; it writes one checkpoint, at its end (bench `checkpoint` measures those)."""
     sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "context")}
     steps = total_steps(options)
     return {
@@ -77,30 +58,41 @@ def job_of(options: LoopOptions, *, world_size: int, text: Path, save_dir: Path)
     }
 
 
-def start_plain(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """The plain loop in a process of its own, or in `world_size` of them under torchrun."""
+def start_script(
+    server: ArmServer, arm: str, module: str, options: LoopOptions, *, world_size: int, text: Path,
+    cwd: Path | None = None,
+) -> ArmProcesses:  # fmt: skip
+    """`module` as an arm of its own: one process, or `world_size` of them under torchrun."""
     keys = ("layers", "heads", "width", "context", "batch", "seed")
-    settings = {name: getattr(options, name) for name in keys}
-    settings |= {"text": str(text), "threads": threads_of(options, world_size), "max_steps": total_steps(options)}
-    path = folder / f"plain-{world_size}.json"
-    path.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "jobs.bench.harness.plain", str(path)]
+    settings = {key: getattr(options, key) for key in keys}
+    threads = threads_of(options, world_size)
+    settings |= {"text": str(text), "threads": threads, "max_steps": total_steps(options), "arm": arm}
+    launcher: list[str] = []
     if world_size > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1"]
-        command = [command[0], *torchrun, f"--master-port={port}", *command[1:]]
-    own = {"OMP_NUM_THREADS": str(settings["threads"]), "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / f"plain-{world_size}.log").open("ab") as log:
-        return subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--master-addr=127.0.0.1",
+                    f"--master-port={port}"]  # fmt: skip
+    return ArmProcesses(
+        server, arm, module, settings, connecting=world_size, launcher=launcher,
+        environment={"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}, cwd=cwd,
+    )  # fmt: skip
+
+
+def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, text: Path) -> ArmProcesses:
+    """The plain loop, under DDP where `world_size` is above 1."""
+    return start_script(server, "plain", "jobs.bench.harness.plain", options, world_size=world_size, text=text)
 
 
 class OurRun:
-    """One `train` in a thread of the bench: the driver of our arm, in a Ray that is up already."""
+    """Our arm: one `train` whose driver is a thread of the bench, on a Ray that runs already."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self._job = {**job, "telemetry": {"observers": ["jobs.bench.harness.pace:PaceObserver"]}}
+    ARM = "ours"
+
+    def __init__(self, server: ArmServer, job: dict[str, Any]) -> None:
+        self._server = server
+        self._job = {**job, "telemetry": {"observers": ["jobs.bench.training.loop_arms:BlockObserver"]}}
         self._thread = threading.Thread(target=self._train, daemon=True, name="bench-train")
         self.error = ""
 
@@ -109,23 +101,73 @@ class OurRun:
 
         try:
             train(self._job, quiet=True)
-        except Exception as error:  # told to whoever waits for this arm
+        except Exception as error:  # reported by `join`, or with the error of the arm
             self.error = f"{type(error).__name__}: {error}"
 
     def start(self) -> None:
-        """Begin; the observer calls when the first step is due."""
-        self._thread.start()
+        """Start the run and wait until its first step is due.
 
-    def is_alive(self) -> bool:
-        """Whether the run still goes on."""
-        return self._thread.is_alive()
+        Raises:
+            RunError: the run ended first.
+        """
+        self._thread.start()
+        self._server.await_arm(self.ARM, processes=1, alive=self._thread.is_alive)
+
+    def ask_slowest(self, *, steps: int, **_unused: Any) -> dict[str, Any]:
+        """Train `steps` steps; the answer of rank 0, as of `ArmProcesses.ask_slowest`."""
+        return self._server.ask_slowest(self.ARM, steps=steps)
+
+    def dismiss(self) -> None:
+        """There are no more blocks: the run goes on to its end without waiting."""
+        self._server.dismiss(self.ARM)
 
     def join(self, timeout: float) -> None:
         """Wait for the end of the run.
 
         Raises:
-            RunError: it failed, or does not end.
+            RunError: it failed, or did not end in time.
         """
         self._thread.join(timeout)
         if self._thread.is_alive() or self.error:
             raise RunError(f"our arm did not end well: {self.error or f'still running after {timeout:g} s'}")
+
+
+class BlockObserver:
+    """The observer in rank 0 of our run: waits for the bench before each block and answers after it."""
+
+    def __init__(self) -> None:
+        self._connection: JsonConnection | None = None
+        self._last_step = 0
+        self._began = self._cpu = 0.0
+        self._losses: list[float] = []
+
+    def event(self, row: dict[str, Any]) -> None:
+        """Connect at the event of the attempt, which comes right before the first step: the start-up ends here."""
+        if row["kind"] == "attempt" and self._connection is None:
+            self._connection = connect(arm=OurRun.ARM, rank=0)
+            self._wait()
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Keep the loss of a logged row; at the end of a block, send the seconds and wait for the next."""
+        if self._connection is None:
+            return
+        ended, cpu = time.perf_counter(), time.process_time()
+        self._losses.append(row["loss"])
+        if row["step"] >= self._last_step:
+            self._connection.send({"seconds": ended - self._began, "cpu_s": cpu - self._cpu, "losses": self._losses})
+            self._losses = []
+            self._wait()
+
+    def _wait(self) -> None:
+        assert self._connection is not None
+        steps = self._connection.receive()["steps"]
+        if steps == 0:
+            self.close()
+        self._last_step += steps
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+
+    def close(self) -> None:
+        """Disconnect: the run goes on to its end without waiting."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None

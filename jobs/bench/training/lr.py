@@ -9,30 +9,41 @@ training neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-import torch
+from pydantic import Field
 
+from cluster.config import Positive, Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
-from jobs.bench.harness.options import LrOptions
-from jobs.bench.harness.sessions import session_of
+from jobs.bench.harness.options import BenchOptions
 from jobs.job.spec import load_spec, refuse_later
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
-from raytrain.execution.reporter import SilentReporter
-from raytrain.train.device import rng_state, set_rng_state
-from raytrain.train.optim.build import Schedule
-from raytrain.train.session import Session
 
 SETTLING = 0.05
 """Part of the ramp at whose start the smoothed loss still jumps; no slope is read there."""
 FEWEST = 3
 LEAST_FALL = 0.01
 """The smoothed loss has to fall by this part somewhere, or nothing was learned that advice could rest on."""
+
+
+class LrOptions(BenchOptions):
+    """A learning-rate range test: `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
+
+    MEASURES: ClassVar[str] = "JOB.yaml: the loss over a rising learning rate, and the rate that it suggests: advice"
+    QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
+    IN_ALL: ClassVar[bool] = False
+
+    job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
+    changes: list[Text] = Field([], description="section.key=value over the job, also as arguments")
+    steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
+    lowest: Positive = Field(1e-6, description="learning rate of the first step")
+    highest: Positive = Field(10.0, description="learning rate of the last step")
+    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of the past in the smoothed loss")
+    divergence: float = Field(2.0, gt=1, description="times the least smoothed loss, at which the ramp stops")
 
 
 @dataclass(frozen=True)
@@ -58,18 +69,15 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         InputError: what is wrong with the job, or a ramp that does not rise.
         RunError: the loss was not finite from the first steps on.
     """
+    from jobs.bench.training.lr_ramp import run_ramp
+
     if options.lowest >= options.highest:
         raise InputError("lowest", seen=str(options.lowest), expected=f"below highest, {options.highest}")
     found = BenchMeasurement("lr", quick, options.model_dump(), "one step of the ramp")
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")
-    with _as_it_was():
-        session, plan = session_of(loaded.mapping)
-        precision = str(plan.precision.value_or("fp32"))
-        session.prepare(precision)
-        say(f"{options.steps} steps in {precision}, lr from {options.lowest:g} to {options.highest:g}")
-        rates, losses, diverged = take_ramp(session, options)
+    rates, losses, diverged, precision = run_ramp(loaded, options, say=say)
     if len(losses) < FEWEST:
         raise RunError(f"the loss was not finite after {len(losses)} steps, at lr {diverged}; try a smaller lowest")
     smooth = smoothed(losses, options.smoothing)
@@ -84,63 +92,6 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     found.picture = curve_spec(loaded.spec.name, rates, losses, smooth, advice=advice, own=own.lr)
     found.advice = told(advice, own, options)
     return found
-
-
-class Ramp(Schedule):
-    """From `lowest` to `highest` by equal factors; parameter groups keep the ratios between their rates."""
-
-    def __init__(self, optim: OptimConfig, *, lr: float, lowest: float, highest: float, steps: int) -> None:
-        super().__init__(optim, lr=lr, warmup_steps=0, max_steps=steps)
-        self.lowest, self.rise = lowest, highest / lowest
-
-    def factor(self, step: int) -> float:
-        """Share of the job's own rate at `step` (1-based)."""
-        return self.lowest * self.rise ** ((step - 1) / max(1, self.max_steps - 1)) / self.peak
-
-
-def take_ramp(session: Session, options: LrOptions) -> tuple[list[float], list[float], float | None]:
-    """(learning rates, the loss of each step, the rate at which it diverged or None) of a prepared session."""
-    schedule = session.step.schedule
-    steps = {"lowest": options.lowest, "highest": options.highest, "steps": options.steps}
-    session.step.schedule = Ramp(session.job.optim, lr=schedule.peak, **steps)
-    watch = _Watch(options)
-    loop = session.loop(reporter=watch, should_stop=lambda: watch.diverged is not None)
-    loop.evaluate = None
-    loop.limits = replace(loop.limits, max_steps=options.steps, log_every=1, eval_every=None, patience=None)
-    loop.run(session.state)
-    return watch.rates, watch.losses, watch.diverged
-
-
-class _Watch(SilentReporter):
-    """Keeps what each step says, and notices divergence: a smoothed loss far above the least one, or none at all."""
-
-    def __init__(self, options: LrOptions) -> None:
-        self._options = options
-        self.rates: list[float] = []
-        self.losses: list[float] = []
-        self.diverged: float | None = None
-
-    def metrics(self, row: dict[str, Any]) -> None:
-        if row["kind"] != "train":
-            return
-        if math.isfinite(row["loss"]):
-            self.rates.append(row["lr"])
-            self.losses.append(row["loss"])
-            smooth = smoothed(self.losses, self._options.smoothing)
-            if smooth[-1] <= self._options.divergence * min(smooth):
-                return
-        self.diverged = self.diverged or row["lr"]
-
-
-@contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Afterwards this process's threads and random generators are as they were."""
-    threads, generators = torch.get_num_threads(), rng_state(torch.device("cpu"))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        set_rng_state(generators, torch.device("cpu"))
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:

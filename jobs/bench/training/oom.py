@@ -1,47 +1,68 @@
-"""Bench `oom`: what an out-of-memory error costs a run of two workers, and that it leaves nothing behind.
+"""Bench `oom`: what an out-of-memory error costs a run of two workers, and that it changes nothing.
 
-Two plain processes hold two sessions of one job in float64 and take a step of each in turn: one undisturbed, one in
-which errors are raised on one of the ranks, in forward or backward of some micro-batch. A value is the time of a step:
-of the disturbed session at an error (the dropped passes and the step in halves), and of the undisturbed one at that
-same step. Afterwards the weights of both are compared.
+Two processes hold two sessions of one job in float64 and train a step of each in turn: one session is undisturbed, in
+the other errors are raised on one of the ranks, in forward or backward of some micro-batch. A value is the time of a
+step: of the disturbed session at an error (the dropped passes and the step in halves), and of the undisturbed session
+at that same step. Afterwards the weights of both are compared.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
+from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, compare, median_interval
-from jobs.bench.harness.options import OomOptions
-from raytrain.errors import RunError
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import PAIR, training_pair
 
 GOAL = Goal(at_most=2.5)
 EXACT = 1e-12
-WORKERS = 2
 ERROR, CLEAN = "step with an error", "the same step without"
-PATIENCE_S = 1800.0
+TIMEOUT_S = 1800.0
+
+
+class OomOptions(BenchOptions):
+    """Out-of-memory errors on one of two workers, in steps drawn at random."""
+
+    MEASURES: ClassVar[str] = "what out-of-memory errors on one of two workers cost, and that they change nothing"
+    QUICK: ClassVar[dict[str, Any]] = {
+        "blocks": 3, "steps_between": 4, "layers": 1, "width": 16, "context": 16, "batch": 8, "micro_batch": 2,
+    }  # fmt: skip
+
+    blocks: Count = Field(20, description="errors")
+    steps_between: Annotated[int, Field(ge=2)] = Field(6, description="steps to one error, on average")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(32, description="rows of a step, over both workers")
+    micro_batch: Count = Field(8, description="rows of a micro-batch, before it is halved")
+    grow_after: Count = Field(2, description="loop.grow_after")
+
+    @property
+    def steps(self) -> int:
+        """Of the whole measurement."""
+        return self.blocks * self.steps_between
 
 
 def run(options: OomOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `OomOptions`.
 
     Raises:
-        RunError: a process died, or the two did not come to an end.
+        RunError: a process died, or they did not answer in time.
     """
     found = BenchMeasurement("oom", quick, options.model_dump(), "one optimizer step of two workers")
     errors = plan_errors(options)
-    say(f"{len(errors)} errors in {options.steps} steps, beside as many steps without any")
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder:
-        ranks = _ranks(options, errors, Path(folder))
-    told, seconds = ranks[0]["events"], ranks[0]["seconds"]
+    say(f"{len(errors)} errors in {options.steps} steps, and as many steps without any")
+    settings = {**options.model_dump(), "errors": errors}
+    with training_pair("oom", lambda _folder: settings, answer_timeout_s=TIMEOUT_S) as pair:
+        ranks = pair.ask(steps=options.steps)
+    events, seconds = ranks[0]["events"], ranks[0]["seconds"]
     expected = [{"step": error["step"], "who": [f"rank {error['rank']}"]} for error in errors]
-    found.gate(Check("each error is one event on record", told == expected, f"{len(told)} of {len(errors)}"))
+    found.gate(Check("each error is one event on record", events == expected, f"{len(events)} of {len(errors)}"))
     gap = max(rank["largest_difference"] for rank in ranks)
     detail = f"largest difference {gap:.3g} in float64"
     found.gate(Check("weights are those of the undisturbed run", gap <= EXACT, detail))
@@ -70,45 +91,14 @@ def run(options: OomOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 def plan_errors(options: OomOptions) -> list[dict[str, Any]]:
     """`blocks` errors, one in each stretch of `steps_between` steps: {"step", "rank", "micro_batch", "backward"}."""
     draw = np.random.default_rng(options.seed)
-    micro_batches = max(1, options.batch // (WORKERS * options.micro_batch))
+    micro_batches = max(1, options.batch // (PAIR * options.micro_batch))
     return [
         {
-            # the first step of all also makes the optimizer's state, which is none of the error's costs
+            # not the very first step: it also allocates the optimizer's state, which is no cost of an error
             "step": 2 + index * options.steps_between + int(draw.integers(options.steps_between - 1)),
-            "rank": int(draw.integers(WORKERS)),
+            "rank": int(draw.integers(PAIR)),
             "micro_batch": int(draw.integers(micro_batches)),
             "backward": bool(draw.integers(2)),
         }
         for index in range(options.blocks)
     ]
-
-
-def _ranks(options: OomOptions, errors: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What each rank found."""
-    settings = folder / "settings.json"
-    settings.write_text(json.dumps({**options.model_dump(), "folder": str(folder), "errors": errors}))
-    log = folder / "log"
-    with log.open("ab") as out:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "jobs.bench.training.oom_member", str(settings), str(rank)],
-                stdout=out,
-                stderr=out,
-            )
-            for rank in range(WORKERS)
-        ]
-    try:
-        codes = [process.wait(timeout=PATIENCE_S) for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"the two workers had not ended after {PATIENCE_S:g} s; {_end_of(log)}") from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise RunError(f"the workers ended with exit codes {codes}; {_end_of(log)}")
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(WORKERS)]
-
-
-def _end_of(log: Path) -> str:
-    return f"their log ends with:\n{log.read_text(errors='replace')[-2000:]}"

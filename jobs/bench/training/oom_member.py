@@ -3,52 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from jobs.bench.harness.sessions import Losses, SessionArm
-from jobs.bench.training.oom import WORKERS
-from raytrain.train.memory.allocator import keep_freed_memory
+from jobs.bench.harness.processes import PAIR
+from jobs.bench.harness.sessions import LossLog, SessionArm, serve_pair
 from raytrain.trainable import LossOutput
 
 VOCABULARY = 64
 
 
-def main(path: str, rank: int) -> None:
-    """Take the steps, write what was found."""
-    settings = json.loads(Path(path).read_text())
-    keep_freed_memory()
-    folder = Path(settings["folder"])
-    store = dist.FileStore(str(folder / "store"), WORKERS)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
-    arms = {name: SessionArm(_job(settings), precision="fp64", reporter=Told()) for name in ("clean", "errors")}
-    own = [error for error in settings["errors"] if error["rank"] == rank]
-    Planted(arms["errors"], own)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    sizes = []
-    for step in range(settings["blocks"] * settings["steps_between"]):
-        for name in arms if step % 2 else reversed(arms):
-            seconds[name].append(arms[name].run(1))
-        sizes.append(arms["errors"].session.loader.micro_batch)
-    states = [arm.session.trainable.module.state_dict() for arm in arms.values()]
-    reporter = arms["errors"].reporter
-    assert isinstance(reporter, Told)
-    found = {
-        "seconds": seconds,
-        "sizes": sizes,
-        "events": reporter.shortages,
-        "largest_difference": max(float((states[0][name] - value).abs().max()) for name, value in states[1].items()),
-        "digest": hashlib.sha256(b"".join(value.numpy().tobytes() for value in states[1].values())).hexdigest(),
-    }
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+class OomWorker:
+    """One of the two workers, with an undisturbed and a disturbed session."""
+
+    def __init__(self, settings: dict[str, Any], rank: int) -> None:
+        self._arms = {name: SessionArm(_job(settings), precision="fp64", reporter=OomLog())
+                      for name in ("clean", "errors")}  # fmt: skip
+        InjectedErrors(self._arms["errors"], [error for error in settings["errors"] if error["rank"] == rank])
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Train all steps of both sessions in turn; returns their seconds, and what is compared of them."""
+        arms, sizes = self._arms, []
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for step in range(request["steps"]):
+            for name in arms if step % 2 else reversed(arms):
+                seconds[name].append(arms[name].run(1))
+            sizes.append(arms["errors"].session.loader.micro_batch)
+        clean, disturbed = (arm.session.trainable.module.state_dict() for arm in arms.values())
+        reporter = arms["errors"].reporter
+        assert isinstance(reporter, OomLog)
+        return {
+            "seconds": seconds,
+            "sizes": sizes,
+            "events": reporter.shortages,
+            "largest_difference": max(float((clean[name] - value).abs().max()) for name, value in disturbed.items()),
+            "digest": hashlib.sha256(b"".join(value.numpy().tobytes() for value in disturbed.values())).hexdigest(),
+        }
 
 
 def _job(settings: dict[str, Any]) -> dict[str, Any]:
@@ -68,26 +60,26 @@ def _job(settings: dict[str, Any]) -> dict[str, Any]:
             "micro_batch_size": settings["micro_batch"], "grow_after": settings["grow_after"],
         },
         "scale": {
-            "workers": WORKERS, "mode": "cpu",
+            "workers": PAIR, "mode": "cpu",
             "threads": 1 if settings["threads"] == "auto" else settings["threads"],
         },
     }  # fmt: skip
 
 
-class Told(Losses):
-    """Keeps the events of memory that ran out."""
+class OomLog(LossLog):
+    """A reporter that keeps the out-of-memory events too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shortages: list[dict[str, Any]] = []
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One row."""
+        """Keep an out-of-memory event."""
         if kind == "out_of_memory":
             self.shortages.append({"step": fields["step"], "who": fields["who"]})
 
 
-class Planted:
+class InjectedErrors:
     """Raises `torch.OutOfMemoryError` in a session, once at each place, as an allocator would."""
 
     def __init__(self, arm: SessionArm, errors: list[dict[str, Any]]) -> None:
@@ -104,14 +96,14 @@ class Planted:
         if error is not None and self._count == error["micro_batch"]:
             del self._errors[step]
             if not error["backward"]:
-                raise torch.OutOfMemoryError(f"planted in the forward of step {step}")
-            output.loss.register_hook(lambda _gradient: _refuse(step))
+                raise torch.OutOfMemoryError(f"injected in the forward of step {step}")
+            output.loss.register_hook(lambda _gradient: _raise_in_backward(step))
         return output
 
 
-def _refuse(step: int) -> Tensor:
-    raise torch.OutOfMemoryError(f"planted in the backward of step {step}")
+def _raise_in_backward(step: int) -> Tensor:
+    raise torch.OutOfMemoryError(f"injected in the backward of step {step}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    serve_pair("oom", lambda settings, rank: OomWorker(settings, rank).answer)

@@ -7,17 +7,40 @@ a model of its own, has all gradients in buckets of 64 MiB: what dividing them c
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Count, Positive
+from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare, equal_series
-from jobs.bench.harness.options import LoopOptions
-from jobs.bench.harness.pair import Pair, training_pair
-from jobs.bench.harness.speed_options import OverlapOptions
-from jobs.bench.training.loop_arms import make_text
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import ArmProcesses, training_pair
 from raytrain.autotune.search.precision import WORTHWHILE_GAIN
 
 AFTER, DURING, UNDIVIDED = "after", "during", "undivided"
+
+
+class OverlapOptions(BenchOptions):
+    """Two workers whose gradients are summed after the last backward of a step, or begin to be inside it."""
+
+    MEASURES: ClassVar[str] = (
+        "gradients of two workers summed after the last backward of a step, against sums that begin inside it"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 2, "width": 32, "context": 16, "batch": 8, "micro_batch": 4, "blocks": 3, "block_steps": 2,
+        "bucket_mb": 0.02,
+    }  # fmt: skip
+
+    layers: Count = Field(6, description="of the GPT")
+    width: Count = Field(384, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(8, description="rows of a step, over both workers")
+    micro_batch: Count = Field(4, description="rows of one pass; only the last of a step can overlap")
+    bucket_mb: Positive = Field(4.0, description="MiB at which a bucket is closed; 4 is what a run on a CPU takes")
+    block_steps: Count = Field(5, description="steps of one block")
 
 
 def run(options: OverlapOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -31,16 +54,14 @@ def run(options: OverlapOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 
 def settings_of(options: OverlapOptions, folder: Path) -> dict[str, Any]:
-    """What the two are told."""
-    text = make_text(LoopOptions.model_validate({
-        "batch": options.batch, "context": options.context, "seed": options.seed, "block_steps": options.block_steps,
-        "blocks": 3 * options.blocks,
-    }), folder)  # fmt: skip
+    """Settings of both workers."""
+    steps = (2 + 3 * options.blocks) * options.block_steps
+    text = write_text(folder, batch=options.batch, context=options.context, steps=steps, seed=options.seed)
     sizes = {name: getattr(options, name) for name in ("layers", "width", "context")}
     loop = {"max_steps": 1_000_000, "log_every": 1, "global_batch_size": options.batch}
     loop |= {"micro_batch_size": options.micro_batch}
     return {
-        "store": str(folder / "store"), "bucket_bytes": int(options.bucket_mb * 2**20),
+        "bucket_bytes": int(options.bucket_mb * 2**20),
         "job": {
             "name": "bench-overlap", "seed": options.seed,
             "model": {"builder": "raytrain.models.gpt:gpt", "heads": 4, **sizes},
@@ -51,27 +72,27 @@ def settings_of(options: OverlapOptions, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(options: OverlapOptions, found: BenchMeasurement, pair: Pair, say: Say) -> None:
-    (facts, _) = pair.ask("facts")
+def _measure(options: OverlapOptions, found: BenchMeasurement, pair: ArmProcesses, say: Say) -> None:
+    (facts, _) = pair.ask(what="facts")
     found.values |= {name: facts[name] for name in ("buckets", "gradient_bytes", "accumulation")}
     several = Check("the gradients are more than one bucket", facts["buckets"] > 1, f"{facts['buckets']} buckets")
     if not found.gate(several):
         return
-    one, other = (pair.ask(name, steps=options.block_steps)[0]["losses"] for name in (DURING, UNDIVIDED))
+    one, other = (pair.ask(what=name, steps=options.block_steps)[0]["losses"] for name in (DURING, UNDIVIDED))
     if not found.gate(equal_series("sums during and after the last backward train alike", one, other)):
         return
     say("measuring as a run does at its start")
-    measured = pair.ask("measure")[0]
+    measured = pair.ask(what="measure")[0]
     found.values["auto"] = {name: measured[name] for name in ("value", "reason", "rounds", "seconds")}
     waits: dict[str, list[float]] = {name: [] for name in (AFTER, DURING, UNDIVIDED)}
 
     def block(name: str) -> float:
-        answers = pair.ask(name, steps=options.block_steps)
+        answers = pair.ask(what=name, steps=options.block_steps)
         waits[name].append(statistics.fmean(answer["waited_s"] for answer in answers) / options.block_steps)
         return max(answer["seconds"] for answer in answers) / options.block_steps
 
     say(f"{options.blocks} blocks of {options.block_steps} steps, three arms")
-    times = alternate({name: (lambda name=name: block(name)) for name in waits}, blocks=options.blocks)
+    times = alternate({name: partial(block, name) for name in waits}, blocks=options.blocks)
     found.arms |= times
     found.values["waited_s"] = {name: statistics.median(values[1:]) for name, values in waits.items()}
     share = found.values["waited_s"][AFTER] / statistics.median(times[AFTER])

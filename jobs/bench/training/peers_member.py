@@ -1,7 +1,7 @@
 """One arm of bench `peers` in a process of its own: `python -m jobs.bench.training.peers_member SETTINGS.json`.
 
-Each peer is used as its documentation shows, with nothing switched on that costs time: no logger, no checkpoint, no
-progress bar. All have the model, the batches, the optimizer and the learning rates of the plain loop.
+Each peer is used as its documentation shows, without what would cost time: no logger, no checkpoint, no progress bar.
+All use the model, the batches, the optimizer and the learning rates of the plain loop.
 """
 
 from __future__ import annotations
@@ -17,68 +17,68 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from jobs.bench.harness.lines import Line, dial
 from jobs.bench.harness.plain import PlainLoop, gpt_loop, language_loss
+from jobs.bench.harness.processes import JsonConnection, connect
 from jobs.bench.training.loop_arms import LOG_EVERY
 
 
-class BlockTurns:
-    """Orders and answers around steps that somebody else's loop takes; `begin` before the first, `end` after each.
+class BlockTimer:
+    """Times blocks of steps in a loop that is not ours: `begin` before its first step, `end_step` after each.
 
     Attributes:
-        over: the last block has been taken.
+        over: there are no more blocks.
     """
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, connection: JsonConnection) -> None:
+        self._connection = connection
         self._left = self._number = 0
         self._losses: list[float] = []
         self.over = False
 
     def begin(self) -> None:
-        """Wait for an order."""
-        self._left = self._line.receive()["steps"]
+        """Wait until the bench asks for a block."""
+        self._left = self._connection.receive()["steps"]
         self.over = not self._left
         self._losses, self._began, self._cpu = [], time.perf_counter(), time.process_time()
 
-    def end(self, loss: Tensor) -> None:
-        """A step was taken; at the end of a block answer, and wait for the next order."""
+    def end_step(self, loss: Tensor) -> None:
+        """A step has been trained; at the end of a block, answer and wait for the next."""
         self._number += 1
         self._left -= 1
         if self._number % LOG_EVERY == 0:
             self._losses.append(loss.item())
         if self._left == 0:
             seconds, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu
-            self._line.send({"seconds": seconds, "cpu_s": cpu_s, "losses": self._losses})
+            self._connection.send({"seconds": seconds, "cpu_s": cpu_s, "losses": self._losses})
             self.begin()
 
 
-def plain(loop: PlainLoop, turns: BlockTurns) -> None:
-    """The loop itself, with torch's clip."""
-    turns.begin()
-    while not turns.over:
-        turns.end(loop.step())
+def plain(loop: PlainLoop, timer: BlockTimer) -> None:
+    """The plain loop itself, with torch's clip."""
+    timer.begin()
+    while not timer.over:
+        timer.end_step(loop.step())
 
 
-def accelerate(loop: PlainLoop, turns: BlockTurns) -> None:
+def accelerate(loop: PlainLoop, timer: BlockTimer) -> None:
     """Accelerate's loop."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
     model, optimizer, scheduler = accelerator.prepare(loop.model, loop.optimizer, schedule)
-    turns.begin()
-    while not turns.over:
+    timer.begin()
+    while not timer.over:
         optimizer.zero_grad()
         loss = language_loss(model, next(loop.batches))
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        turns.end(loss.detach())
+        timer.end_step(loss.detach())
 
 
-def lightning(loop: PlainLoop, turns: BlockTurns) -> None:
+def lightning(loop: PlainLoop, timer: BlockTimer) -> None:
     """Lightning's loop."""
     import lightning as L  # pyright: ignore[reportMissingImports]
 
@@ -94,13 +94,13 @@ def lightning(loop: PlainLoop, turns: BlockTurns) -> None:
             schedule = LambdaLR(loop.optimizer, lambda done: loop.factor(done + 1))
             return {"optimizer": loop.optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    class InTurns(L.Callback):
+    class EndSteps(L.Callback):
         def on_train_start(self, *_about: Any) -> None:
-            turns.begin()
+            timer.begin()
 
         def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_about: Any) -> None:
-            turns.end(outputs["loss"])
-            trainer.should_stop = turns.over
+            timer.end_step(outputs["loss"])
+            trainer.should_stop = timer.over
 
     class Batches:
         def __iter__(self) -> Iterator[Any]:
@@ -108,18 +108,18 @@ def lightning(loop: PlainLoop, turns: BlockTurns) -> None:
 
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=1.0, callbacks=[InTurns()], min_steps=None, **off
+        accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=1.0, callbacks=[EndSteps()], min_steps=None, **off
     )
     trainer.fit(Module(), train_dataloaders=Batches())
 
 
 def main(path: str) -> None:
-    """Obey the bench's orders until the last."""
+    """Run the loop of one arm until the bench sends zero steps."""
     settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
     loop = gpt_loop(settings, clip="torch", rank=0, world_size=1)
-    turns = BlockTurns(dial(arm=settings["arm"], rank=0))
-    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, turns)
+    timer = BlockTimer(connect(arm=settings["arm"], rank=0))
+    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[settings["arm"]](loop, timer)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from jobs.bench.harness.lines import await_end
+from pydantic import Field
+
+from cluster.config import Count
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, median_interval
-from jobs.bench.harness.options import RecoveryOptions
-from jobs.bench.training.loop_arms import borrowed_environment
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import await_exit, restored_environment
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 
@@ -35,6 +38,20 @@ HOST, WORKER = "expert host", "worker"
 TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 
 
+class RecoveryOptions(BenchOptions):
+    """Deaths of an expert host and of a worker in a run of the default recipe."""
+
+    MEASURES: ClassVar[str] = "how long a run stands still when an expert host dies, against a dead worker"
+    QUICK: ClassVar[dict[str, Any]] = {"blocks": 1, "layers": 1, "width": 32, "steps_between": 12, "save_every": 5}
+
+    blocks: Count = Field(5, description="deaths of each kind")
+    hosts: Count = Field(2, description="expert hosts")
+    layers: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    save_every: Count = Field(10, description="steps between checkpoints")
+    steps_between: Count = Field(40, description="steps from one recovery to the next death")
+
+
 def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `RecoveryOptions`.
 
@@ -44,14 +61,14 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     found = BenchMeasurement(
         "recovery", quick, options.model_dump(), "seconds from the kill to the next committed step"
     )
-    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, borrowed_environment():
+    with tempfile.TemporaryDirectory(prefix="rtb-") as folder, restored_environment():
         os.environ[MARK] = uuid.uuid4().hex
         command = RecoveryCommand(options, Path(folder))
         try:
             say("starting a run")
             command.await_step(options.steps_between)
             say(f"{options.blocks} deaths of an expert host and of a worker, in turn")
-            turns = {kind: (lambda kind=kind: command.survive(kind)) for kind in (HOST, WORKER)}
+            turns = {kind: partial(command.survive, kind) for kind in (HOST, WORKER)}
             times = alternate(turns, blocks=options.blocks, dropped=0)
             events = command.run.read_rows(command.run.events)
         finally:
@@ -155,4 +172,4 @@ class RecoveryCommand:
     def end(self) -> None:
         """Stop it as a user would; it saves and leaves."""
         self.process.send_signal(signal.SIGTERM)
-        await_end(self.process, within_s=60.0)
+        await_exit(self.process, within_s=60.0)

@@ -7,13 +7,17 @@ how many micro-batches differs. The slow worker computes every pass several time
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Count
+from jobs.bench.harness.inputs import write_text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare
-from jobs.bench.harness.options import LoopOptions, UnequalOptions
-from jobs.bench.harness.pair import Pair, training_pair
-from jobs.bench.training.loop_arms import make_text
+from jobs.bench.harness.options import BenchOptions
+from jobs.bench.harness.processes import ArmProcesses, training_pair
 from raytrain.errors import InputError
 
 #: Seconds per step with equal shares over those with measured ones, one worker being half as fast.
@@ -21,6 +25,24 @@ GOAL = Goal(at_least=1.35)
 #: Largest difference of a gradient in float64 from that of one process.
 GRADIENT_GAP = 1e-12
 EQUAL, MEASURED = "equal shares", "measured shares"
+
+
+class UnequalOptions(BenchOptions):
+    """Two workers of which one is half as fast: shares by measured speed against equal ones."""
+
+    MEASURES: ClassVar[str] = "two workers of unequal speed: shares of a batch as measured against equal ones"
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "width": 16, "context": 16, "batch": 12, "micro_batch": 1, "blocks": 3, "block_steps": 2,
+    }  # fmt: skip
+
+    blocks: Count = Field(15, description="repetitions that are kept; each runs one block of both arms")
+    block_steps: Count = Field(5, description="steps of one block")
+    layers: Count = Field(2, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(96, description="rows of a step, over both workers")
+    micro_batch: Count = Field(4, description="rows of one forward and backward pass")
+    slowness: Count = Field(2, description="times as long as the passes of the second worker take")
 
 
 def run(options: UnequalOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -42,16 +64,14 @@ def run(options: UnequalOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 
 def settings_of(options: UnequalOptions, folder: Path) -> dict[str, Any]:
-    """What the two are told."""
-    text = make_text(LoopOptions.model_validate({
-        "batch": options.batch, "context": options.context, "seed": options.seed, "block_steps": options.block_steps,
-        "blocks": 2 * options.blocks,
-    }), folder)  # fmt: skip
+    """Settings of both workers."""
+    steps = (2 + 2 * options.blocks) * options.block_steps
+    text = write_text(folder, batch=options.batch, context=options.context, steps=steps, seed=options.seed)
     sizes = {name: getattr(options, name) for name in ("layers", "width", "context")}
     loop = {"max_steps": 1_000_000, "log_every": options.block_steps}
     loop |= {"global_batch_size": options.batch, "micro_batch_size": options.micro_batch}
     return {
-        "store": str(folder / "store"), "slowness": options.slowness,
+        "slowness": options.slowness,
         "job": {
             "name": "bench-unequal", "seed": options.seed,
             "model": {"builder": "raytrain.models.gpt:gpt", "heads": 4, **sizes},
@@ -62,25 +82,25 @@ def settings_of(options: UnequalOptions, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measure(options: UnequalOptions, found: BenchMeasurement, pair: Pair, say: Say) -> None:
+def _measure(options: UnequalOptions, found: BenchMeasurement, pair: ArmProcesses, say: Say) -> None:
     for name in (EQUAL, MEASURED):
-        pair.ask(name)  # optimizer state, allocator
+        pair.ask(what=name)  # optimizer state, allocator
     say("measuring the two workers")
-    measured = pair.ask("measure")
+    measured = pair.ask(what="measure")
     found.values |= {key: measured[0][key] for key in ("reason", "rows", "pass_s")}
     found.values["probe_s"] = max(answer["seconds"] for answer in measured)
     moved = found.gate(Check("the shares as measured are unequal", bool(measured[0]["rows"]), measured[0]["reason"]))
-    gap = max(answer["gap"] for answer in pair.ask("check"))
+    gap = max(answer["gap"] for answer in pair.ask(what="check"))
     label = f"in float64 the gradient over unequal shares is that of one process within {GRADIENT_GAP:g}"
     if not found.gate(Check(label, gap <= GRADIENT_GAP, f"largest difference {gap:.3g}")) or not moved:
         return
 
     def block(name: str) -> float:
-        answers = pair.ask(name, steps=options.block_steps)
+        answers = pair.ask(what=name, steps=options.block_steps)
         return max(answer["seconds"] for answer in answers) / options.block_steps
 
     say(f"{options.blocks} blocks of {options.block_steps} steps, two arms")
-    times = alternate({name: (lambda name=name: block(name)) for name in (EQUAL, MEASURED)}, blocks=options.blocks)
+    times = alternate({name: partial(block, name) for name in (EQUAL, MEASURED)}, blocks=options.blocks)
     found.arms |= times
     ratio = compare(times, of=EQUAL, to=MEASURED, name=f"{EQUAL} / {MEASURED}", goal=GOAL)
     found.ratios.append(ratio)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs.bench.harness.command import bench_verb
-from jobs.bench.harness.traces import draw_trace, read_trace
+from jobs.bench.harness.inputs import draw_trace, read_trace
 from raytrain.errors import InputError
 
 
@@ -75,9 +75,9 @@ def test_a_trace_of_ones_own_is_scored_from_its_second_window_on(bench: Callable
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "0 windows"),
-        ('{"step": 1, "layers": [[1, 2]]}\n', "1 windows"),
-        ('{"layers": [[1, 2]]}\n{"layers": [[1, 2, 3]]}\n', "window 2 of another shape"),
+        ("", "0 intervals"),
+        ('{"step": 1, "layers": [[1, 2]]}\n', "1 intervals"),
+        ('{"layers": [[1, 2]]}\n{"layers": [[1, 2, 3]]}\n', "interval 2 of another shape"),
         ('{"layers": [[1, 2]]}\n{"layers": [[1, -2]]}\n', "line 2"),
         ('{"layers": [[1, 2]]}\nnot json\n', "line 2"),
         ('{"layers": [[1, 2]]}\n{"rows": []}\n', "line 2"),
@@ -96,7 +96,7 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -
 
 
 def test_the_drawn_trace_drifts_and_keeps_its_rows() -> None:
-    keys: dict[str, Any] = {"windows": 6, "layers": 2, "experts": 32, "sigma": 1.0, "rows": 10_000, "seed": 0}
+    keys: dict[str, Any] = {"intervals": 6, "layers": 2, "experts": 32, "sigma": 1.0, "rows": 10_000, "seed": 0}
     calm, wild = (draw_trace(drift=drift, **keys) for drift in (0.01, 0.5))
     assert calm == draw_trace(drift=0.01, **keys)
     assert all(sum(row) == 10_000 for trace in (calm, wild) for window in trace for row in window)

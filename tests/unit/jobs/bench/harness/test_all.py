@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.bench.harness.all import chosen, count_line, keys_by_bench, markdown, table
+from jobs.bench.all import AllOptions, chosen, keys_by_bench
 from jobs.bench.harness.command import options_of
-from jobs.bench.harness.options import BENCHES, AllOptions
+from jobs.bench.harness.options import find_benches
+from jobs.bench.harness.summary import count_line, markdown, table
 from raytrain.errors import InputError
 
 
@@ -38,14 +39,14 @@ def test_claims_and_ratios_with_a_goal_become_rows_with_their_verdicts() -> None
         ("loop", "c / d: at most 1.0", figure, "not reproduced"),
     ]
     assert [row[3] for row in told[4:]] == ["not measurable here"] * 3, "small sizes, or a gate that failed"
-    assert told[6][:2] == ("oom", BENCHES["oom"][1]) and len(told) == 7
+    assert told[6][:2] == ("oom", find_benches()["oom"].measures) and len(told) == 7
     lines = markdown(rows)
     assert all(line.count("|") == 5 for line in lines) and len(lines) == 9
     assert count_line(rows).startswith("7 claims: 1 reproduced, 3 not reproduced, 3 not measurable here")
 
 
 def test_all_is_every_bench_but_advice_and_itself_and_their_keys_reach_them() -> None:
-    assert set(chosen(AllOptions())) == set(BENCHES) - {"all", "lr"}
+    assert set(chosen(AllOptions())) == set(find_benches()) - {"all", "lr"}
     assert chosen(AllOptions(only=["oom", "loop"], skip=["oom"])) == ["loop"]
     options = options_of("all", ["loop.blocks=3", "oom.blocks=4", "loop.workers=[1]", "dir=x"], quick=False)
     assert isinstance(options, AllOptions) and options.dir == "x"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs.bench.harness.command import bench_verb, list_lines, options_of
-from jobs.bench.harness.options import BENCHES
+from jobs.bench.harness.options import find_benches
 from raytrain.errors import InputError
 
 # ---------------------------------------------------------------- what benches count
@@ -40,13 +40,13 @@ def test_peak_bytes_by_length_are_told_by_their_shape() -> None:
 
 def test_the_list_names_every_bench() -> None:
     lines = list_lines()
-    assert [line.split()[0] for line in lines] == list(BENCHES)
-    assert {"loop", "precision", "checkpoint"} <= set(BENCHES)
+    assert [line.split()[0] for line in lines] == list(find_benches())
+    assert {"loop", "precision", "checkpoint"} <= set(find_benches())
 
 
-@pytest.mark.parametrize("name", sorted(BENCHES))
+@pytest.mark.parametrize("name", sorted(find_benches()))
 def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str) -> None:
-    kind, _ = BENCHES[name]
+    kind = find_benches()[name].options
     usual, quick = options_of(name, [], quick=False), options_of(name, [], quick=True)
     assert set(kind.QUICK) <= set(kind.model_fields) and quick.blocks <= usual.blocks
     assert options_of(name, ["blocks=7"], quick=True).blocks == 7
@@ -83,4 +83,4 @@ def test_listing_benches_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == len(BENCHES) + 1
+    assert len(done.stdout.splitlines()) == len(find_benches()) + 1

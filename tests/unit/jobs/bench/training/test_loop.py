@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.bench.harness.lines import ADDRESS, Arms, dial
-from jobs.bench.harness.options import LoopOptions
-from jobs.bench.harness.pace import PaceObserver
 from jobs.bench.harness.plain import gpt_loop
+from jobs.bench.harness.processes import ArmServer, connect
 from jobs.bench.harness.sessions import SessionArm
-from jobs.bench.training.loop_arms import job_of, make_text
+from jobs.bench.training.loop import LoopOptions
+from jobs.bench.training.loop_arms import BlockObserver, job_of, make_text
 from raytrain.errors import RunError
 
 SMALL = {**LoopOptions.QUICK, "threads": 1}
@@ -46,10 +45,9 @@ def test_the_plain_loop_takes_our_steps_over_the_end_of_an_epoch(tmp_path: Path)
     assert near == pytest.approx(exact, rel=1e-4)
 
 
-def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Arms() as arms:
-        monkeypatch.setenv(ADDRESS, arms.address)
-        pace, seen = PaceObserver(), []
+def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last() -> None:
+    with ArmServer() as server:
+        pace, seen = BlockObserver(), []
 
         def train() -> None:
             pace.event({"kind": "decision"})  # before the attempt nothing waits
@@ -60,24 +58,23 @@ def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last(monkeypatch
 
         thread = threading.Thread(target=train, daemon=True)
         thread.start()
-        arms.await_arm("ours", processes=1, alive=thread.is_alive)
+        server.await_arm("ours", processes=1, alive=thread.is_alive)
         assert seen == []
-        first = arms.order("ours", {"steps": 20})
+        first = server.ask_slowest("ours", steps=20)
         assert first["losses"] == [10.0, 20.0] and first["seconds"] > 0 and seen == [10, 20]
-        assert arms.order("ours", {"steps": 10})["losses"] == [30.0]
-        arms.dismiss("ours")
+        assert server.ask_slowest("ours", steps=10)["losses"] == [30.0]
+        server.dismiss("ours")
         thread.join(10)
         assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
 
 
-def test_an_arm_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Arms() as arms:
-        monkeypatch.setenv(ADDRESS, arms.address)
+def test_an_arm_that_dies_is_named() -> None:
+    with ArmServer() as server:
         with pytest.raises(RunError, match="'plain' ended before"):
-            arms.await_arm("plain", processes=1, alive=lambda: False)
-        line = dial(arm="plain", rank=0)
-        arms.await_arm("plain", processes=1, alive=lambda: True)
+            server.await_arm("plain", processes=1, alive=lambda: False)
+        line = connect(arm="plain", rank=0)
+        server.await_arm("plain", processes=1, alive=lambda: True)
         line.close()
         with pytest.raises((RunError, OSError)):
-            arms.order("plain", {"steps": 1})
-    assert not Path(arms.folder).exists()
+            server.ask("plain", steps=1)
+    assert not Path(server.folder).exists()

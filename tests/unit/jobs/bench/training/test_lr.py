@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from jobs.bench.harness.command import bench_verb, options_of
-from jobs.bench.harness.options import LrOptions
-from jobs.bench.training.lr import Ramp, advise, smoothed
+from jobs.bench.training.lr import LrOptions, advise, smoothed
+from jobs.bench.training.lr_ramp import Ramp
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 

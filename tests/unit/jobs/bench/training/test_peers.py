@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jobs.bench.harness.command import bench_verb
-from jobs.bench.training.peers_member import BlockTurns
+from jobs.bench.training.peers_member import BlockTimer
 
 
 def test_without_the_peers_nothing_is_started_and_the_table_says_why(
@@ -40,12 +40,12 @@ class Orders:
 
 def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_it_all() -> None:
     line = Orders(20, 10, 0)
-    turns = BlockTurns(line)  # type: ignore[arg-type]
-    turns.begin()
+    timer = BlockTimer(line)  # type: ignore[arg-type]
+    timer.begin()
     taken = 0
-    while not turns.over:
+    while not timer.over:
         taken += 1
-        turns.end(torch.tensor(float(taken)))
+        timer.end_step(torch.tensor(float(taken)))
     assert taken == 30 and not line.steps
     assert [answer["losses"] for answer in line.answers] == [[10.0, 20.0], [30.0]]
     assert all(answer["seconds"] > 0 for answer in line.answers)
@@ -65,6 +65,6 @@ def test_each_loop_takes_the_steps_of_the_plain_one(name: str, tmp_path: Path, m
                 "text": "text.txt"}  # fmt: skip
     reference = gpt_loop(settings, clip="torch", rank=0, world_size=1).run(30)
     line = Orders(20, 10, 0)
-    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTurns(line))  # type: ignore[arg-type]
+    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTimer(line))  # type: ignore[arg-type]
     losses = [loss for answer in line.answers for loss in answer["losses"]]
     assert losses == pytest.approx(reference, rel=1e-6)

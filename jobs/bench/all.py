@@ -11,15 +11,31 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Text
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Say
-from jobs.bench.harness.options import BENCHES, AllOptions
+from jobs.bench.harness.options import BenchOptions, find_benches
+from jobs.bench.harness.summary import count_line, markdown, table
 from raytrain.errors import InputError
 from raytrain.runs.records import plain
 
-VERDICTS = ("reproduced", "not reproduced", "not measurable here")
-SAID_AT_MOST = 2000
+LOG_TAIL = 2000
+
+
+class AllOptions(BenchOptions):
+    """Every bench, and one table: `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
+
+    MEASURES: ClassVar[str] = "every bench, and one table of what was claimed and what this machine says"
+    IN_ALL: ClassVar[bool] = False
+    OUT: ClassVar[str | None] = "benchmarks.json"
+
+    only: list[Text] = Field([], description="these benches alone; none: all but lr")
+    skip: list[Text] = Field([], description="not these")
+    changes: list[Text] = Field([], description="NAME.key=value for single benches, also as arguments")
+    dir: Text = Field("runs/bench/all", description="folder of their documents; one that is there is not measured anew")
 
 
 def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -38,7 +54,7 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         if path.exists():
             say(f"{name}: taken from {path}")
         else:
-            say(f"{name}: {BENCHES[name][1]}")
+            say(f"{name}: {find_benches()[name].measures}")
             why = _measured(name, keys.get(name, []), path, quick=quick)
             if why:
                 found.gate(Check(name, False, why))
@@ -55,7 +71,7 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 def chosen(options: AllOptions) -> list[str]:
     """The benches to run, in the order of the list."""
-    known = [name for name, (kind, _) in BENCHES.items() if kind.IN_ALL]
+    known = [name for name, bench in find_benches().items() if bench.options.IN_ALL]
     for name in [*options.only, *options.skip]:
         if name not in known:
             raise InputError("only" if name in options.only else "skip", seen=name, expected=f"of {', '.join(known)}")
@@ -79,47 +95,7 @@ def _measured(name: str, keys: list[str], path: Path, *, quick: bool) -> str:
     command = [sys.executable, "-m", "jobs", "bench", name, *keys, "--out", str(path), *(["--quick"] if quick else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     path.with_suffix(".log").write_text(done.stdout)
-    return "" if path.exists() else f"exit {done.returncode}: {done.stdout[-SAID_AT_MOST:].strip()}"
-
-
-def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for each claim, and for each ratio that has a goal: {bench, claim, figure, verdict}."""
-    rows: list[dict[str, str]] = []
-    for name, document in documents.items():
-        for claim in document["claims"]:
-            rows.append({"bench": name, "claim": claim["effect"], "figure": claim["evidence"],
-                         "verdict": claim["verdict"]})  # fmt: skip
-        for ratio in document["ratios"]:
-            if ratio["goal"] is not None:
-                verdict = VERDICTS[2] if document["quick"] else VERDICTS[0] if ratio["met"] else VERDICTS[1]
-                rows.append({"bench": name, "claim": f"{ratio['name']}: {_goal(ratio['goal'])}",
-                             "figure": _figure(ratio), "verdict": verdict})  # fmt: skip
-        if not document["gate"]["passed"]:
-            rows.append({"bench": name, "claim": BENCHES[name][1], "figure": "its arms do not compute the same thing",
-                         "verdict": VERDICTS[2]})  # fmt: skip
-    return [{key: " ".join(value.split()) for key, value in row.items()} for row in rows]
-
-
-def _goal(goal: Mapping[str, Any]) -> str:
-    least, most = goal["at_least"], goal["at_most"]
-    return f"at least {least}" if least is not None else f"at most {most}"
-
-
-def _figure(ratio: Mapping[str, Any]) -> str:
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] over {len(ratio['values'])} blocks"
-
-
-def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """The table as a README shows it."""
-    cells = ("bench", "claim", "figure", "verdict")
-    head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
-    return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in cells) + " |" for row in rows)]
-
-
-def count_line(rows: list[dict[str, str]]) -> str:
-    """How many claims stand."""
-    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
-    return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return "" if path.exists() else f"exit {done.returncode}: {done.stdout[-LOG_TAIL:].strip()}"
 
 
 def machine_line(documents: Mapping[str, Mapping[str, Any]]) -> str:

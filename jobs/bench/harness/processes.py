@@ -1,0 +1,281 @@
+"""Processes that a bench measures: it starts them, asks them for one block at a time, and ends them.
+
+Every process connects to the bench over a Unix socket and sends one JSON message per line. The bench asks one arm at a
+time with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
+
+The bench's side is `ArmServer` and, for each arm, `ArmProcesses`; a process uses `serve_blocks`, or `connect` where the
+steps are those of somebody else's loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raytrain.errors import RunError
+
+#: Environment variable with the path of the bench's socket; Ray's workers inherit it from the driver.
+ADDRESS = "RAYTRAIN_BENCH_SOCKET"
+#: Seconds within which an arm has to answer.
+ANSWER_TIMEOUT_S = 180.0
+#: Seconds within which a process has to exit after its last block.
+EXIT_TIMEOUT_S = 20.0
+LOG_TAIL = 2000
+#: Workers of a `training_pair`.
+PAIR = 2
+
+
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """Restores the environment variables of this process on exit."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class JsonConnection:
+    """One end of a socket that carries one JSON message per line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._file = connection.makefile("rw", encoding="utf-8", newline="\n")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one message."""
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for one message.
+
+        Raises:
+            RunError: the other end closed the connection, or sent nothing within the socket's timeout.
+        """
+        try:
+            text = self._file.readline()
+        except TimeoutError as error:
+            raise RunError(f"the other process sent nothing within {self._socket.gettimeout():g} s") from error
+        if not text:
+            raise RunError("the other process closed the connection")
+        return json.loads(text)
+
+    def close(self) -> None:
+        """Close the connection."""
+        for end in (self._file, self._socket):
+            with contextlib.suppress(OSError):  # unsent bytes for a process that has exited
+                end.close()
+
+
+# -- in the measured processes --------------------------------------------------------------------
+
+
+def connect(*, arm: str, rank: int) -> JsonConnection:
+    """Connect to the bench as a process of `arm` that is ready; the arm's start-up ends with this call."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(os.environ[ADDRESS])
+    line = JsonConnection(connection)
+    line.send({"arm": arm, "rank": rank, "time": time.time()})
+    return line
+
+
+def serve_blocks(arm: str, rank: int, run_block: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Connect, then answer every request with `run_block(request)` until the bench sends zero steps."""
+    line = connect(arm=arm, rank=rank)
+    while (request := line.receive())["steps"]:
+        line.send(run_block(request))
+    line.close()
+
+
+# -- in the bench ---------------------------------------------------------------------------------
+
+
+class ArmServer:
+    """The bench's end of all connections, by arm; a context manager.
+
+    Attributes:
+        folder: private temporary folder for settings, logs and results; removed at the end.
+        address: path of the socket; exported as `ADDRESS` while the server is open.
+    """
+
+    def __init__(self, *, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="rtb-"))  # mode 0700, and short: socket paths end at 107 bytes
+        self.address = str(self.folder / "s")
+        self._answer_timeout_s = answer_timeout_s
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(64)
+        self._listener.settimeout(0.5)
+        self._connections: dict[str, list[JsonConnection]] = {}
+        self._ready: dict[str, float] = {}
+        self._environment = restored_environment()
+
+    def __enter__(self) -> ArmServer:
+        self._environment.__enter__()
+        os.environ[ADDRESS] = self.address
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for connections in self._connections.values():
+            for connection in connections:
+                connection.close()
+        self._listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._environment.__exit__(*exception)
+
+    def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> float:
+        """Wait until all processes of `arm` have connected; returns the Unix time at which the last was ready.
+
+        Processes of other arms that connect meanwhile are kept.
+
+        Raises:
+            RunError: the arm ended first.
+        """
+        connections = self._connections.setdefault(arm, [])
+        while len(connections) < processes:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if not alive():
+                    raise RunError(f"the arm {arm!r} ended before its first step") from None
+                continue
+            connection.settimeout(self._answer_timeout_s)
+            line = JsonConnection(connection)
+            hello = line.receive()
+            self._connections.setdefault(hello["arm"], []).append(line)
+            self._ready[hello["arm"]] = max(self._ready.get(hello["arm"], 0.0), hello["time"])
+        return self._ready[arm]
+
+    def ask(self, arm: str, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
+        """Send a request to every process of an arm and return their answers."""
+        for connection in self._connections[arm]:
+            connection.send({"steps": steps, **more})
+        return [connection.receive() for connection in self._connections[arm]]
+
+    def ask_slowest(self, arm: str, *, steps: int = 1, **more: Any) -> dict[str, Any]:
+        """`ask`, but return only the answer of the slowest process (the largest "seconds")."""
+        return max(self.ask(arm, steps=steps, **more), key=lambda answer: answer["seconds"])
+
+    def dismiss(self, arm: str) -> None:
+        """Tell the processes of an arm that there are no more blocks, and forget them."""
+        self._ready.pop(arm, None)
+        for connection in self._connections.pop(arm, []):
+            with contextlib.suppress(OSError):
+                connection.send({"steps": 0})
+            connection.close()
+
+
+class ArmProcesses:
+    """The processes of one arm, each `python -m MODULE SETTINGS.json RANK`; they share one log file.
+
+    Args:
+        module: dotted name of what they run.
+        settings: written to SETTINGS.json.
+        processes: how many are started; `connecting` of them (default: all) connect to the bench.
+        launcher: arguments before `-m MODULE`, such as those of torchrun.
+        environment: variables that they get besides those of the bench.
+        cwd: their working directory.
+    """
+
+    def __init__(
+        self, server: ArmServer, arm: str, module: str, settings: Mapping[str, Any], *, processes: int = 1,
+        connecting: int | None = None, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.server, self.arm = server, arm
+        self._connecting = processes if connecting is None else connecting
+        path, self._log = server.folder / f"{arm}.json", server.folder / f"{arm}.log"
+        path.write_text(json.dumps(settings))
+        command = [sys.executable, *launcher, "-m", module, str(path)]
+        with self._log.open("ab") as log:
+            self._processes = [
+                subprocess.Popen(
+                    [*command, str(rank)], stdout=log, stderr=log, env={**os.environ, **(environment or {})}, cwd=cwd
+                )
+                for rank in range(processes)
+            ]
+
+    def await_ready(self) -> float:
+        """Wait until they have connected; returns the Unix time at which the last was ready.
+
+        Raises:
+            RunError: with the end of their log, if one of them exited.
+        """
+        try:
+            return self.server.await_arm(self.arm, processes=self._connecting, alive=self._is_alive)
+        except RunError as error:
+            raise RunError(f"{error}; {self.log_tail()}") from error
+
+    def ask(self, *, steps: int = 1, **more: Any) -> list[dict[str, Any]]:
+        """Send a request to all that are connected and return their answers.
+
+        Raises:
+            RunError: with the end of their log, if one of them exited or did not answer in time.
+        """
+        try:
+            return self.server.ask(self.arm, steps=steps, **more)
+        except (RunError, OSError) as error:
+            raise RunError(f"{self.arm}: {error}; {self.log_tail()}") from error
+
+    def ask_slowest(self, *, steps: int = 1, **more: Any) -> dict[str, Any]:
+        """`ask`, but return only the answer of the slowest process (the largest "seconds")."""
+        return max(self.ask(steps=steps, **more), key=lambda answer: answer["seconds"])
+
+    def close(self, *, kill: bool = False) -> None:
+        """Dismiss them and wait until they exit; they are killed with `kill`, or if they do not exit in time."""
+        self.server.dismiss(self.arm)
+        for process in self._processes:
+            if kill:
+                process.kill()
+            await_exit(process)
+
+    def log_tail(self) -> str:
+        """The end of their log, as part of a sentence."""
+        return f"its log ends with:\n{self._log.read_text(errors='replace')[-LOG_TAIL:]}"
+
+    def _is_alive(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
+
+@contextlib.contextmanager
+def training_pair(
+    arm: str, settings_of: Callable[[Path], dict[str, Any]], *, answer_timeout_s: float = ANSWER_TIMEOUT_S
+) -> Iterator[ArmProcesses]:
+    """Two workers of one thread each that run `jobs.bench.training.<arm>_member` and are ready.
+
+    Args:
+        settings_of: returns their settings and may write files to the folder that it gets; "store" is added, the file
+            by which they find each other (see `sessions.serve_pair`).
+    """
+    with ArmServer(answer_timeout_s=answer_timeout_s) as server:
+        settings = {**settings_of(server.folder), "store": str(server.folder / "store")}
+        one_thread = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        pair = ArmProcesses(
+            server, arm, f"jobs.bench.training.{arm}_member", settings, processes=PAIR, environment=one_thread
+        )
+        try:
+            pair.await_ready()
+            yield pair
+        finally:
+            pair.close()
+
+
+def await_exit(process: subprocess.Popen[Any], *, within_s: float = EXIT_TIMEOUT_S) -> None:
+    """Wait for a process that was asked to exit; it is killed if it does not."""
+    try:
+        process.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
