@@ -23,7 +23,7 @@ from raytrain.trainable import Trainable
 
 
 def source_facts(source: Source) -> dict[str, Any]:
-    """What a builder may take from the data by parameter name, where the YAML does not give it."""
+    """Facts about the data that a builder may take by parameter name if the YAML does not set them."""
     facts: dict[str, Any] = {
         "vocab_size": source.vocab_size, "num_classes": source.classes, "class_names": source.class_names
     }  # fmt: skip
@@ -38,14 +38,14 @@ def source_facts(source: Source) -> dict[str, Any]:
 def build_trainable(
     job_model: ModelConfig, *, sections: dict[str, Any], facts: dict[str, Any], initial: bool = True
 ) -> Trainable:
-    """Call the builder (or take the module given in Python) and wrap the result; with the weights of `init_from`.
+    """Call the builder, or take the module given in Python, as a `Trainable`; load the weights of `init_from`.
 
     Args:
-        initial: False where a checkpoint's weights will take their place.
+        initial: False if the weights will be restored from a checkpoint instead.
 
     Raises:
-        InputError: a builder that cannot be imported, keys it does not take, a result that is no module, weights that
-            do not fit.
+        InputError: the builder cannot be imported, does not accept the keys or does not return a module, or the
+            weights do not fit.
     """
     weights = StartingWeights.at(job_model.init_from) if initial and job_model.init_from is not None else None
     with offered(weights):
@@ -60,7 +60,7 @@ def build_trainable(
 
 
 def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainable:
-    """The job's model as `build_trainable` builds it; of an object that was given a copy, which training may change."""
+    """Build the job's model with `build_trainable`; a module given as an object is copied first."""
     model = job.model
     if model.module is not None:
         model = model.model_copy(update={"module": copy_of(model.module)})
@@ -68,8 +68,10 @@ def build_of(job: TrainJob, *, facts: dict[str, Any], initial: bool) -> Trainabl
 
 
 def copy_of(given: Any) -> Any:
-    """A deep copy of a module or a Trainable; functions of a Trainable that close over parts of it (which
-    `copy.deepcopy` leaves alone) close over the copies."""
+    """Deep-copy a module or a Trainable.
+
+    Functions of a Trainable that close over parts of it, which `copy.deepcopy` does not copy, close over the copies.
+    """
     copies: dict[int, Any] = {}
     made = copy.deepcopy(given, copies)
     if isinstance(made, Trainable):
@@ -79,10 +81,10 @@ def copy_of(given: Any) -> Any:
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
-    """What stands in `copies` for an object; a function with what it closes over, or has as defaults, replaced so."""
+    """The copy of an object; for a function, one whose closure and defaults refer to the copies."""
     if not isinstance(value, FunctionType):
         return copies.get(id(value), value)
-    copies[id(value)] = value  # where it refers to itself
+    copies[id(value)] = value  # for a function that refers to itself
     closed = [cell.cell_contents for cell in value.__closure__ or ()]
     held = [*closed, *(value.__defaults__ or ())]
     found = [_rebound(one, copies) for one in held]
@@ -95,10 +97,10 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def restore_remote(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
-    """Restore the state that other processes hold.
+    """Restore the state held by remote processes, such as expert hosts.
 
     Raises:
-        CheckpointError: the checkpoint holds such state and the run does not, or the other way round.
+        CheckpointError: only one of the checkpoint and the run has remote state.
     """
     own = {STATE}.union(*loaded.manifest["parts"].values())
     others = sorted(set(loaded.manifest["files"]) - own)
@@ -106,10 +108,10 @@ def restore_remote(trainable: Trainable, loaded: LoadedCheckpoint) -> None:
 
 
 def load_module(module: nn.Module, state: dict[str, Any]) -> None:
-    """Load weights.
+    """Load weights into a module.
 
     Raises:
-        CheckpointError: names or shapes differ; the message has the first five.
+        CheckpointError: names or shapes differ; the message lists the first five.
     """
     refuse_other_model(differences(module.state_dict(), state, shapes=lambda one: {one.shape}))
     module.load_state_dict(state)
@@ -121,7 +123,7 @@ def differences(
     """Differences between a saved `state` and a module's `own` state, one line each.
 
     Args:
-        shapes: returns the shapes that the saved tensor may have for one of `own`.
+        shapes: returns the allowed shapes of the saved tensor for a tensor of `own`.
     """
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
@@ -133,7 +135,7 @@ def differences(
 
 
 def refuse_other_model(wrong: list[str]) -> None:
-    """Raises CheckpointError with the first five differences; nothing where there are none."""
+    """Raise CheckpointError with the first five differences, if there are any."""
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(wrong[:5]) + more)

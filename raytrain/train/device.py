@@ -1,4 +1,4 @@
-"""Device selection and determinism on a worker, obeying the plan; and the check that names a tensor elsewhere."""
+"""A worker's device as the plan selects it, determinism, and random generators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from raytrain.errors import DevicePlacementError
 
 
 def worker_device(kind: str, *, local_rank: int) -> torch.device:
-    """The one device of this worker, index always explicit, so that `cuda` never stands beside `cuda:0`.
+    """The device of this worker; a GPU always has an explicit index, so `cuda` and `cuda:0` never mix.
 
     Args:
         kind: "cpu" or "cuda" (also ROCm), as planned.
-        local_rank: rank among the workers of this node; Ray shows a Train worker all of its node's worker GPUs.
+        local_rank: rank among the workers of this node; Ray Train makes all worker GPUs of a node visible to each.
 
     Raises:
-        DevicePlacementError: a GPU was planned and torch sees none.
+        DevicePlacementError: the plan selects a GPU and torch sees none.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -41,7 +41,7 @@ def worker_device(kind: str, *, local_rank: int) -> torch.device:
 
 
 def seconds_of(device: torch.device) -> float:
-    """A clock for differences, read when the device has done what it was given."""
+    """Read a monotonic clock after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -49,12 +49,12 @@ def seconds_of(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Platform:
-    """What this build of torch computes on, besides CPUs.
+    """The accelerator platform of this torch build.
 
     Attributes:
         name: "cuda", "rocm" or "cpu".
-        version: of CUDA or HIP.
-        collectives, convolutions: the libraries behind torch's names `nccl` and `cudnn`.
+        version: version of CUDA or HIP.
+        collectives, convolutions: the libraries that torch calls `nccl` and `cudnn`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Platform:
 
 
 def platform(version: Any = torch.version) -> Platform:
-    """The one place that tells ROCm from CUDA: torch calls both `cuda`, and only its version says which it is."""
+    """Distinguish ROCm from CUDA: torch calls both `cuda`, and only `torch.version` shows which one it is."""
     if getattr(version, "hip", None):
         return Platform("rocm", str(version.hip), collectives="RCCL", convolutions="MIOpen")
     if getattr(version, "cuda", None):
@@ -82,17 +82,17 @@ def device_name(device: torch.device) -> str:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of a GPU; on a CPU what this process may use of the machine's."""
+    """Total memory of a GPU; on a CPU the machine memory available to this process."""
     if device.type == "cpu":
         return memory_bytes()[0]
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def need_data(module: nn.Module) -> None:
-    """Before a module is moved to its device: every parameter and buffer has values.
+    """Check that every parameter and buffer has values, before a module moves to its device.
 
     Raises:
-        DevicePlacementError: some were left on the meta device; the first five by name.
+        DevicePlacementError: tensors were left on the meta device; the message names the first five.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta]
@@ -104,7 +104,7 @@ def need_data(module: nn.Module) -> None:
 
 
 def set_determinism(*, deterministic: bool) -> None:
-    """`loop.deterministic`: kernels that give the same bits each time, at their price; a CPU has no others."""
+    """Apply `loop.deterministic`: bitwise reproducible kernels, which may be slower; CPU kernels always are."""
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
@@ -114,14 +114,14 @@ def set_determinism(*, deterministic: bool) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Python, numpy and torch (all devices): the generators a model or a user's dataset may draw from."""
+    """Seed the generators that a model or a dataset may use: Python, numpy and torch (all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Every generator's state as tensors and plain numbers (no pickle), for the checkpoint."""
+    """The state of every generator as tensors and plain numbers (no pickle), for the checkpoint."""
     numpy_state: Any = np.random.get_state(legacy=False)
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -140,7 +140,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `rng_state` took."""
+    """Restore the state returned by `rng_state`."""
     torch.set_rng_state(state["torch"].to(torch.uint8))
     kept = state["numpy"]
     np.random.set_state(

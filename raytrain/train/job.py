@@ -1,4 +1,4 @@
-"""What the workers are told, and the model that the orders name."""
+"""The job that the driver sends to the workers: configuration sections, plan and run folder."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from raytrain.train.state import LoopLimits
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What a worker is told: the sections it obeys, the plan, and where the run folder is. Pickled to the workers.
+    """The configuration sections, the plan and the run folder of a run, pickled to the workers.
 
     Attributes:
-        found: what a search had found for this job (`tune.found`).
-        builder_sections: sections a builder may ask for by parameter name, such as {"experts": ...}.
-        run_path: the run folder.
-        import_path: the directory of the command, importable on workers (appended, never first).
+        found: the result of a search for this job (`tune.found`).
+        builder_sections: sections that a builder may take by parameter name, such as {"experts": ...}.
+        run_path: path of the run folder.
+        import_path: working directory of the command, appended to the workers' `sys.path`.
         owner: the driver process, {host, pid, start}.
-        first_attempt: the first attempt number of this command; older faults are history.
+        first_attempt: number of this command's first attempt; faults of earlier attempts do not count.
     """
 
     seed: int
@@ -67,13 +67,15 @@ class TrainJob:
 
 
 def place_of(job: TrainJob, *, rank: int, world_size: int) -> ShardPosition | None:
-    """Whose rows of a checkpoint a worker wants; None where it wants all of them."""
+    """The worker's position among the shards of a checkpoint; None if it loads the full checkpoint."""
     return ShardPosition(rank, world_size) if job.planned("strategy") == "fsdp" else None
 
 
 def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
-    """The same orders with micro-batches of another size, and as much less of a budget of tokens where it is smaller:
-    of long rows that alone decides how many are together."""
+    """The job with another micro-batch size.
+
+    A smaller size scales a token budget down in proportion, since for long rows only the budget limits a micro-batch.
+    """
     planned, data = job.plan.micro_batch_size, job.data
     if data.tokens_per_batch is not None and isinstance(planned, Resolved) and chosen.value < planned.value:
         less = max(1, data.tokens_per_batch * chosen.value // planned.value)

@@ -29,24 +29,24 @@ from raytrain.train.job import TrainJob
 from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import MicroBatch, labels_weight, shifted_labels_weight
 
-#: A forward pass without gradients keeps no activations: an eval batch of this many micro-batches fits beside it.
+#: Micro-batches in one eval batch: a forward pass without gradients keeps no activations and needs less memory.
 EVAL_MICRO_BATCHES = 4
-#: Global batches of the first epoch from which the waste of a token budget is estimated.
+#: Global batches of the first epoch used to estimate the padding waste of a token budget.
 WASTE_BATCHES = 50
 
 Ready = PendingBatch[MicroBatch]
 
 
 class BatchLoader:
-    """Micro-batches with weights.
+    """Yields this worker's micro-batches of each step and of an evaluation, with their weights.
 
     Args:
-        batches: which rows make up a step, and which are this rank's.
-        device: where batches must be.
-        weight: `Trainable.weight`, or None to count labels (other than -100), else rows.
-        dtype: float tensors of a batch are cast to it where it is float64; others keep their own.
-        pool: processes that read rows of a dataset ("train" and "eval" by name); None reads them here.
-        uploads: what copies ahead to a GPU; None copies each batch as it is asked for.
+        batches: selects the rows of each step, and this rank's share of them.
+        device: device of the batches.
+        weight: `Trainable.weight`; None counts the labels other than -100, or the rows where there are no labels.
+        dtype: if float64, floating-point tensors of a batch are cast to it; otherwise they keep their dtype.
+        pool: worker processes that read dataset rows (splits "train" and "eval"); None reads in this process.
+        uploads: copies batches to a GPU ahead of use; None copies each batch on demand.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BatchLoader:
         self._verified = False
         self.tokens_per_row = batches.split.tokens_per_row or 0
         self.pool, self.uploads = pool, uploads
-        self._ahead = Prefetcher(partial(self._begun, batches.split)) if pool or uploads else None
+        self._ahead = Prefetcher(partial(self._prefetch, batches.split)) if pool or uploads else None
         self._at, self._following = Cursor(), Cursor()
         self._guards: dict[int, InputWriteGuard] = {}
         self._notices: list[tuple[str, dict[str, Any]]] = []
@@ -76,14 +76,13 @@ class BatchLoader:
         cls, job: TrainJob, source: Source, *, workers: Workers, device: torch.device,
         weight: Callable[[Batch], int] | None, dtype: torch.dtype,
     ) -> BatchLoader:  # fmt: skip
-        """The loader that the plan asks for, over a prepared source (`raytrain.data.loading.prepare`); the caller
-        closes it."""
+        """Open the loader of a plan over a prepared source (`raytrain.data.loading.prepare`). The caller closes it."""
         micro, data = job.plan.micro_batch_size, data_plan(job)
         batches = StepBatches(
             source.train,
             seed=job.seed,
             global_batch_size=int(job.planned("global_batch_size")),
-            micro_batch=int(micro.candidates[-1]),  # until it is measured
+            micro_batch=int(micro.candidates[-1]),  # until the probe has measured the size
             rank=workers.rank,
             world_size=workers.world_size,
             storage=None,
@@ -91,20 +90,20 @@ class BatchLoader:
         )
         batches.shares = shares_in_force(job.plan.shares)
         pool = open_pool(source, data)
-        # rows that a dataset reads here draw from the generators that the model draws from too: never prefetched
+        # a dataset read in this process shares its random generators with the model: never prefetch its rows
         ahead = device.type == "cuda" and data.storage in ("pinned", "partial") and (pool or not reads_items(source))
         uploads: BatchUploader[MicroBatch] | None = (
             BatchUploader(device, parts=lambda micro: micro.batch) if ahead else None
         )
         if weight is shifted_labels_weight and source.first_labels_ignored:
-            weight = None  # the split knows it, and no batch has to be read for it
+            weight = None  # the split knows the weights without reading a batch
         loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
         if job.data.tokens_per_batch is not None:
             loader._report_waste(job.data.tokens_per_batch)
         return loader
 
     def _report_waste(self, budget: int) -> None:
-        """Report what padding costs in the first global batches, against batches of as many rows as always fit."""
+        """Report the padding waste of the first global batches, against batches of a fixed, safe size."""
         cursor, lengths, longest = Cursor(), [], 1
         while cursor.epoch == 0 and len(lengths) < WASTE_BATCHES:
             indices, cursor = self.batches.global_batch(cursor)
@@ -123,8 +122,8 @@ class BatchLoader:
 
     @property
     def micro_batch(self) -> int:
-        """Rows of one forward pass, at most; changed while a run goes on, by all workers alike. The rows of a window
-        and of an evaluation stay the same."""
+        """Maximum rows of one forward pass. It may change during a run, to the same value on all workers; the rows of
+        a global batch and of an evaluation stay the same."""
         return self.batches.micro_batch
 
     @micro_batch.setter
@@ -133,36 +132,36 @@ class BatchLoader:
 
     def global_batch(self, cursor: Cursor) -> GlobalBatch:
         """The rows of the step at `cursor`."""
-        window = self.batches.global_batch(cursor)
+        batch = self.batches.global_batch(cursor)
         self._at = cursor if cursor.position < len(self.batches.split) else Cursor(cursor.epoch + 1)
-        self._following = window.next
-        return window
+        self._following = batch.next
+        return batch
 
     def global_weight(self, indices: np.ndarray) -> int | None:
-        """The weight of a whole window where it is known without its batches; None where they must be added up."""
+        """Total weight of a global batch if known without reading it; None if the batches' weights must be added up."""
         return None if self._weight is not None else self.batches.split.weights(indices)
 
     def micro_batches(self, indices: np.ndarray) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of a window (the one asked for last), one by one as they are asked for."""
+        """Yield this rank's micro-batches of the global batch requested last, on demand."""
         split, epoch, following = self.batches.split, self._at.epoch, self._following
         own = [BatchRequest("train", epoch, rows) for rows in self.batches.rank_indices(indices)]
         guard = self._guard(split, "train")
         for number, wanted in enumerate(own):
             if self._ahead is None:
-                micro = self._given(guard, self._gather(split, wanted))
+                micro = self._guarded(guard, self._gather(split, wanted))
             else:
                 micro = self._ahead.take(wanted, then=lambda n=number: chain(own[n:], self._later(following)))
             yield micro if number + 1 < len(own) else replace(micro, last=True)
 
     def _later(self, cursor: Cursor) -> Iterator[BatchRequest]:
-        """This rank's micro-batches from `cursor` on, without end."""
+        """Requests for this rank's micro-batches from `cursor` on, without end."""
         while True:
             indices, following = self.batches.global_batch(cursor)
             yield from (BatchRequest("train", cursor.epoch, rows) for rows in self.batches.rank_indices(indices))
             cursor = following
 
     def passes(self, indices: np.ndarray) -> int:
-        """Micro-batches of the busiest worker in a window of these rows."""
+        """Micro-batches of the busiest worker in a global batch of these rows."""
         if self.batches.tokens_per_batch is not None:
             return math.ceil(len(self.batches.parts(indices, self.batches.split)) / self.batches.world_size)
         return self._most_passes(len(indices), micro_batch=self.batches.micro_batch)
@@ -175,15 +174,15 @@ class BatchLoader:
         return self._most_passes(len(rows), micro_batch=EVAL_MICRO_BATCHES * self.micro_batch)
 
     def eval_batches(self, split: Split, *, limit: int | None) -> Iterator[MicroBatch]:
-        """This rank's share of the eval split, in file order. `limit` counts global batches, so that the same rows are
-        scored by any number of workers in micro-batches of any size."""
+        """Yield this rank's share of the eval split, in file order. `limit` counts global batches, so the scored rows
+        depend neither on the number of workers nor on the micro-batch size."""
         guard = self._guard(split, "eval")
         wanted = (BatchRequest("eval", 0, own) for own in self._eval_indices(split, limit))
         if self._ahead is None:
             for one in wanted:
-                yield self._given(guard, self._gather(split, one))
+                yield self._guarded(guard, self._gather(split, one))
             return
-        yield from prefetched_results(self._begun(split, wanted))
+        yield from prefetched_results(self._prefetch(split, wanted))
 
     def _eval_indices(self, split: Split, limit: int | None) -> list[np.ndarray]:
         batches, rows = self.batches, self._scored(split, limit)
@@ -195,7 +194,7 @@ class BatchLoader:
         return rank_micro_batches(rows, micro_batch=micro, shares=batches.shares, **place)
 
     def _scored(self, split: Split, limit: int | None) -> np.ndarray:
-        """Rows of an evaluation: not as many as `len`, which is a training epoch's."""
+        """Rows of an evaluation. Their number differs from `len(split)`, which counts a training epoch's rows."""
         return split.eval_order()[: None if limit is None else limit * self.batches.global_batch_size]
 
     def _most_passes(self, rows: int, *, micro_batch: int) -> int:
@@ -206,29 +205,29 @@ class BatchLoader:
         return max(map(len, every))
 
     def one(self, rows: np.ndarray, *, split: Split | None = None) -> MicroBatch:
-        """These rows as one micro-batch, whoever's they are (the probe); of the training split unless said."""
+        """These rows of `split` (default: training) as one micro-batch, whichever rank owns them; for probes."""
         return self._gather(self.batches.split if split is None else split, BatchRequest("", self._at.epoch, rows))
 
     def first(self, rows: np.ndarray) -> MicroBatch:
-        """As many of these training rows, from the first on, as one micro-batch may have (the probe)."""
+        """The first of these training rows, as many as fit in one micro-batch; for probes."""
         return self.one(self.batches.fitting(rows[: self.micro_batch], self.batches.split))
 
     def weight(self, rows: np.ndarray) -> int:
-        """The weight of these training rows, gathered only where nothing else tells."""
+        """The weight of these training rows; reads them only if the split does not know it."""
         known = self.global_weight(rows)
         return self.one(rows).weight if known is None else known
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
-        """Events (kind, fields) since the last call."""
-        told, self._notices = self._notices, []
-        return told
+        """Return the events (kind, fields) since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def notice(self, kind: str, **fields: Any) -> None:
-        """An event to be told with the next step."""
+        """Queue an event to be reported with the next step."""
         self._notices.append((kind, fields))
 
     def close(self) -> None:
-        """End what reads and copies ahead; may be called twice."""
+        """Stop prefetching and uploading; may be called twice."""
         if self._ahead is not None:
             self._ahead.stop()
         if self.uploads is not None:
@@ -241,7 +240,7 @@ class BatchLoader:
     def _gather(self, split: Split, one: BatchRequest, *, read: Callable[[], Batch] | None = None) -> MicroBatch:
         known = None if self._weight is not None else split.weights(one.rows)
         drawn = {"seed": self.batches.seed, "epoch": one.epoch}
-        if isinstance(split, StreamSplit):  # weigh on the host, then move: no device value is read
+        if isinstance(split, StreamSplit):  # weigh on the host before moving, to read no device value
             host = gathered(split.split, one.rows, **drawn) if read is None else read()
             weight = self._weigh(host) if known is None else known
             batch = split.moved(host)
@@ -256,11 +255,11 @@ class BatchLoader:
     def _weigh(self, batch: Batch) -> int:
         return int(self._weight(batch)) if self._weight is not None else labels_weight(batch)
 
-    def _begun(self, split: Split, wanted: Iterator[BatchRequest]) -> Generator[tuple[BatchRequest, Ready]]:
-        """Batches begun ahead: read by processes, copied by the uploads, or both one after the other."""
+    def _prefetch(self, split: Split, wanted: Iterator[BatchRequest]) -> Generator[tuple[BatchRequest, Ready]]:
+        """Start batches ahead of use: read by the pool, copied by the uploader, or read and then copied."""
         pool, uploads = self.pool, self.uploads
         if pool is None:
-            assert uploads is not None, "nothing is begun ahead without the one or the other"
+            assert uploads is not None, "prefetching needs a pool or an uploader"
             make = self._gather
             yield from prefetch(wanted, lambda one: uploads.begin(partial(make, split, one)), depth=UPLOAD_DEPTH)
             return
@@ -277,7 +276,7 @@ class BatchLoader:
         for (one, _), uploading in copied:
             yield one, uploading
 
-    # -- rows that are lent -----------------------------------------------------------------------
+    # -- guard against writes -----------------------------------------------------------------------
 
     def _guard(self, split: Split, name: str) -> InputWriteGuard:
         guard = self._guards.setdefault(id(split), InputWriteGuard(split, name))
@@ -288,13 +287,13 @@ class BatchLoader:
         return guard
 
     @staticmethod
-    def _given(guard: InputWriteGuard, micro: MicroBatch) -> MicroBatch:
+    def _guarded(guard: InputWriteGuard, micro: MicroBatch) -> MicroBatch:
         guard.given(micro.batch)
         return micro
 
 
 class _OnHost:
-    """A batch that a process reads, put where it is wanted when it is asked for."""
+    """A batch read by a pool process, moved to the device when its result is requested."""
 
     def __init__(self, loading: PendingBatch[Batch], gather: Callable[..., MicroBatch]) -> None:
         self._loading, self._gather = loading, gather
@@ -307,19 +306,19 @@ class _OnHost:
 
 
 def data_plan(job: TrainJob) -> DataPlan:
-    """How the plan has rows stored and moved to the device."""
+    """The storage and loading choices of a plan."""
     planned = {name: getattr(job.plan, name) for name in ("resident_rows", "loader_workers")}
     numbers = {name: int(choice.value) for name, choice in planned.items() if isinstance(choice, Resolved)}
     return DataPlan(job.planned("storage"), prefetch=job.data.prefetch, seed=job.seed, **numbers)
 
 
 def most_passes(rows: int, *, micro_batch: int, world_size: int) -> int:
-    """How many micro-batches the busiest of `world_size` workers has, of so many rows."""
+    """Number of micro-batches of the busiest of `world_size` workers, for `rows` rows in total."""
     return math.ceil(math.ceil(rows / micro_batch) / world_size)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of a nested batch in `dtype`, the rest as it is (a float64 run needs float64 inputs)."""
+    """Cast the floating-point tensors of a nested batch to `dtype` (a float64 run needs float64 inputs)."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return rebuild(value, lambda part: cast_floating(part, dtype))

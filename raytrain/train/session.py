@@ -1,6 +1,6 @@
-"""One attempt on one worker, without Ray: builds everything a plan names, restores it, and makes its loop.
+"""One attempt on one worker, without Ray: builds what the plan names, restores a checkpoint, creates the loop.
 
-`raytrain.execution.worker` uses it inside a Ray Train worker, benches and tests in a plain process.
+`raytrain.execution.worker` uses it inside a Ray Train worker, benchmarks and tests in a plain process.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Session:
     """Everything one worker holds during one attempt.
 
     Args:
-        job: the sections and the plan.
-        workers: the group (a world size of 1 in a plain process).
-        local_rank: rank on this node, for the device index.
-        source: opened data, where the caller has it already.
-        initial: load `model.init_from`; False where a checkpoint will be restored.
+        job: the configuration sections and the plan.
+        workers: the worker group (world size 1 in a plain process).
+        local_rank: rank on this node, which selects the device index.
+        source: opened data, if the caller already has it.
+        initial: load `model.init_from`; False if a checkpoint will be restored.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Session:
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
         self.sharing = processes_sharing(self.device, workers)
-        """Workers on the same device (on a CPU the same node), including this one."""
+        """Number of workers on this device (on a CPU: on this node), including this one."""
         fraction, limit = job.cluster.memory_fraction, job.cluster.memory_limit
         limit_device_memory(self.device, fraction=fraction, limit=limit, processes=self.sharing)
         set_determinism(deterministic=job.loop.deterministic)
@@ -84,13 +84,13 @@ class Session:
         self.layers.keep(job.plan.value("fp32_layers", []))
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has finished
-        self.say: ReportEvent = lambda kind, **fields: None  # receives events of what happens before the loop
+        self.say: ReportEvent = lambda kind, **fields: None  # receives the events before the loop starts
         self.sizing: MicroBatchSize | None = None
-        """The micro-batch size after out-of-memory errors, from the first loop on; the next session of the attempt
-        takes it over."""
+        """Tracks the micro-batch size across out-of-memory errors. Created with the first loop; the next session of the
+        attempt takes it over."""
 
     def prepare(self, precision: str) -> None:
-        """Put the module on the device in `precision`'s master dtype, build optimizers, batches and the step."""
+        """Move the module to the device in `precision`'s master dtype; build optimizers, loader and step."""
         job, module = self.job, self.trainable.module
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
@@ -122,7 +122,7 @@ class Session:
         )
         self.step.reduction.overlap(job.plan.value("overlap", False))
         self.precision = precision
-        if self.workers.rank:  # rank 0 keeps the job's own seed: one worker then draws as a plain loop would
+        if self.workers.rank:  # rank 0 keeps the job's seed, so a single worker draws what a plain loop would
             seed_everything(job.seed + self.workers.rank)
 
     def _open_loader(self) -> BatchLoader:
@@ -139,9 +139,9 @@ class Session:
             self.loader.close()
 
     def release(self) -> None:
-        """After `close`, free weights, gradients and optimizer state, whoever still refers to this session or a part of
-        it: the next session may need all of the memory. May be called twice."""
-        if not hasattr(self, "step"):  # `prepare` has put nothing on the device yet
+        """Free weights, gradients and optimizer state after `close`, even if something still refers to this session:
+        the next one may need all of the memory. May be called twice."""
+        if not hasattr(self, "step"):  # `prepare` has not finished
             return
         for optimizer in self.optimizers:
             optimizer.state.clear()
@@ -151,8 +151,10 @@ class Session:
             torch.cuda.empty_cache()
 
     def apply_choices(self, **choices: Resolved) -> None:
-        """Apply measured values of `fp32_layers`, `shares`, `inflight` or `overlap`, here and, through the job, in
-        the session that follows after a rewind."""
+        """Apply measured values of `fp32_layers`, `shares`, `inflight` or `overlap`.
+
+        The job keeps them, so that the next session after a rewind uses them too.
+        """
         self.job = replace(self.job, plan=replace(self.job.plan, **choices))
         self.layers.keep(self.job.plan.value("fp32_layers", []))
         self.loader.batches.shares = shares_in_force(self.job.plan.shares)
@@ -160,14 +162,14 @@ class Session:
         self.step.reduction.overlap(self.job.plan.value("overlap", False))
 
     def use_precision(self, precision: str) -> None:
-        """Change how the step computes; weights and optimizer state keep their dtype."""
+        """Change the precision of the step's computation; weights and optimizer state keep their dtype."""
         self.precision = precision
         self.policy = self.step.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
 
     def use_micro_batch(self, chosen: Resolved) -> None:
-        """Apply a measured micro-batch size, here and, through the job, in the session that follows after a rewind."""
+        """Apply a measured micro-batch size, and keep it in the job for the next session after a rewind."""
         total, world_size = int(self.job.planned("global_batch_size")), self.workers.world_size
         passes = most_passes(total, micro_batch=chosen.value, world_size=world_size)
         accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world_size} workers")
@@ -178,7 +180,7 @@ class Session:
     # -- checkpoint -------------------------------------------------------
 
     def parts(self) -> dict[str, Any]:
-        """Everything with tensors, by part of a checkpoint (see `raytrain.checkpoint.writer`)."""
+        """The state with tensors, by checkpoint part (see `raytrain.checkpoint.writer`)."""
         parts: dict[str, Any] = {
             "model": self.trainable.module.state_dict(),
             "optimizer": {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)},
@@ -195,11 +197,11 @@ class Session:
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Restore weights, optimizer, loss scale, generators and position from a checkpoint.
 
-        From a checkpoint of another world size everything but the generators is restored; they are seeded from
-        (seed, step, rank). Each row is still seen exactly once per epoch.
+        A checkpoint of another world size restores everything except the generators, which are seeded from (seed,
+        step, rank). Each row is still seen exactly once per epoch.
 
         Raises:
-            CheckpointError: it belongs to another model; the message has the first five differences.
+            CheckpointError: it belongs to another model; the message lists the first five differences.
         """
         restore_remote(self.trainable, loaded)
         self.strategy.load(loaded.parts["model"])
@@ -229,7 +231,7 @@ class Session:
         saver: Saver | None = None,
         clock: Clock | None = None,
     ) -> TrainingLoop:
-        """A loop over this session's step and loader; without a saver it never saves."""
+        """Create the loop over this session's step and loader; without a saver it never saves."""
         if self.sizing is None:
             self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
@@ -241,19 +243,19 @@ class Session:
     def evaluate(self, step: int) -> dict[str, Any]:
         """Loss and metrics over the eval split, the same on every worker."""
         split, limit = self.source.eval, self.job.loop.eval_batches
-        assert split is not None, "a loop evaluates only where there is an eval split"
+        assert split is not None, "a loop evaluates only with an eval split"
         batches, passes = self.loader.eval_batches(split, limit=limit), self.loader.eval_passes(split, limit=limit)
         clear = self.job.loop.eval_clear_every
         return evaluate(self.step, batches, workers=self.workers, passes=passes, clear_every=clear)
 
     def full_module(self) -> nn.Module | None:
-        """The module with all its weights on rank 0, at the end of training; collective."""
+        """Return the module with all its weights on rank 0, at the end of training. Collective."""
         self.switches.end()
         return self.strategy.full_module(lambda: build_of(self.job, facts=self.facts, initial=False))
 
     def peak_memory(self) -> int:
-        """The most bytes of this worker since the last call: the device allocator's on a GPU, the process's resident
-        set on a CPU (since its start where the kernel resets no peak)."""
+        """Peak bytes of this worker since the last call: the device allocator's on a GPU, the process's resident set on
+        a CPU (since the process started if the kernel cannot reset the peak)."""
         if self.device.type == "cuda":
             peak = int(torch.cuda.max_memory_allocated(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -48,26 +48,26 @@ def session_of(
 
 
 class Seen:
-    """Which buckets a worker began in which step, and how many of them inside a backward."""
+    """Which buckets a worker started in which step, and how many of them inside a backward."""
 
     def __init__(self, session: Session) -> None:
         self.order: list[list[int]] = [[]]
         self.inside: list[int] = [0]
         self._sums = sums(session)
-        self._inner = self._sums._begin
-        self._sums._begin = self._begin  # type: ignore[method-assign]
+        self._inner = self._sums._start
+        self._sums._start = self._begin  # type: ignore[method-assign]
 
     def _begin(self, bucket: int) -> None:
         self.order[-1].append(bucket)
         self.inside[-1] += self._sums._open
         self._inner(bucket)
-        if len(self.order[-1]) == len(self._sums._left):
+        if len(self.order[-1]) == len(self._sums._missing):
             self.order.append([])
             self.inside.append(0)
 
 
 def found(session: Session) -> dict[str, Any]:
-    """Train; the numbers of it, and what began when."""
+    """Train; the numbers of it, and what started when."""
     seen = Seen(session)
     rows, outcome = train(session)
     return {
@@ -127,7 +127,7 @@ class AtTheEnd:
     def _fail(self, gradient: Tensor) -> None:
         last, self._is_last = self._is_last, False
         if last and self._session.state.step == 2 and not self.met:
-            self.met = len(sums(self._session)._begun)
+            self.met = len(sums(self._session)._pending)
             raise torch.OutOfMemoryError("planted in the first layer's gradient")
 
 

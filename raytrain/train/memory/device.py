@@ -1,7 +1,7 @@
-"""Memory of this process on its device: peaks, the budget, the limit, and which errors mean that it ran out.
+"""Memory of this process on its device: peaks, budget, limit, and detection of out-of-memory errors.
 
-On a GPU the numbers are the allocator's reserved bytes, without the context of CUDA or ROCm itself, which lies outside
-of it. On a CPU they are the resident set of the whole process.
+On a GPU the numbers are the allocator's reserved bytes, which exclude the CUDA or ROCm context. On a CPU they are the
+resident set of the process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from raytrain.train.memory.allocator import freed_at_once, give_back_free_pages
 if TYPE_CHECKING:
     from raytrain.train.parallel.collectives import Workers
 
-#: On a CPU torch says "out of memory" by a plain RuntimeError. It is taken for one where at least this part of what the
-#: process may have was in use: what failed is not known, but hardly larger than all that is there already.
+#: On a CPU torch raises a plain RuntimeError when memory runs out. It counts as out of memory if at least this fraction
+#: of the limit was in use: the failed allocation is unknown, but hardly larger than all memory already in use.
 PRESSED = 0.5
 
 
 class PeakMeter:
-    """Reads floor and peak of one measurement; make one for each, inside `exact_memory`."""
+    """Measures floor and peak of memory; create one per measurement, inside `exact_memory`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class PeakMeter:
         else:
             give_back_free_pages()
         self.floor = self.now()
-        """Bytes in use when the meter was made: without what was freed before and only kept."""
+        """Bytes in use when the meter was created, without freed memory that the allocator still cached."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -52,7 +52,7 @@ class PeakMeter:
         return process_memory().rss
 
     def peak(self) -> int:
-        """The most since the meter was made; since the start of the process where the kernel resets no peak."""
+        """Peak bytes since the meter was created (since the process started if the kernel cannot reset the peak)."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self.device))
         return process_memory().peak
@@ -60,7 +60,7 @@ class PeakMeter:
 
 @contextlib.contextmanager
 def exact_memory(device: torch.device) -> Iterator[None]:
-    """Inside, memory that was freed before does not hide what is allocated now."""
+    """Context in which cached free memory does not hide new allocations."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -72,12 +72,12 @@ def exact_memory(device: torch.device) -> Iterator[None]:
 
 
 def process_budget(device: torch.device, *, fraction: float, limit: int | None, processes: int) -> int | None:
-    """Bytes that this process may have, as `PeakMeter` counts them; None where nobody knows.
+    """Bytes that this process may use, as counted by `PeakMeter`; None if unknown.
 
     Args:
-        fraction: `cluster.memory_fraction`, of what is free now or held by this process.
-        limit: `cluster.memory_limit`, of one process.
-        processes: that share this device, or this node's memory, and are started like this one.
+        fraction: `cluster.memory_fraction`, of the memory that is free now or held by this process.
+        limit: `cluster.memory_limit`, per process.
+        processes: number of processes of this kind that share the device, or on a CPU the node's memory.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -92,11 +92,11 @@ def process_budget(device: torch.device, *, fraction: float, limit: int | None, 
 def limit_device_memory(
     device: torch.device, *, fraction: float, limit: int | None, processes: int = 1
 ) -> float | None:
-    """Have the device's allocator refuse more than this process may take: its part of `fraction`, and `limit` bytes.
+    """Limit the device's allocator to this process's share of `fraction`, and to `limit` bytes.
 
     Returns:
-        the fraction of the device that was set; None on a CPU, where there is no such switch: there a measured peak
-        above the budget counts as out of memory.
+        The fraction of the device that was set. None on a CPU, which has no such limit: there, a measured peak above
+        the budget counts as out of memory.
     """
     if device.type != "cuda":
         return None
@@ -108,12 +108,12 @@ def limit_device_memory(
 
 
 def is_out_of_memory(error: BaseException, *, device: torch.device | None, budget: int | None = None) -> bool:
-    """Whether an error means that memory ran out: by its type and the allocator, never by its message.
+    """Whether an error means that memory ran out, judged by its type and by memory use, never by its message.
 
-    torch's allocators for devices and Python's own have types for it. torch's allocator for CPU tensors raises a plain
-    RuntimeError, as many mistakes do: it is judged by what the process had against the limits at which an allocation
-    is refused (RLIMIT_AS, RLIMIT_DATA), and `budget` bytes resident. At those of a cgroup or machine it is killed.
-    Where nobody knows the device (None) the type alone decides.
+    torch's device allocators and Python have exception types for it. torch's CPU allocator raises a plain RuntimeError,
+    as do many other errors. Such an error counts if the process was close to a limit at which allocations fail
+    (RLIMIT_AS, RLIMIT_DATA), or to `budget` resident bytes. (At the limit of a cgroup or the machine, the process is
+    killed.) If the device is unknown (None), only the type decides.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
         return True
@@ -123,7 +123,7 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
 
 
 def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:
-    """(used at most so far, allowed) of each limit in force on this process."""
+    """Yield (peak use so far, limit) for each limit that applies to this process."""
     sizes = _status(root)
     for kind, name in ((resource.RLIMIT_AS, "VmPeak"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
@@ -134,7 +134,7 @@ def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[
 
 
 def _status(root: Path) -> dict[str, int]:
-    """Sizes of this process in bytes by their names in /proc/self/status; empty where there is no such file."""
+    """Sizes of this process in bytes by their names in /proc/self/status; empty if the file does not exist."""
     try:
         lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -144,13 +144,13 @@ def _status(root: Path) -> dict[str, int]:
 
 
 def address_space_limit(limit: int) -> None:
-    """Let this process map at most `limit` bytes (RLIMIT_AS), for a child whose only purpose is to be measured."""
+    """Limit the address space of this process (RLIMIT_AS); for child processes that exist only to be measured."""
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def processes_sharing(device: torch.device, workers: Workers) -> int:
-    """Workers of this run that take their memory where this one does, itself among them: those with the same GPU, on a
-    CPU those of its node, as the launcher tells them. Collective on GPUs."""
+    """Number of workers that share this worker's memory, including itself: those on the same GPU, or on a CPU those of
+    the node (`LOCAL_WORLD_SIZE`, set by the launcher). Collective on GPUs."""
     if device.type != "cuda":
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"

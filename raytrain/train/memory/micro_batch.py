@@ -1,24 +1,24 @@
-"""How large a micro-batch is while a run goes on, pure: halved where memory ran out, grown back when it went well.
+"""Adapts the micro-batch size during a run: halves it after out of memory, grows it back after clean steps.
 
-The global batch, its order and the gradient stay as they are: what changes is in how many parts a window is computed.
+The global batch, its order and the gradient do not change, only the number of micro-batches that compute them.
 """
 
 from __future__ import annotations
 
 
 class MicroBatchSize:
-    """The size in force, the same in every process that is told the same.
+    """The current micro-batch size; a pure function of the calls, so equal in all processes with equal calls.
 
-    Growing goes back over the sizes that were left, one at a time, each after `grow_after` clean steps; a size that
-    failed again is waited for twice as long as before, until it has gone well for as long as it was waited for.
+    It grows back through the sizes it left, one at a time, each after `grow_after` clean steps. Each repeated failure
+    of a size doubles the wait before it is tried again, until the size has worked for as many steps as that wait.
 
     Args:
-        planned: rows of a micro-batch as the run begins, and at most.
+        planned: rows of a micro-batch at the start of the run; also the maximum.
         grow_after: clean steps before the next larger size is tried; None never grows.
 
     Attributes:
         planned: as above.
-        now: in force.
+        now: the current size.
     """
 
     def __init__(self, planned: int, *, grow_after: int | None) -> None:
@@ -29,7 +29,7 @@ class MicroBatchSize:
         self._clean = 0
 
     def after_shortage(self) -> int | None:
-        """The next smaller size, from now on in force; None where there is none."""
+        """Switch to the next smaller size and return it; None if there is none."""
         if self.now == 1:
             return None
         self._failures[self.now] = self._failures.get(self.now, 0) + 1
@@ -38,7 +38,7 @@ class MicroBatchSize:
         return self.now
 
     def after_clean_step(self) -> int | None:
-        """The next larger size, from now on in force, where it is time for it; else None."""
+        """Count a clean step; if it is time to grow, switch to the next larger size and return it, else None."""
         if self._grow_after is None:
             return None
         self._clean += 1
@@ -51,7 +51,7 @@ class MicroBatchSize:
 
     @property
     def wait(self) -> int | None:
-        """Clean steps from one size to the next larger one; None where it does not grow."""
+        """Clean steps required before the next larger size; None if the size cannot grow."""
         return self._wait_for(self._left[-1]) if self._grow_after is not None and self._left else None
 
     def _wait_for(self, size: int) -> int:
@@ -59,5 +59,5 @@ class MicroBatchSize:
 
 
 def halved(size: int) -> int:
-    """Half a micro-batch, rounded up: twice as many of them cover a window."""
+    """Half a micro-batch, rounded up, so that twice as many of them cover a global batch."""
     return (size + 1) // 2

@@ -1,8 +1,8 @@
-"""Out of memory in the passes of a step: said to everybody, so that all drop it as if it had not begun.
+"""Handles out of memory in the passes of a step: all workers drop the step together, without a trace.
 
-A worker that runs out of memory in forward or backward lets go of what the passes hold and says so together with the
-others, before anything of the step is committed; all drop the step then and take it again in smaller micro-batches
-(`raytrain.train.memory.micro_batch` decides how small).
+A worker that runs out of memory in forward or backward frees the memory of its passes and reports the shortage in a
+collective before the step is committed. All workers then drop the step and retry it in smaller micro-batches; their
+size comes from `raytrain.train.memory.micro_batch`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Shortage:
-    """One process that had no more memory.
+    """An out-of-memory error in one process.
 
     Attributes:
         who: "rank 1", or "expert host 0".
-        error: type and first line of what was raised.
-        allocated_bytes: what its tensors held when it was noticed, None where nobody counts.
-        free_bytes: what the device had left for anybody, None likewise.
+        error: type and first line of the exception.
+        allocated_bytes: bytes allocated by the process when the error was caught; None if unknown.
+        free_bytes: bytes free on the device for any process; None if unknown.
     """
 
     who: str
@@ -50,9 +50,11 @@ class Shortage:
 
 
 class StepDropped(OutOfMemory):
-    """Every process has dropped the passes that it was in, because some had no memory for them. Nothing of them is
-    left; generators and buffers are the caller's to put back (`raytrain.train.memory.retry`). All workers raise it
-    together."""
+    """All processes have dropped their current passes because some of them ran out of memory.
+
+    All workers raise it together, and nothing of the passes remains. The caller restores generators and buffers
+    (`raytrain.train.memory.retry`).
+    """
 
     def __init__(self, shortages: list[Shortage]) -> None:
         self.shortages = shortages
@@ -63,30 +65,33 @@ class StepDropped(OutOfMemory):
 
 
 def run_or_shortage(work: Callable[[], Made], *, device: torch.device, who: str) -> Made | Shortage:
-    """What `work` returned, or that it ran out of memory; everything it held is free again then."""
+    """Return the result of `work`, or a `Shortage` if it ran out of memory; its memory is then freed."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error, device=device):
             raise
-        found = shortage_of(error, device=device, who=who)
+        shortage = shortage_of(error, device=device, who=who)
         let_go(error, device)
-    return found
+    return shortage
 
 
 def shortage_of(error: BaseException, *, device: torch.device, who: str) -> Shortage:
-    """What is known of it at the place where it is caught."""
+    """Describe an out-of-memory error where it is caught."""
     lines = str(error).splitlines()
-    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if device.type != "cuda":
-        return Shortage(who, said)
+        return Shortage(who, message)
     free, _ = torch.cuda.mem_get_info(device)
-    return Shortage(who, said, torch.cuda.memory_allocated(device), free)
+    return Shortage(who, message, torch.cuda.memory_allocated(device), free)
 
 
 def let_go(error: BaseException | None, device: torch.device) -> None:
-    """Empty the frames of its traceback, and of what it followed from: they hold the activations, often in a cycle.
-    Looking for cycles in the whole process instead takes some tenths of a second. A GPU's allocator gives them back."""
+    """Clear the frames in the tracebacks of an error and its causes, and a GPU allocator's cache.
+
+    The frames hold the activations, often in a reference cycle; a garbage collection of the process would take some
+    tenths of a second instead.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -97,6 +102,6 @@ def let_go(error: BaseException | None, device: torch.device) -> None:
 
 
 def step_dropped(workers: Workers, result: object) -> StepDropped:
-    """The error that all workers raise together where the `result` of one is a `Shortage`. Collective."""
+    """The error that all workers raise together if the `result` of any of them is a `Shortage`. Collective."""
     own = result.to_json() if isinstance(result, Shortage) else None
     return StepDropped([Shortage(**record) for record in workers.all_gather_object(own) if record is not None])

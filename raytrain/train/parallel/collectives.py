@@ -1,4 +1,4 @@
-"""The workers of a step and what they tell one another: sums, flags, bytes; over groups that can be given up."""
+"""Collectives over the workers: sums, integers, bytes and objects, on replaceable process groups."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from raytrain.errors import CollectiveFailed, StateLost, first_line
 
-#: So long may the word that a group was given up take to every worker.
+#: Maximum seconds until every worker learns that a group was abandoned.
 WORD_S = 3.0
 
 
 @dataclass(frozen=True)
 class WorkersGroup:
-    """Process groups over the workers that can be given up and made anew, which torch's default group cannot.
+    """Process groups over the workers that can be abandoned and created again, unlike torch's default group.
 
     Attributes:
-        payload, flags: for tensors of the device, and for CPU tensors.
-        lost: why they are given up, None while they are not.
+        payload, flags: the groups for device tensors and for CPU tensors.
+        lost: returns why the groups were abandoned; None while they are in use.
     """
 
     payload: Any
@@ -34,11 +34,11 @@ class WorkersGroup:
 
 
 class Workers:
-    """The workers as one training step sees them: sums over the group, and nothing at all for a single worker.
+    """Collectives over the workers of a training step; no-ops for a single worker.
 
-    Uses torch's default process group for device tensors and a gloo group for CPU flags (the same one where the
-    default is gloo). Runs in every worker process; each call is a collective that all workers make, and raises
-    `CollectiveFailed` where one of them is gone.
+    Device tensors use torch's default process group, CPU tensors a gloo group (the default one if it is gloo). Every
+    method that communicates is a collective: all workers must call it, and it raises `CollectiveFailed` if one of them
+    has died.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Workers:
         self.wait_s = 0.0
 
     def use(self, group: WorkersGroup) -> None:
-        """From now on meet over these process groups of the same workers."""
+        """Run all later collectives on these process groups of the same workers."""
         self._payload, self._flags, self._lost = group.payload, group.flags, group.lost
 
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
@@ -63,76 +63,76 @@ class Workers:
             self.start_all_reduce(tensor)()
 
     def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Start a sum of a tensor in place and return at once; calling what comes back waits (a GPU's stream does)."""
+        """Start an in-place sum and return at once; the returned function waits (on a GPU, the stream waits)."""
         if self.world_size == 1:
             return lambda: None
-        with self._together():
+        with self._collective():
             work = self._of(tensor).allreduce([tensor])
         return lambda: self._finished(work)
 
     def _finished(self, work: Any) -> None:
-        with self._together():
+        with self._collective():
             work.wait()
 
     def all_reduce_ints(self, values: list[int]) -> list[int]:
-        """Sum small host integers over the workers; never touches the device."""
+        """Sum host integers over the workers without using the device."""
         return self.start_all_reduce_ints(values)()
 
     def start_all_reduce_ints(self, values: list[int]) -> Callable[[], list[int]]:
-        """Start a sum of host integers and return at once; calling what comes back waits for it.
+        """Start a sum of host integers and return at once; the returned function waits and returns the sums.
 
-        While it travels, other collectives may run, in the same order on every worker.
+        Other collectives may run meanwhile, in the same order on every worker.
         """
         if self.world_size == 1:
             return lambda: values
         vector = torch.tensor(values, dtype=torch.int64)
-        with self._together():
+        with self._collective():
             work = self._flags.allreduce([vector])
 
         def finish() -> list[int]:
             self._finished(work)
-            # numpy shares memory with a CPU tensor: no device read is made or counted
+            # numpy shares the memory of a CPU tensor: this counts as no device read
             return [int(value) for value in vector.numpy()]
 
         return finish
 
     def all_gather_floats(self, values: list[float]) -> list[list[float]]:
-        """One row of host floats for each worker, on every worker."""
+        """Return each worker's host floats, by rank, on every worker."""
         if self.world_size == 1:
             return [values]
         own = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self._together():
+        with self._collective():
             self._flags.allgather([rows], [own]).wait()
         return [[float(value) for value in row.numpy()] for row in rows]
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """One byte string for each worker, on every worker."""
+        """Return each worker's bytes, by rank, on every worker."""
         if self.world_size == 1:
             return [payload]
         sizes = [int(row[0]) for row in self.all_gather_floats([float(len(payload))])]
         own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else own[:0]
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self._together():
+        with self._collective():
             self._flags.allgather([rows], [own]).wait()
         return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """One JSON value for each worker, on every worker."""
+        """Return each worker's JSON value, by rank, on every worker."""
         return [json.loads(payload) for payload in self.all_gather_bytes(json.dumps(value).encode())]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's JSON value on every worker; what the others pass is ignored."""
+        """Return rank 0's JSON value on every worker; the values of other ranks are ignored."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values on every worker."""
+        """Copy rank 0's values into the tensors of every worker."""
         if self.world_size == 1:
             return
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        with self._together():
+        with self._collective():
             for tensor in tensors:
                 self._of(tensor).broadcast([tensor.detach()], options).wait()
 
@@ -140,8 +140,8 @@ class Workers:
         return self._flags if tensor.device.type == "cpu" else self._payload
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Times a collective and names its failure: torch raises a plain RuntimeError, as any operation does."""
+    def _collective(self) -> Iterator[None]:
+        """Time a collective and translate its failure, which torch raises as a plain RuntimeError."""
         begin = time.perf_counter()
         try:
             yield
@@ -149,14 +149,16 @@ class Workers:
             reason = self._why_lost()
             if reason is not None:
                 raise StateLost(reason) from error
-            raise CollectiveFailed(f"a sum over {self.world_size} workers failed: {first_line(error)}") from error
+            raise CollectiveFailed(
+                f"a collective over {self.world_size} workers failed: {first_line(error)}"
+            ) from error
         finally:
             self.wait_s += time.perf_counter() - begin
 
     def _why_lost(self) -> str | None:
-        """Another worker may hear of the end first and close its side: this one's own word of it is waited for."""
-        ends = time.monotonic() + WORD_S
-        while self._lost is not None and time.monotonic() < ends:
+        """Why the groups were abandoned. Waits, since a worker that learns it earlier may already have disconnected."""
+        deadline = time.monotonic() + WORD_S
+        while self._lost is not None and time.monotonic() < deadline:
             reason = self._lost()
             if reason is not None:
                 return reason
@@ -164,5 +166,5 @@ class Workers:
         return None
 
     def close(self) -> None:
-        """Forget the groups (torch destroys its own)."""
+        """Drop the references to the groups (torch destroys its own)."""
         self._payload = self._flags = None

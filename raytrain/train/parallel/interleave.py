@@ -1,8 +1,8 @@
-"""Two passes that take turns: one computes while what the other sent is on its way.
+"""Interleaves two passes: one computes while the messages of the other are in transit.
 
-A pass that would wait for somebody else gives the turn to the other before it waits, and goes on when the turn comes
-back, in strict alternation. The order of everything that both do is then a pure function of the two passes, the same
-in every process that runs the same two, though each pass has a thread of its own.
+A pass yields its turn to the other before it waits for another process, and continues when the turn comes back, in
+strict alternation. Although each pass has its own thread, the order of all operations depends only on the two passes,
+so it is the same in every process that runs the same two.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Made = TypeVar("Made")
 
 
 class PassEnded(Exception):
-    """The other pass failed, and this one must end with it."""
+    """The other pass failed, so this one must end too."""
 
 
 class Interleaver:
-    """The turn of one process. Only the pass that has it runs, so nobody has to say who asks.
+    """Alternates two passes in one process. Only the pass that has the turn runs, so calls need not identify it.
 
-    The turn belongs to a pass and not to a thread: on a GPU autograd runs a backward pass in threads of its own.
+    The turn belongs to a pass, not to a thread: on a GPU, autograd runs a backward pass in its own threads.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Interleaver:
         self._thread: ThreadPoolExecutor | None = None
 
     def yield_turn(self) -> None:
-        """Let the other pass compute until it gives the turn back or ends; nothing where there is no other.
+        """Let the other pass run until it yields or ends; a no-op if there is none.
 
         Raises:
-            PassEnded: the other failed meanwhile.
+            PassEnded: the other pass has failed.
         """
         mine, other = self._turn, 1 - self._turn
         if self._going[other]:
@@ -46,33 +46,33 @@ class Interleaver:
             self._wake[other].release()
             self._wake[mine].acquire()
         if self._failed:
-            raise PassEnded("the pass beside this one failed")
+            raise PassEnded("the other of two interleaved passes failed")
 
     def run_interleaved(self, first: Callable[[], Any], second: Callable[[], Made]) -> Made:
-        """Run `first` in a thread of its own and `second` in the caller's, in turns; `first` begins.
+        """Run `first` in another thread and `second` in the caller's, alternating; `first` starts.
 
         Returns:
-            What `second` returned, when both have ended.
+            The result of `second`, after both have ended.
 
         Raises:
-            BaseException: what the pass that failed first raised; the other has been ended at its next turn.
+            BaseException: the exception of the pass that failed first; the other pass ends at its next turn.
         """
-        if self._thread is None:  # a thread takes over the number of threads it computes with when it first asks for it
+        if self._thread is None:  # get_num_threads makes the new thread adopt torch's thread count
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns", initializer=torch.get_num_threads)
         self._going, self._turn, self._failed = [True, True], 0, False
         self._wake = [threading.Semaphore(1), threading.Semaphore(0)]
-        began = self._thread.submit(self._run, 0, first)
+        running = self._thread.submit(self._run, 0, first)
         try:
-            made = self._run(1, second)
+            result = self._run(1, second)
         except PassEnded:
-            began.result()
+            running.result()
             raise
         except BaseException:
-            wait([began])
+            wait([running])
             raise
         else:
-            began.result()  # it may fail when the other has long come through
-            return made
+            running.result()  # `first` may fail after `second` has ended
+            return result
         finally:
             self._failed = False
 
@@ -80,7 +80,7 @@ class Interleaver:
         try:
             self._wake[mine].acquire()
             if self._failed:
-                raise PassEnded("the pass beside this one failed")
+                raise PassEnded("the other of two interleaved passes failed")
             return work()
         except BaseException:
             self._failed = True

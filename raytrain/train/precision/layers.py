@@ -1,8 +1,8 @@
-"""Layers that compute in another format than the rest: in fp32 under autocast, or alone in half precision.
+"""Layers that compute in a different format than the model: in fp32 under autocast, or alone in half precision.
 
-Nothing of the model's state changes: a layer's `forward` is called in another autocast context. What it returns stays
-as it computed it, as torch's own autocast leaves what a layer norm returns: the operation that takes it casts it where
-it needs half precision. Cast back at once, what fp32 gained would be rounded away.
+The state of the model does not change: only the autocast context of a layer's `forward` does. Its outputs keep their
+format, like those of a layer norm under torch's autocast; the next operation casts them if it needs half precision.
+Casting them back at once would round away what fp32 gained.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class LayerPrecision:
-    """The layers of one module and the format each computes in.
+    """Sets the format in which individual layers of a module compute.
 
     Args:
-        module: its submodules can be named as in `named_modules`.
-        device: autocast is switched by its type.
+        module: layers are named as in its `named_modules`.
+        device: its type selects the autocast context.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -36,10 +36,10 @@ class LayerPrecision:
         self._kept: dict[nn.Module, Any] = {}
 
     def keep(self, names: Sequence[str]) -> None:
-        """From now on these layers, and no others, compute in fp32 where autocast is on.
+        """Make exactly these layers compute in fp32 when autocast is on.
 
         Raises:
-            InputError: a name that the model does not have.
+            InputError: the model has no layer of that name.
         """
         for part, before in self._kept.items():
             _put_back(part, before)
@@ -49,7 +49,7 @@ class LayerPrecision:
 
     @contextlib.contextmanager
     def alone_in(self, name: str, dtype: torch.dtype) -> Iterator[None]:
-        """Inside, this layer computes under autocast in `dtype`; the rest as without autocast, which must be off."""
+        """Context in which only this layer computes under autocast in `dtype`; autocast must otherwise be off."""
         before = {
             part: _swap(part, _InHalf(part.forward, self._kind, dtype)) for part in parts_named(self._module, [name])
         }
@@ -61,10 +61,10 @@ class LayerPrecision:
 
 
 def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The submodules of these names; for a list of modules, which is never called itself, those in it.
+    """The submodules with these names; a list of modules, which is never called itself, stands for its elements.
 
     Raises:
-        InputError: a name that the model does not have, with the nearest ones.
+        InputError: the model has no module of that name; the message suggests the nearest names.
     """
     known = {name: part for name, part in module.named_modules(remove_duplicate=False) if name}
     found: dict[nn.Module, None] = {}
@@ -77,10 +77,11 @@ def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def layers_of(module: nn.Module, *, blocks: str | None, most: int) -> list[str]:
-    """Names of the layers that own parameters, in the order of the model, none inside another.
+    """Names of the layers that own parameters, in model order, without layers nested in another of them.
 
     Args:
-        blocks: name of the list of repeated blocks; each of them counts as one where there would be more than `most`.
+        blocks: name of the list of repeated blocks.
+        most: with more layers than this, each block counts as one layer.
     """
     named = [(name, next(part.parameters(recurse=False), None)) for name, part in module.named_modules() if name]
     own = [name for name, parameter in named if parameter is not None]
@@ -97,7 +98,7 @@ def _called(part: nn.Module) -> list[nn.Module]:
 
 
 def _swap(part: nn.Module, forward: Any) -> Any:
-    """Put another `forward` in place; what stood there (None: the class's own) comes back."""
+    """Replace `forward` and return the previous instance attribute (None: the class's own method)."""
     before = part.__dict__.get("forward")
     part.forward = forward
     return before
@@ -111,7 +112,7 @@ def _put_back(part: nn.Module, before: Any) -> None:
 
 
 class _InFp32:
-    """A layer's forward without autocast, its half-precision inputs cast up; itself where autocast is off."""
+    """A layer's forward without autocast and with half-precision inputs cast to fp32; unchanged if autocast is off."""
 
     def __init__(self, forward: Any, kind: str) -> None:
         self._forward, self._kind = forward, kind
@@ -124,7 +125,7 @@ class _InFp32:
 
 
 class _InHalf:
-    """A layer's forward under autocast, its outputs cast up for a rest that knows no half precision."""
+    """A layer's forward under autocast, with outputs cast to fp32 for the rest of the model."""
 
     def __init__(self, forward: Any, kind: str, dtype: torch.dtype) -> None:
         self._forward, self._kind, self._dtype = forward, kind, dtype
@@ -136,7 +137,7 @@ class _InHalf:
 
 
 def _in_fp32(value: Any) -> Any:
-    """Half-precision tensors of a nested value in fp32, the rest as it is."""
+    """Cast the half-precision tensors of a nested value to fp32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF else value
     return rebuild(value, _in_fp32)

@@ -1,8 +1,8 @@
-"""The AMP rules in one place: which dtype computes, which dtype owns the weights, who scales the loss.
+"""Mixed-precision policies: the dtypes of computation and of weights, and the loss scale.
 
 Names follow the YAML key `precision.dtype`. `fp32` and `tf32` differ only in how matrix products of float32
 operands are computed; `bf16` and `fp16` keep float32 weights and run the forward pass under autocast; `fp64`
-is there for verification. Only fp16 has a loss scale, and it has exactly one owner: `LossScale` below.
+is for verification. Only fp16 has a loss scale, owned by `LossScale`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What a run falls back to when a precision fails (DESIGN section 7): more mantissa and range each time.
+#: The fallback of each precision when it fails (DESIGN section 7), with more mantissa or range.
 HIGHER_PRECISION = {"fp16": "bf16", "bf16": "fp32", "tf32": "fp32"}
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """How one run computes.
+    """The dtypes of a run's computation.
 
     Attributes:
         name: value of `precision.dtype`.
         master_dtype: dtype of weights, gradients and optimizer state.
-        autocast_dtype: dtype of autocast's matrix products, None where autocast is off.
+        autocast_dtype: dtype of autocast's matrix products; None if autocast is off.
         matmul: torch's float32 matrix product setting, "highest" (exact float32) or "high" (TF32).
     """
 
@@ -36,11 +36,11 @@ class PrecisionPolicy:
 
     @property
     def scales_loss(self) -> bool:
-        """Only float16's narrow exponent needs a loss scale."""
+        """Whether the loss is scaled: only the narrow exponent of float16 needs it."""
         return self.autocast_dtype is torch.float16
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The context of a forward pass; nothing at all where autocast is off."""
+        """The autocast context of a forward pass; a null context if autocast is off."""
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast_dtype)
@@ -61,7 +61,7 @@ def policy_for(name: str) -> PrecisionPolicy:
 
 
 def apply_matmul(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Set torch's process-wide float32 matrix product precision and return what it now is, for the run record."""
+    """Set torch's process-wide float32 matrix product precision; return the resulting settings for the run record."""
     torch.set_float32_matmul_precision(policy.matmul)
     allow = policy.matmul != "highest"
     torch.backends.cudnn.allow_tf32 = allow
@@ -75,10 +75,10 @@ def apply_matmul(policy: PrecisionPolicy) -> dict[str, Any]:
 
 
 class LossScale:
-    """The dynamic loss scale of fp16, kept on the device so that a step never waits for it.
+    """Dynamic loss scale of fp16, kept on the device so that a step never waits for it.
 
-    Rule (torch.amp.GradScaler's): start at 2**16, halve after a step with a non-finite gradient, double after
-    `growth_interval` good ones. Powers of two, so that scaling and unscaling round nothing.
+    The rule is that of torch.amp.GradScaler: start at 2**16, halve after a step with a non-finite gradient, double
+    after `growth_interval` finite steps. Powers of two make scaling and unscaling exact.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class LossScale:
 
     @property
     def inverse(self) -> Tensor:
-        """What gradients that are not unscaled yet must be multiplied by."""
+        """The factor that unscales gradients."""
         return self.value.reciprocal()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Return the scaled loss, on which to call backward."""
         return loss * self.value.to(loss.dtype) if self.enabled else loss
 
     def unscale_(self, gradients: list[Tensor]) -> None:
@@ -106,7 +106,7 @@ class LossScale:
                 flat.mul_(inverse)
 
     def update(self, skip: Tensor) -> None:
-        """Once a step: halve where it was skipped, double after a long run of good ones. No device read."""
+        """Update the scale after a step: halve after a skip, double after `growth_interval` steps. No device read."""
         if not self.enabled:
             return
         good = torch.where(skip, torch.zeros_like(self._good_steps), self._good_steps + 1)
@@ -116,11 +116,11 @@ class LossScale:
         self._good_steps = torch.where(grow, torch.zeros_like(good), good)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty unless the run scales its loss: checkpoints of other precisions hold no scaler."""
+        """The state of the scale; empty unless enabled, since checkpoints of other precisions contain no scaler."""
         return {"scale": self.value, "good_steps": self._good_steps} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scale up again; a run that no longer scales its loss ignores it."""
+        """Restore the scale; ignored if the run no longer scales its loss."""
         if self.enabled and state:
             self.value.copy_(state["scale"])
             self._good_steps.copy_(state["good_steps"])

@@ -1,4 +1,4 @@
-"""A sharded run's checkpoints: each worker writes its own rows, beside rank 0 and at the same time."""
+"""Checkpoints of a sharded run: each worker writes its own rows, in parallel with rank 0."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from raytrain.train.parallel.collectives import Workers, WorkersGroup
 
 
 class ShardSaver:
-    """One worker's part of each checkpoint; all make it at the same moment.
+    """Writes one worker's part of each checkpoint. Collective: all workers create it at the same point.
 
-    The workers other than rank 0 copy their rows into CPU buffers and write them in a thread of their own; in the end
-    rank 0's writer and those threads meet over a process group that nobody else uses. (Rank 0's own rows are among what
-    it writes anyway.)
+    Workers other than rank 0 copy their rows into CPU buffers and write them in a background thread; finally, rank 0's
+    writer gathers the results of those threads over a dedicated process group. Rank 0's own rows are part of the files
+    that it writes anyway.
 
     Args:
-        parts: the state to be saved, as it is when asked.
+        parts: returns the current state to save.
         run: the run folder.
     """
 
@@ -43,23 +43,23 @@ class ShardSaver:
         if not self._first:
             self._staging = Staging()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
-            self._copied()  # into new memory, which takes far longer than all later times
+            self._copied()  # allocates the buffers now: the first copy takes far longer than later ones
 
     def begin_save(self, step: int) -> None:
-        """Copy this worker's rows as they are after `step`, and write them in the background.
+        """Copy this worker's rows after `step` and write them in the background.
 
         Raises:
-            RunError: the time before they could not be written.
+            RunError: the previous write failed.
         """
         if not self._first:
             self.wait()
             self._pending = self._thread.submit(self._write, self._copied(), self._run.checkpoint_dir(step))
 
     def finish_save(self, folder: str) -> dict[str, Any]:
-        """Rank 0's writer: wait for the others; their files, by name and by part.
+        """Wait for the other workers and return their files, by name and by part. Called by rank 0's writer.
 
         Raises:
-            RunError: one could not write, in its words.
+            RunError: another worker could not write; the message is that worker's.
         """
         files: dict[str, WrittenFile] = {}
         parts: dict[str, list[str]] = {}
@@ -72,13 +72,13 @@ class ShardSaver:
         return {"files": files, "parts": parts}
 
     def wait(self) -> None:
-        """Returns when this worker writes nothing; raises what its thread raised, once."""
+        """Wait until this worker's write has finished; raise its exception once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait and end the thread."""
+        """Wait for the write and stop the thread."""
         if not self._first:
             try:
                 self.wait()

@@ -1,4 +1,4 @@
-"""The meetings inside the passes of a sharded model, with the seconds that this worker spends in them."""
+"""The collectives inside the passes of a sharded model, timed on this worker."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from torch import Tensor
 
 from raytrain.train.parallel.collectives import Workers
 
-#: As torch names them since 2.13, or before.
+#: The names since torch 2.13, or the older ones.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TimedCollective:
-    """What FSDP2 asks of a communication of one's own (`torch.distributed.fsdp`, `set_custom_all_gather`).
+    """Interface of a custom FSDP2 collective (`torch.distributed.fsdp`, `set_custom_all_gather`).
 
-    The seconds are added to `Workers.wait_s`. On a CPU a meeting is over when the call returns: FSDP2 waits for it at
-    once anyway, as nothing is fetched ahead here. On a GPU the device waits, and the host has only asked for it.
+    Adds the seconds of each call to `Workers.wait_s`. On a CPU the collective has finished when the call returns; FSDP2
+    would wait for it immediately anyway, since nothing is prefetched. On a GPU the device waits, not the host.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is gathered or summed."""
+        """Allocate the buffer of a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _timed(self, begin: float, work: Any, tensor: Tensor) -> Any:
+    def _timed(self, start: float, work: Any, tensor: Tensor) -> Any:
         if work is not None and tensor.device.type == "cpu":
             work.wait()
-        self._workers.wait_s += time.perf_counter() - begin
+        self._workers.wait_s += time.perf_counter() - start
         return work
 
 
 class TimedAllGather(TimedCollective):
-    """Brings a block's parameters together."""
+    """Gathers the parameters of a block."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """As `dist.all_gather_single`."""
-        begin = time.perf_counter()
+        """Same signature and result as `dist.all_gather_single`."""
+        start = time.perf_counter()
         work = _gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return self._timed(begin, work, output_tensor)
+        return self._timed(start, work, output_tensor)
 
 
 class TimedReduceScatter(TimedCollective):
-    """Sums a block's gradients and leaves each worker its own rows of them."""
+    """Sums the gradients of a block and leaves each worker its own rows."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """As `dist.reduce_scatter_single`."""
-        begin = time.perf_counter()
+        """Same signature and result as `dist.reduce_scatter_single`."""
+        start = time.perf_counter()
         work = _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return self._timed(begin, work, output_tensor)
+        return self._timed(start, work, output_tensor)

@@ -1,7 +1,8 @@
-"""A module as this worker's shards (torch's FSDP2, `torch.distributed.fsdp.fully_shard`), block by block.
+"""Shards a module over the workers, block by block, with torch's FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Every parameter is cut into rows, one piece for each worker. A block's are brought together before its forward and again
-before its backward, and let go after each; those outside the blocks (embeddings, the head) while the whole module runs.
+Every parameter is split by rows into one shard per worker. The parameters of a block are gathered before its forward
+and again before its backward, and freed after each; those outside the blocks (embeddings, the head) stay gathered while
+the module runs.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ KEY = "scale.strategy"
 
 @dataclass(frozen=True)
 class ShardingSizes:
-    """What sharding made of a module, in bytes of weights in their master format.
+    """Sizes of a sharded module, in bytes of weights in their master format.
 
     Attributes:
-        blocks: how many.
-        whole, own: of the module, and of this worker's share of it.
-        largest_block: what one block takes while it is together.
-        outside: what no block owns, together while the module runs; `outside_names` says which.
+        blocks: number of blocks.
+        whole, own: the full module, and this worker's shards.
+        largest_block: the largest block when gathered.
+        outside: parameters outside all blocks, gathered while the module runs.
+        outside_names: their names.
     """
 
     blocks: int
@@ -56,14 +58,14 @@ def shard(
     """Shard the trainable's module in place over torch's default process group. Collective.
 
     Args:
-        device: where the shards go; the module may be elsewhere, and is moved block by block.
-        policy: its autocast format is what blocks are brought together in, and their gradients are summed in the master
-            format. What is outside the blocks stays in the master format, and norms and `fp32_layers` inside them.
-        workers: whose waiting time the meetings inside the passes are added to.
+        device: device of the shards; a module on another device is moved block by block.
+        policy: blocks are gathered in its autocast format, and their gradients are summed in its master format.
+            Parameters outside the blocks, norms and `fp32_layers` stay in the master format.
+        workers: the seconds spent in collectives inside the passes are added to its `wait_s`.
         fp32_layers: names of layers that compute in the master format.
 
     Raises:
-        InputError: no blocks, or parameters that cannot be sharded, by name.
+        InputError: the model has no blocks, or the named parameters cannot be sharded.
     """
     module = trainable.module
     blocks = blocks_of(trainable, key=KEY)
@@ -71,7 +73,7 @@ def shard(
     rest = outside(module, blocks)
     whole = sum(parameter.nbytes for parameter in module.parameters())
     largest = max(sum(parameter.nbytes for parameter in block.parameters()) for _, block in blocks)
-    if not dist.is_initialized():  # one worker: a group of its own, without a socket
+    if not dist.is_initialized():  # a single worker gets its own group, without a socket
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -90,8 +92,8 @@ def shard(
 
 
 def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
-    """The outermost layers inside a block that stay in the master format: those of `kept`, and those whose parameters
-    are vectors alone (norms), which autocast does not cast on a CPU."""
+    """Yield the outermost layers of a block that stay in the master format: those in `kept`, and those with only vector
+    parameters (norms), which autocast does not cast on a CPU."""
     for child in part.children() if id(part) not in kept else ():
         parameters = list(child.parameters())
         called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
@@ -102,7 +104,7 @@ def _in_master(part: nn.Module, kept: set[int]) -> Iterator[nn.Module]:
 
 
 def check(module: nn.Module, blocks: list[Block]) -> None:
-    """Raises InputError naming parameters that cannot be sharded: scalars, and those that several blocks share."""
+    """Raise InputError naming the parameters that cannot be sharded: scalars, and those shared by several blocks."""
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise InputError(
@@ -129,17 +131,17 @@ def check(module: nn.Module, blocks: list[Block]) -> None:
 
 
 def _configure(module: FSDPModule, workers: Workers) -> None:
-    """Plain sums, since the loss is normalised by the weight of the whole step; and never two blocks together."""
-    # its own stream would keep the gathered copy of a block until the next one is gathered
+    """Configure plain sums (the loss is normalised by the step's total weight) and at most one gathered block."""
+    # a separate stream would keep the gathered copy of a block until the next block is gathered
     module._set_unshard_async_op(True)
     for part in cast(nn.Module, module).modules():
         if isinstance(part, FSDPModule):
-            # torch asks for its own base classes, which are private: it takes whatever has their verbs
+            # torch's annotations name private base classes, but any object with their methods works
             part.set_custom_all_gather(TimedAllGather(workers))  # pyright: ignore[reportArgumentType]
             part.set_custom_reduce_scatter(TimedReduceScatter(workers))  # pyright: ignore[reportArgumentType]
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-            # a parameter may get no gradient on one worker and one on another
+            # a parameter may receive a gradient on some workers only
             part.set_reduce_scatter_unused_params(True)
-            # itself is there already: the next block is not fetched while this one is together
+            # prefetching the block itself is a no-op: the next block is not gathered while this one is
             part.set_modules_to_backward_prefetch([part])
