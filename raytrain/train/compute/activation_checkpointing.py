@@ -1,6 +1,6 @@
-"""Activation checkpointing: blocks whose forward is computed again in backward instead of being kept.
+"""Activation checkpointing: recompute the forward of blocks in backward instead of keeping its activations.
 
-Whatever a forward does beside computing (count, send, draw) has to know which of the two passes it is in.
+Side effects of a forward (counters, messages, random draws) must distinguish the original pass from the recomputation.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from raytrain.trainable import Trainable
 
 _RESERVED: ContextVar[bool] = ContextVar("forward_will_be_recomputed", default=False)
 _AGAIN: WeakSet[nn.Module] = WeakSet()
-"""Everything inside blocks that are computed again."""
+"""All modules inside recomputed blocks."""
 
 
 def will_be_recomputed() -> bool:
-    """Whether this forward runs inside a block that backward will compute again."""
+    """Whether this forward runs inside a block that backward will recompute."""
     return _RESERVED.get()
 
 
 def inside_backward() -> bool:
-    """Whether this runs inside a backward pass, which is where a block is computed again."""
+    """Whether this runs inside a backward pass, where blocks are recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def recompute(trainable: Trainable, *, every: int = 1) -> None:
-    """From now on blocks keep only their inputs for backward; what they draw is drawn alike the second time.
+    """Make blocks keep only their inputs for backward; the recomputation repeats their random draws.
 
-    Uses torch's non-reentrant checkpointing. Blocks that are computed again already stay as they are.
+    Uses torch's non-reentrant checkpointing. Blocks that are recomputed already are left unchanged.
 
     Args:
-        every: of so many blocks the last; the others keep what they compute.
+        every: recompute every n-th block; the others keep their activations.
 
     Raises:
         InputError: the model neither names its blocks nor repeats any.
@@ -52,17 +52,17 @@ def recompute(trainable: Trainable, *, every: int = 1) -> None:
 
 @contextlib.contextmanager
 def as_with_rows(part: nn.Module) -> Iterator[None]:
-    """Around a forward without rows through `part`, beside those of the others: it will be computed again where theirs
-    will."""
+    """Context of a forward without rows through `part`, while other workers have rows: `will_be_recomputed` returns the
+    same as for theirs."""
     with _reserved() if part in _AGAIN else contextlib.nullcontext():
         yield
 
 
 class _Recomputed:
-    """A block's forward, checkpointed where there will be a backward.
+    """A block's forward, checkpointed if gradients are enabled.
 
-    In training and in eval mode alike: under `fsdp` a worker without rows goes through its blocks in eval mode, and has
-    to bring weights together in the order of the others, whose second forward is inside their backward.
+    This includes eval mode: under `fsdp`, a worker without rows runs its blocks in eval mode, and must gather weights
+    in the same order as the others, which recompute the forward inside backward.
     """
 
     def __init__(self, block: nn.Module) -> None:

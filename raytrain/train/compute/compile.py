@@ -1,13 +1,12 @@
-"""Parts of a model that run compiled, what became of each, and the way back to eager.
+"""Compiles parts of a model, records the result of each, and switches back to eager.
 
-Each part's `forward` is replaced; weights, names and hooks stay as they are. Shapes are dynamic from the first
-compilation on, so that one kernel serves every size of a batch: a resumed run meets the same kernels as an unbroken
-one, whatever sizes came first. Whatever the compiler cannot do runs eager: a graph that its backend refuses runs as it
-was traced, a frame that cannot be traced runs as it was written; either way nothing has been computed twice, and the
-reason is kept.
+Only the `forward` of each part is replaced; weights, names and hooks do not change. Shapes are dynamic from the first
+compilation on, so one kernel serves every batch size: a resumed run uses the same kernels as an uninterrupted one,
+whichever sizes come first. What the compiler cannot handle runs eager: a graph rejected by the backend runs as traced,
+a frame that cannot be traced runs as written. In both cases nothing is computed twice, and the reason is recorded.
 
-Torch keeps compiled code by code object and backend, for the life of the process: equal blocks share it, and so does a
-session that follows another after a rollback.
+torch caches compiled code by code object and backend for the life of the process, so equal blocks share it, as does
+the next session after a rollback.
 """
 
 from __future__ import annotations
@@ -26,27 +25,29 @@ from torch import nn
 from raytrain.errors import first_line
 
 Lower = Callable[[Any, list[Any]], Callable[..., Any]]
-"""A graph and example inputs in, something that computes the same out."""
+"""A backend: takes a graph and example inputs, returns a callable that computes the same."""
 
-#: Precisions that a start compares, training and evaluation, and batches of one row each have a variant of their own;
-#: torch's own limit of 8 would quietly end in eager code.
+#: The precisions compared at the start, training and evaluation, and batches of one row each compile their own variant;
+#: torch's default limit of 8 would silently fall back to eager.
 VARIANTS_AT_MOST = 64
-#: Reasons that a record lists of each kind.
+#: Maximum reasons of each kind in a record.
 LISTED_AT_MOST = 5
 
 
 @dataclass
 class PartStatus:
-    """What became of one part of the model.
+    """Compilation status of one part of the model.
 
     Attributes:
-        name, kind: in the model ("" is the whole of it), and its class.
-        entered: how often it was called. calls: of its compiled graphs.
-        graphs: compiled while this part was called; equal parts share the first one's.
+        name: dotted name of the part ("" is the full model).
+        kind: class of the part.
+        entered: calls of the part.
+        calls: calls of its compiled graphs.
+        graphs: graphs compiled while the part was called; equal parts share those of the first.
         graph_breaks, recompiles: likewise; a batch of one row, evaluation and another precision recompile once each.
-        seconds: spent in the compiler.
-        reason: why (some of) it runs eager; "" where nothing failed.
-        frames, breaks_at: what all parts have compiled, and where graphs broke, one object for them all.
+        seconds: time spent in the compiler.
+        reason: why some or all of it runs eager; "" if nothing failed.
+        frames, breaks_at: frames compiled by all parts, and their graph breaks; shared by all parts.
     """
 
     name: str
@@ -70,7 +71,7 @@ class PartStatus:
 
     @property
     def why(self) -> str:
-        """Why not all of it is compiled; "" where it is, or was not called yet."""
+        """Why the part is not fully compiled; "" if it is, or has not been called yet."""
         if self.reason or self.achieved != "eager":
             return self.reason
         return f"nothing in it could be traced: {', '.join(list(self.breaks_at)[:1]) or 'torch says no more'}"
@@ -84,7 +85,7 @@ class PartStatus:
 
 @dataclass
 class _Here(threading.local):
-    """The part that this thread is in."""
+    """The part that the current thread is executing, and the state of its running compilation."""
 
     part: PartStatus | None = None
     began: float = 0.0
@@ -96,12 +97,12 @@ _HERE = _Here()
 
 
 class CompiledParts:
-    """Compiles parts of a module in place, and knows what became of them.
+    """Compiles parts of a module in place and tracks their status.
 
     Args:
-        parts: (name, module); none inside another.
+        parts: (name, module) pairs, none nested in another.
         mode: `loop.compile`, not "off".
-        lower: a backend in place of torch's inductor (tests).
+        lower: a backend that replaces torch's inductor (for tests).
     """
 
     def __init__(self, parts: Sequence[tuple[str, nn.Module]], *, mode: str, lower: Lower | None = None) -> None:
@@ -110,7 +111,7 @@ class CompiledParts:
         self.parts = [PartStatus(name, type(part).__name__, frames, self._breaks_at) for name, part in parts]
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._taken = 0.0
-        self._told: tuple[Any, ...] = ()
+        self._reported: tuple[Any, ...] = ()
         _watch()
         backend = _backend(mode, lower)
         for status, (_, part) in zip(self.parts, parts, strict=True):
@@ -120,7 +121,7 @@ class CompiledParts:
             part.forward = _Compiled(status, compiled)  # type: ignore[method-assign]
 
     def off(self) -> None:
-        """Every part as it was before; what was compiled stays counted."""
+        """Restore the original forward of every part; the counts remain."""
         for part, before in self._forwards:
             if before is None:
                 part.__dict__.pop("forward", None)
@@ -130,24 +131,24 @@ class CompiledParts:
 
     @property
     def seconds(self) -> float:
-        """Spent in the compiler so far."""
+        """Total seconds spent in the compiler."""
         return sum(part.seconds for part in self.parts)
 
     def take_seconds(self) -> float:
-        """Spent in the compiler since the last call."""
+        """Seconds spent in the compiler since the last call."""
         spent, self._taken = self.seconds - self._taken, self.seconds
         return spent
 
     def news(self) -> dict[str, Any] | None:
-        """`status` where it differs from the last time, beyond what is counted at each call."""
+        """Return `status` if it has changed since the last call, ignoring call counts; else None."""
         now = tuple((part.achieved, part.graphs, part.graph_breaks, part.reason) for part in self.parts)
-        if now == self._told:
+        if now == self._reported:
             return None
-        self._told = now
+        self._reported = now
         return self.status()
 
     def status(self) -> dict[str, Any]:
-        """The record: requested mode, totals, and each part."""
+        """The record of the run: requested mode, totals, and each part."""
         achieved = [part.achieved for part in self.parts]
         totals = {name: sum(getattr(part, name) for part in self.parts)
                   for name in ("graphs", "graph_breaks", "recompiles")}  # fmt: skip
@@ -164,14 +165,14 @@ class CompiledParts:
 
 
 def _keep_eager(part: nn.Module) -> None:
-    """Methods that a module inside names in a tuple `never_compiled` run as they are written."""
+    """Exclude from compilation the methods that modules in the part list in a tuple `never_compiled`."""
     for inner in part.modules():
         for name in getattr(inner, "never_compiled", ()):
             setattr(inner, name, torch.compiler.disable(getattr(inner, name)))
 
 
 class _Compiled:
-    """A part's forward that says where it is while it runs."""
+    """A part's compiled forward; marks its part as the current one while it runs."""
 
     def __init__(self, status: PartStatus, forward: Callable[..., Any]) -> None:
         self._status, self._forward = status, forward
@@ -187,7 +188,7 @@ class _Compiled:
 
 @dataclass
 class _Graph:
-    """One compiled graph, or the traced one in its place."""
+    """One compiled graph, or the traced graph if the backend failed."""
 
     run: Callable[..., Any]
     failed: str = ""
@@ -202,20 +203,20 @@ class _Graph:
 
 @functools.cache
 def _backend(mode: str, lower: Lower | None) -> Callable[[Any, list[Any]], Callable[..., Any]]:
-    """The backend of a mode, one for the life of the process: torch asks for the same object before it shares code."""
+    """The backend of a mode, one per process: torch shares compiled code only for the identical backend object."""
     from torch._dynamo.exc import RestartAnalysis
     from torch._functorch import config as autograd_config
 
     chosen: Any = lower or torch._TorchCompileInductorWrapper(mode, None, True)
 
     def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-        """Compiles forward and backward now, so that a failure of either is found before anything has run."""
+        """Compile forward and backward now, so that either one fails before anything has run."""
         try:
             with autograd_config.patch(force_non_lazy_backward_lowering=True):
                 made = _Graph(chosen(graph, inputs))
-        except RestartAnalysis:  # torch's own way to trace once more
+        except RestartAnalysis:  # torch's signal to trace again
             raise
-        except Exception as error:  # whatever a compiler raises, the traced graph computes the same
+        except Exception as error:  # the traced graph computes the same, whatever the compiler raised
             made = _Graph(graph.forward, failed=_named(error))
         if _HERE.part is not None:
             _HERE.part.graphs += not made.failed
@@ -230,12 +231,12 @@ def _named(error: BaseException) -> str:
     return f"{type(cause).__name__}: {first_line(cause)}"
 
 
-# -- what torch tells of its work ------------------------------------------------------------------
+# -- callbacks of torch's compiler -----------------------------------------------------------------
 
 
 def _watch() -> None:
-    """From now on, in this process: frames that cannot be traced run as written, and what the compiler does is noted
-    with the part that it does it for. Once is enough, until somebody resets torch's compiler."""
+    """Configure torch's compiler in this process: frames that cannot be traced run as written, and callbacks attribute
+    compilations to the current part. Has no further effect until torch's compiler is reset."""
     import torch._dynamo.config
     from torch._dynamo.callback import callback_handler
 
@@ -252,7 +253,7 @@ def _started(_about: Any) -> None:
 
 def _ended(about: Any) -> None:
     part, error = _HERE.part, sys.exc_info()[1]
-    if part is None:  # somebody else's
+    if part is None:  # compiled by other code
         return
     part.seconds += time.perf_counter() - _HERE.began
     for reason, count in _breaks().items():
@@ -268,7 +269,7 @@ def _ended(about: Any) -> None:
 
 
 def _is_break(error: BaseException) -> bool:
-    """What ends a graph where Python has to go on, and is counted as such."""
+    """Whether an error only breaks a graph, to continue in Python; graph breaks are counted separately."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
     return isinstance(error, RestartAnalysis | SkipFrame | Unsupported)

@@ -1,4 +1,4 @@
-"""Which modules `loop.compile_parts` names."""
+"""Resolves `loop.compile_parts` to modules."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NEAREST = 3
 
 
 def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
-    """The parts, outermost first; ("", module) is the whole model.
+    """The parts to compile, outermost first; ("", module) is the full model.
 
-    `auto` takes the blocks where the model names them, or repeats some that are more than single layers (they share
-    what is compiled, so that its seconds do not grow with their number), or where backward computes them again. A name
-    stands for every module whose dotted name ends with it: `router` for the routers of all blocks.
+    `auto` selects the blocks if the model names them, if it repeats blocks with several layers (they share compiled
+    code, so the compile time does not grow with their number), or if backward recomputes them. A name selects every
+    module whose dotted name ends with it: `router` selects the routers of all blocks.
 
     Raises:
-        InputError: a name that the model does not have, a model without blocks where they are asked for, or a part
-            around blocks that are computed again in backward.
+        InputError: the model has no module of that name, or no blocks although they are requested, or a part contains
+            blocks that are recomputed in backward.
     """
     module, asked = trainable.module, loop.compile_parts
     if asked == "auto":
@@ -46,7 +46,7 @@ def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
                 raise InputError(
                     KEY, seen=f"{name or 'the whole model'}, around {inside[0]}",
                     expected="blocks, or parts of them, with loop.activation_checkpointing",
-                    remedy="loop.compile_parts: blocks; a compiled part cannot hold what backward computes again",
+                    remedy="loop.compile_parts: blocks; a compiled part cannot contain blocks that backward recomputes",
                 )  # fmt: skip
     return parts
 
@@ -69,7 +69,7 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[Block]:
 
 
 def _called(name: str, part: nn.Module) -> list[Block]:
-    """A list of modules is never called itself; those in it are."""
+    """The modules that are called: `part`, or the elements of a list, which is never called itself."""
     if type(part).forward is not nn.Module.forward:
         return [(name, part)]
     return [block for leaf, inner in part.named_children() for block in _called(f"{name}.{leaf}", inner)]

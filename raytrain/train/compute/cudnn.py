@@ -1,4 +1,4 @@
-"""cuDNN's (on ROCm MIOpen's) search for the fastest kernel of each shape, which turns itself off for many shapes."""
+"""cuDNN's (on ROCm MIOpen's) search for the fastest kernel of each shape; turned off if shapes vary a lot."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-#: Each new shape costs a search of some hundred milliseconds; beyond so many they are no longer constant.
+#: Each new shape costs a search of a few hundred milliseconds; with more shapes than this they are not constant.
 SHAPES_AT_MOST = 8
 
 
 class CudnnBenchmark:
-    """Holds `torch.backends.cudnn.benchmark`, and counts the shapes of the batches that come.
+    """Controls `torch.backends.cudnn.benchmark` and counts the shapes of the batches.
 
     Args:
-        asked: `loop.cudnn_benchmark`: true, false, or auto: on for a GPU, until there are too many shapes.
-        device: of this worker.
-        deterministic: `loop.deterministic`, which wants the same kernel each time.
+        asked: `loop.cudnn_benchmark`: true, false, or auto (on for a GPU, until there are too many shapes).
+        device: device of this worker.
+        deterministic: `loop.deterministic`, which requires the same kernels every time.
     """
 
     def __init__(self, asked: bool | str, *, device: torch.device, deterministic: bool) -> None:
@@ -27,11 +27,11 @@ class CudnnBenchmark:
 
     @property
     def on(self) -> bool:
-        """What torch says."""
+        """Whether the search is on in torch."""
         return bool(torch.backends.cudnn.benchmark)
 
     def saw(self, batch: dict[str, Any]) -> dict[str, Any] | None:
-        """Count the shapes of a batch; the fields of an event where they just became too many."""
+        """Count the shapes of a batch; return the fields of an event if this batch turns the search off."""
         if not self._counting:
             return None
         self._shapes.add(tuple((name, tuple(v.shape)) for name, v in batch.items() if isinstance(v, torch.Tensor)))

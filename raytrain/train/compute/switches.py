@@ -1,4 +1,4 @@
-"""What makes a worker's steps faster or smaller, each by its own key; applied once, when a session is built."""
+"""Applies the options that save time or memory in a worker's steps; once, when a session is built."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MEGABYTE = 2**20
 
 
 class Switches:
-    """Compiled parts, blocks that backward computes again, cuDNN's search, the masks' budget.
+    """Compilation, activation checkpointing, cuDNN's kernel search and the budget of mask caches.
 
     Args:
-        job: its `loop` section and plan are obeyed.
+        job: its `loop` section and plan set the options.
         trainable: changed in place.
-        workers: all of them compile, or none does.
+        workers: either all of them compile, or none.
     """
 
     def __init__(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
@@ -38,7 +38,7 @@ class Switches:
         self.compiled: CompiledParts | None = None
         if loop.compile != "off":
             self._compile(job, trainable, device=device, workers=workers)
-        if loop.activation_checkpointing:  # around what is compiled: a compiled part is called again as it is
+        if loop.activation_checkpointing:  # outside the compiled parts: backward calls the compiled part again
             recompute(trainable, every=int(loop.activation_checkpointing))
 
     def _compile(self, job: TrainJob, trainable: Trainable, *, device: torch.device, workers: Workers) -> None:
@@ -53,27 +53,27 @@ class Switches:
         self.compiled = CompiledParts(parts_to_compile(trainable, job.loop), mode=job.loop.compile)
 
     def saw(self, batch: dict[str, Any]) -> None:
-        """A batch is about to be trained on."""
+        """Register a batch before the training step uses it."""
         off = self.cudnn.saw(batch)
         if off is not None:
             self._notices.append(("decision", {"what": "cudnn_benchmark", **off}))
 
     def compile_seconds(self) -> float:
-        """Spent in the compiler since the last call."""
+        """Seconds spent in the compiler since the last call."""
         return 0.0 if self.compiled is None else self.compiled.take_seconds()
 
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
-        """Events since the last call."""
-        news, self._notices = self._notices, []
+        """Return the events (kind, fields) since the last call."""
+        notices, self._notices = self._notices, []
         compiled = None if self.compiled is None else self.compiled.news()
-        return news if compiled is None else [*news, ("compile", compiled)]
+        return notices if compiled is None else [*notices, ("compile", compiled)]
 
     def metrics(self) -> dict[str, Any]:
-        """For a logged row: what the mask caches hold and did, where there are some."""
+        """Fields for a logged row: contents and statistics of the mask caches, if the model has any."""
         return {"mask_cache": MaskCache.total(self.masks)} if self.masks else {}
 
     def end(self) -> None:
-        """Training with this session is over: whatever follows (an export, a sample of text) is not worth compiling
-        for, and another session that takes the module over compiles it by itself."""
+        """Switch compilation off after training: an export or text sample is not worth compiling for, and another
+        session that takes over the module compiles it again."""
         if self.compiled is not None:
             self.compiled.off()

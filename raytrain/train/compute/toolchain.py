@@ -1,4 +1,4 @@
-"""What `torch.compile` needs on a machine, looked up without importing torch."""
+"""Checks the toolchain that `torch.compile` needs on a machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FIRST_TORCH = "2.0"
 def missing_for_compile(
     device: str, *, torch_version: str | None = None, environ: Mapping[str, str] | None = None
 ) -> str | None:
-    """Why this machine cannot compile for `device` ("cpu" or "cuda"); None where it can.
+    """Why this machine cannot compile for `device` ("cpu" or "cuda"); None if it can.
 
-    On a CPU torch's inductor writes C++ and calls the compiler that `CXX` names, else g++. On a GPU it writes Triton
-    kernels, whose launcher is C (`CC`, else gcc or clang).
+    On a CPU, torch's inductor generates C++ and calls the compiler in `CXX`, else g++. On a GPU it generates Triton
+    kernels, whose launcher is compiled from C (`CC`, else gcc or clang).
 
     Args:
-        torch_version, environ: of this process, unless given.
+        torch_version, environ: default to those of this process.
     """
     version = torch_version or importlib.metadata.version("torch")
     if Version(version) < Version(FIRST_TORCH):

@@ -20,10 +20,12 @@ from raytrain.trainable import Trainable
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, vectors: Collection[int] = ()
 ) -> list[dict[str, Any]]:
-    """Matrices (two and more dimensions) decay, vectors and scalars do not; frozen parameters are left out.
+    """Group parameters by weight decay: matrices (two or more dimensions) decay, vectors and scalars do not.
 
-    A parameter reachable under two names (tied weights) stands in one group only. `vectors` are the ids of those that
-    hold one vector in each row.
+    Frozen parameters are left out. A parameter with two names (tied weights) is in one group only.
+
+    Args:
+        vectors: ids of parameters with one independent vector per row, which do not decay.
     """
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -39,14 +41,13 @@ def parameter_groups(
 def build_optimizers(
     module: nn.Module, optim: OptimConfig, *, lr: float, blocks: Sequence[nn.Module] = ()
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of `optim.name` over `module`'s trainable parameters.
+    """Build the optimizers of `optim.name` for `module`'s trainable parameters.
 
-    The fused kernels are used where the parameters' device has them: one pass over memory, and they take the
-    "skip this step" flag as a tensor, so that a non-finite gradient costs no device read. torch has none of SGD for
-    sharded parameters.
+    Uses fused kernels where the device has them: they need one pass over memory and take the "skip this step" flag as a
+    tensor, so that a non-finite gradient costs no device read. torch has no fused SGD for sharded parameters.
 
     Args:
-        blocks: parts of `module` whose matrices are Muon's; AdamW has the rest, under the same learning rate.
+        blocks: parts of `module` whose matrices Muon optimizes; AdamW takes the rest, with the same learning rate.
 
     Raises:
         InputError: `muon` for a module without such matrices.
@@ -70,21 +71,21 @@ def build_optimizers(
 
 
 def muons_blocks(trainable: Trainable, optim: OptimConfig) -> list[nn.Module]:
-    """The `blocks` of `build_optimizers` for a trainable, empty for another optimizer.
+    """The `blocks` argument of `build_optimizers` for a trainable; empty unless the optimizer is Muon.
 
     Raises:
-        InputError: `muon` for a model that repeats nothing.
+        InputError: `muon` for a model without repeated blocks.
     """
     return [block for _, block in blocks_of(trainable, key="optim.name")] if optim.name == "muon" else []
 
 
 def hidden_matrices(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Ids of the trainable matrices, and stacks of matrices, that stand in `blocks` and nowhere else: what Muon takes.
+    """Ids of the parameters that Muon optimizes: trainable matrices and stacks of matrices only in `blocks`.
 
-    A table of embeddings is none: its rows are looked up one by one.
+    Embedding tables are excluded, since their rows are looked up one by one.
 
     Raises:
-        InputError: there are none.
+        InputError: there are no such parameters.
     """
     inside = {id(part) for block in blocks for part in block.modules()}
     tables = [part for part in module.modules() if id(part) not in inside or isinstance(part, nn.Embedding)]
@@ -105,8 +106,10 @@ def hidden_matrices(module: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
 
 
 def _stacked(module: nn.Module, kind: str) -> set[int]:
-    """Ids of the parameters that their modules name in a tuple `kind`: "stacked_vectors" hold a vector in each row and
-    are no matrices, "stacked_matrices" (E, A, B) hold E matrices."""
+    """Ids of the parameters that their modules list in a tuple attribute `kind`.
+
+    "stacked_vectors" hold one vector per row and are no matrices; "stacked_matrices" (E, A, B) hold E matrices.
+    """
     found = [
         getattr(part, name)
         for part in module.modules()
@@ -123,15 +126,15 @@ def fused_available(module: nn.Module) -> bool:
 
 
 def takes_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` skips by a `found_inf` tensor, as torch's fused optimizers do."""
+    """Whether `optimizer` can skip a step through a `found_inf` tensor, like torch's fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 class Schedule:
     """Learning rate as a pure function of the step: linear warm-up, then cosine, linear or constant.
 
-    Step numbers count from 1. With warm-up w, steps 1..w have peak * step / (w + 1), so that the first step
-    already moves and step w + 1 is the first at the peak; the last step ends at `final_lr_fraction` of it.
+    Step numbers count from 1. With warm-up w, steps 1..w use peak * step / (w + 1): the rate of the first step is not
+    zero, and step w + 1 is the first at the peak. The last step uses `final_lr_fraction` of the peak.
     """
 
     def __init__(self, optim: OptimConfig, *, lr: float, warmup_steps: int, max_steps: int) -> None:
@@ -142,7 +145,7 @@ class Schedule:
         self.max_steps = max_steps
 
     def factor(self, step: int) -> float:
-        """Share of the peak learning rate at `step` (1-based)."""
+        """Fraction of the peak learning rate at `step` (1-based)."""
         if step <= self.warmup_steps:
             return step / (self.warmup_steps + 1)
         if self.kind == "constant":

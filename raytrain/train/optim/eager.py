@@ -1,7 +1,7 @@
-"""torch's optimizers as classes that never import torch's compiler.
+"""torch's optimizers without the import of torch's compiler.
 
-torch's own do, for nothing but to tell the compiler to leave their methods alone: 1.3 s of CPU time at the first
-optimizer of a process, more than torch itself takes. Nothing here compiles an optimizer.
+torch's classes import the compiler only to exclude their methods from it. That takes 1.3 s of CPU time at the first
+optimizer of a process, more than the import of torch itself. This project never compiles an optimizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _sgd_step = inspect.unwrap(torch.optim.SGD.step)
 
 
 class Eager:
-    """Before a torch optimizer among the bases: its methods without what wraps them for the compiler."""
+    """Mixin before a torch optimizer in the bases: its methods without their compiler decorators."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
@@ -30,18 +30,18 @@ class AdamW(Eager, torch.optim.AdamW):
 
 
 class SGD(Eager, torch.optim.SGD):
-    """torch's SGD, which may skip its first step too.
+    """torch's SGD, whose first step can be skipped too.
 
-    torch's own fused one allocates momentum unset for the kernel to fill at the first step; one that is skipped fills
-    nothing, and the next step moves by whatever was there.
+    torch's fused SGD leaves the momentum uninitialised for the kernel to fill at the first step. If that step is
+    skipped, the next one uses uninitialised memory.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update; momentum begins at zero, which the first step makes its gradient, as torch does."""
+        """Run one update. Momentum starts at zero, so the first step sets it to the gradient, as in torch."""
         for group in self.param_groups:
             if group["fused"] and group["momentum"] != 0:
-                assert group["dampening"] == 0, "else a first step from zero is another"
+                assert group["dampening"] == 0, "with dampening, a first step from zero momentum differs from torch's"
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         state = self.state[parameter]

@@ -1,11 +1,11 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices inside a network's blocks.
+"""The Muon optimizer: momentum with orthogonalised updates, for the matrices inside a network's blocks.
 
 Method: K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks" (2024,
 https://kellerjordan.github.io/posts/muon/), with the scale of J. Liu and others, "Muon is scalable for LLM training"
-(2025, https://arxiv.org/abs/2502.16982), under which a learning rate and weight decay found for AdamW do as they are.
-The same update as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which takes plain matrices, one by one, and must
-read the device to skip a step; this one takes stacks of experts too, orthogonalises matrices of one shape together,
-and skips on the device.
+(2025, https://arxiv.org/abs/2502.16982), which makes a learning rate and weight decay tuned for AdamW fit unchanged.
+The update is that of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`. torch's class takes plain matrices one by one
+and must read the device to skip a step; this one also takes stacks of experts, orthogonalises matrices of equal shape
+together, and skips on the device.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from torch import Tensor, nn
 from raytrain.train.optim.eager import Eager
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz step: steepest at zero, and singular values end between 0.7 and 1.2 (Jordan)."""
+"""Coefficients of the quintic Newton-Schulz step: steepest at zero; singular values end in 0.7 to 1.2 (Jordan)."""
 ITERATIONS = 5
 RMS = 0.2
-"""Of an update by AdamW, which an orthogonal matrix of A x B reaches times sqrt(max(A, B)) (Liu)."""
+"""RMS of an AdamW update; an orthogonal A x B matrix scaled by this times sqrt(max(A, B)) matches it (Liu)."""
 BATCH_ELEMENTS = 2**24
-"""So many elements are orthogonalised together at most: what it takes beside the state is bounded."""
+"""Maximum elements orthogonalised together; bounds the temporary memory."""
 
 
 class Muon(Eager, torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; decoupled weight decay.
+    """Orthogonalised Nesterov momentum with decoupled weight decay.
+
+    Orthogonalises in bfloat16; float64 parameters in float64. If `found_inf` (a scalar on the device) is set and not
+    zero, a step changes nothing.
 
     Args:
-        params: parameters or groups of them, each a matrix (A, B), or a stack (E, A, B) of E that are orthogonalised
-            one by one. DTensors too: a sharded matrix is gathered for it, a stack sharded over E is not.
-        lr: as AdamW's.
-
-    Orthogonalises in bfloat16, and float64 in itself. Where `found_inf` is set (a scalar on the device), a step with
-    anything but zero in it changes nothing.
+        params: parameters or groups of them. Each is a matrix (A, B), or a stack (E, A, B) of E matrices that are
+            orthogonalised separately. DTensors are supported: a sharded matrix is gathered, a stack sharded over E is
+            not.
+        lr: learning rate, on the scale of AdamW's.
 
     Raises:
-        ValueError: a parameter of another shape.
+        ValueError: a parameter has another number of dimensions.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
@@ -57,8 +58,8 @@ class Muon(Eager, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
-        assert closure is None, "the step that calls this has computed its gradients"
+        """Update every parameter that has a gradient."""
+        assert closure is None, "closures are not supported: gradients are computed before"
         skip = None if self.found_inf is None else self.found_inf != 0
         for group in self.param_groups:
             for parameters in _batches(group["params"]):
@@ -68,7 +69,7 @@ class Muon(Eager, torch.optim.Optimizer):
     def _update(
         self, parameters: list[nn.Parameter], skip: Tensor | None, *, lr: float, weight_decay: float, momentum: float
     ) -> None:
-        """Parameters whose matrices are all of one shape."""
+        """Update parameters whose matrices have equal shapes."""
         directions = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -88,10 +89,9 @@ class Muon(Eager, torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """(N, A, B) -> (N, A, B): each as near to its nearest orthogonal matrix as five Newton-Schulz steps bring it.
+    """Approximate the nearest orthogonal matrix of each (N, A, B) -> (N, A, B), by five Newton-Schulz steps.
 
-    Its singular values end between about 0.7 and 1.2; a matrix of zeros stays one. Returns bfloat16, float64 for
-    float64.
+    Singular values end between about 0.7 and 1.2; a zero matrix stays zero. Returns bfloat16, or float64 for float64.
     """
     x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -105,7 +105,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those with a gradient, by the shape of their matrices, in the order given."""
+    """Yield the parameters with a gradient in batches of equal matrix shape, in the given order."""
     open_: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is None:
@@ -119,13 +119,13 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor is all here."""
+    """This process's part of a DTensor; any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def _matrices(local: Tensor, parameter: Tensor) -> Tensor:
-    """(N, A, B): the whole matrices of which `local` is this process's part, or its own ones of a stack."""
+    """Return (N, A, B): the full matrix of which `local` is a part, or this process's matrices of a stack."""
     if parameter.ndim == 3:
         return local
     if hasattr(parameter, "to_local"):
@@ -138,7 +138,7 @@ def _matrices(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _own_part(update: Tensor, parameter: Tensor) -> Tensor:
-    """The inverse of `_matrices`, without a message."""
+    """The inverse of `_matrices`, without communication."""
     if parameter.ndim == 3:
         return update
     if hasattr(parameter, "to_local"):
