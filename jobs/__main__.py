@@ -204,7 +204,9 @@ def bench(
 
 
 def _later(verb: str, does: str) -> None:
-    @main.command(name=verb, help=f"{does} (not implemented yet)", context_settings={"ignore_unknown_options": True})
+    @main.command(
+        name=verb, help=f"{does} (not available in this version)", context_settings={"ignore_unknown_options": True}
+    )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def refuse(arguments: tuple[str, ...]) -> None:
         from jobs.job.spec import load_spec, refuse_later

@@ -243,7 +243,7 @@ def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
-    """Refuse a verb or value that is valid but not implemented in this version.
+    """Refuse a verb or value that is valid but does not exist in this version yet.
 
     Raises:
         InputError: names the verb, or the first such key and what to use instead.
@@ -252,7 +252,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         raise InputError(
             verb,
             seen=f"the verb {verb}",
-            remedy=f"{verb} is not implemented yet",
+            remedy=f"{verb} is not available in this version",
             expected="train, tune, plan, report or bench in this version",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
@@ -271,7 +271,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
                 key,
                 seen=describe(value),
                 expected=f"{expected} in this version",
-                remedy=f"{reason} not implemented yet",
+                remedy=f"{reason} not available in this version",
             )
 
 

@@ -644,7 +644,7 @@ def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_now
     """An entry of LATER goes as soon as somebody reads its key."""
     section = key.partition(".")[0]
     if section == "infer":
-        with pytest.raises(InputError, match="not implemented yet"):
+        with pytest.raises(InputError, match="not available in this version"):
             refuse_later(load_spec().spec, section)
     readers = [where for where, attribute in attributes_read() if attribute == key]
     assert not readers, f"{readers} read {key}: it belongs into FLAGS"

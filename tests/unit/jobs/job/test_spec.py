@@ -288,7 +288,7 @@ def test_what_a_later_version_brings_is_read_and_then_refused_by_name(override: 
         refuse_later(spec, "train")
     assert caught.value.key == override.partition("=")[0]
     assert caught.value.exit_code == 2
-    assert "not implemented yet" in str(caught.value)
+    assert "not available in this version" in str(caught.value)
 
 
 def test_what_this_version_does_is_not_refused() -> None:
