@@ -15,9 +15,8 @@ from jobs.driver.checks import Checked, check_on_driver
 from jobs.driver.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec
-from jobs.tuning.space.keys import told
 from jobs.tuning.space.points import Points, find_points, whole_mapping
-from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted
+from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted, values_text
 from raytrain.errors import InputError
 from raytrain.plan.rules.devices import choose_devices, pick_devices
 from raytrain.runs.lease import this_process
@@ -122,7 +121,7 @@ class TuneCommand:
         text = f"{counted(len(points.trials), 'whole run')}{beside}{early[self.spec.tune.scheduler]}"
         self.say(f"{text}; sweep folder {self.the_sweep.path}")
         for values, reason in points.left_out:
-            self.say(f"left out: {told(values)}: {reason}")
+            self.say(f"left out: {values_text(values)}: {reason}")
 
     # -- the folder -------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
-from jobs.tuning.space.keys import told
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Measurement
@@ -107,6 +106,12 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def values_text(values: Mapping[str, Any]) -> str:
+    """Each `key value` pair, on one line."""
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                     for key, value in values.items())  # fmt: skip
+
+
 def number_text(value: Any, unit: str = "") -> str:
     """A number for a cell; nothing for what is not known."""
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
@@ -134,7 +139,7 @@ def whole_text(row: Mapping[str, Any]) -> str:
     *_, steps, loss, pace, note = whole_cells(row, ())
     named = ((steps, f"{steps} steps"), (loss, f"eval loss {loss}"), (pace, f"{pace} samples/s"))
     parts = [text for value, text in named if value]
-    return f"{told(row['values'])}: {', '.join(part for part in (*parts, note) if part)}"
+    return f"{values_text(row['values'])}: {', '.join(part for part in (*parts, note) if part)}"
 
 
 BATCH_COLUMNS = ("what", "precision", "rows", "rows/s", "peak", "")

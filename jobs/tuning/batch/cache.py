@@ -8,17 +8,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
+from jobs.job.spec import JobSpec
+from jobs.plan import has_experts
+from jobs.tuning.batch.device_kinds import Kind
 from jobs.tuning.batch.known import Known
 from raytrain.autotune.search.batch_size import next_proposals
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Measurement
 from raytrain.autotune.search.precision import GateReport
+from raytrain.autotune.search.signature import make_signature
 from raytrain.autotune.search.space import BatchSpace
+from raytrain.config.decode import encode
 from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import to_line
+
+if TYPE_CHECKING:
+    from jobs.driver.checks import Checked
+    from jobs.tuning.batch.command import BatchSearch
 
 FOLDER = "tune_cache"
 
@@ -72,6 +82,37 @@ class Cache:
 
 Caches = Mapping[str, Cache]
 """By the name of the kind of device; that of the only one is ""."""
+
+
+def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) -> dict[str, Any]:
+    """The facts that a measurement depends on, as far as the driver knows them.
+
+    The global batch and the memory budget are not among them.
+    """
+    data = checked.data_facts
+    signature = make_signature(
+        model=search.alone_spec.model,
+        optim=spec.optim,
+        loop=spec.loop,
+        experts=search.alone_spec.experts if has_experts(spec) else None,
+        parameters=checked.model_facts.parameters,
+        longest_row=data.tokens_per_row or data.row_bytes,
+        device=kind.device,
+        device_bytes=kind.device_bytes,
+        threads=int(search.alone_plan.threads.value),  # type: ignore[union-attr]
+        workers=search.workers,
+        versions={name: metadata.version(name) for name in ("torch", "raytrain")},
+    )
+    return {**signature.facts, "data": encode(search.alone_spec)["data"], "fp32_layers": spec.precision.fp32_layers}
+
+
+def gate_key(search: BatchSearch) -> dict[str, Any]:
+    """The facts that the result of a numeric gate depends on in addition: the settings that determine its weight
+    updates and the loss it is compared with."""
+    spec, max_steps = encode(search.alone_spec), search.alone_plan.max_steps.value  # type: ignore[union-attr]
+    sections = {name: spec[name] for name in ("seed", "optim", "experts")}
+    steps = {"max_steps": max_steps, "gate_steps": search.space.gate_steps}
+    return {**sections, **steps, "reference": search.space.lead}
 
 
 def _hash_of(facts: Mapping[str, Any]) -> str:

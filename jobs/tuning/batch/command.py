@@ -14,8 +14,7 @@ from jobs.driver.runtime import Cluster, connected
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
 from jobs.plan import plan_job
-from jobs.tuning.batch.cache import FOLDER, Cache, Caches
-from jobs.tuning.batch.cache_keys import cache_key, gate_key
+from jobs.tuning.batch.cache import FOLDER, Cache, Caches, cache_key, gate_key
 from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
 from jobs.tuning.batch.loaders import LoaderSearch, find_loaders
 from jobs.tuning.batch.results import say_search, write_batch

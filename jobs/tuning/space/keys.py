@@ -166,9 +166,3 @@ def _range(name: str, kind: str, arguments: list[Any], *, seen: str) -> Range:
         wanted = "0 < low < high" if kind == "loguniform" else "low < high"
         raise InputError(name, seen=seen, expected=f"{kind}(low, high) with {wanted}")
     return Range(kind, low, high)
-
-
-def told(values: Mapping[str, Any]) -> str:
-    """`key value` of each, in one line."""
-    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                     for key, value in values.items())  # fmt: skip

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.devices.inventory import Inventory
+from jobs.driver.build import build, opened
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.plan import plan_job
-from jobs.tuning.space.built_points import Builds
-from jobs.tuning.space.keys import Space, parse_space, told
+from jobs.tuning.space.keys import Space, parse_space
+from jobs.tuning.table import values_text
 from raytrain.config.decode import apply_overrides, decode, encode
 from raytrain.config.messages import render
 from raytrain.config.user_code import resolve
 from raytrain.data.sources.keys import is_own
 from raytrain.errors import InputError
-from raytrain.models.registry import check_keys
+from raytrain.models.registry import check_keys, takes
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
+from raytrain.train.build import source_facts
 
 LOOKS = 10
-"""So many evaluations a trial gets, at least, where a scheduler is to compare them and the job leaves it open."""
+"""The least number of evaluations of a trial when a scheduler compares trials and the job leaves the interval open."""
+
+MOST_S = 60.0
+"""The time limit for building models on the driver; a model not checked by then fails in its own trial."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
             "tune.space",
             seen=f"no feasible point among {len(left_out)}",
             expected="at least one",
-            remedy=f"{told(values)}: {why}",
+            remedy=f"{values_text(values)}: {why}",
         )
     if space.is_grid:
         _check_each_is_tried(space, trials, left_out)
@@ -198,3 +205,55 @@ def whole_mapping(loaded: LoadedSpec, spec: JobSpec) -> dict[str, Any]:
     paths = {key: sections["model"][key] for key in ("init_from", "path") if key in model}
     data = {key: sections["data"][key] for key in loaded.mapping.get("data") or {}}
     return {**loaded.mapping, "model": {**model, **paths}, "data": data}
+
+
+class Builds:
+    """Builds each distinct model of a space once, on the meta device where it can be.
+
+    Args:
+        base: the job without the space's values.
+        shapes: facts about its data for the builder (`raytrain.train.build.source_facts`); None: the data is opened on
+            the first check.
+    """
+
+    def __init__(self, base: JobSpec, shapes: Mapping[str, Any] | None = None) -> None:
+        self._ends = time.monotonic() + MOST_S
+        self._shapes: dict[str, Mapping[str, Any]] = {} if shapes is None else {_data_key(base): shapes}
+        self._found: dict[str, InputError | None] = {}
+
+    def check(self, spec: JobSpec) -> None:
+        """Build the model of this job, unless `MOST_S` seconds have passed.
+
+        Raises:
+            InputError: it cannot be built, or its data cannot be opened.
+        """
+        key = _model_key(spec)
+        if key not in self._found and time.monotonic() < self._ends:
+            try:
+                build(spec, self._shapes_of(spec))
+            except InputError as error:
+                self._found[key] = error
+            else:
+                self._found[key] = None
+        error = self._found.get(key)
+        if error is not None:
+            raise error
+
+    def _shapes_of(self, spec: JobSpec) -> Mapping[str, Any]:
+        key = _data_key(spec)
+        if key not in self._shapes:
+            self._shapes[key] = source_facts(opened(spec))
+        return self._shapes[key]
+
+
+def _data_key(spec: JobSpec) -> str:
+    return json.dumps([encode(spec)["data"], spec.model.keys.get("context"), spec.seed], sort_keys=True, default=repr)
+
+
+def _model_key(spec: JobSpec) -> str:
+    """Everything that the builder receives."""
+    sections, builder = encode(spec), spec.model.builder
+    function = None if builder is None else resolve(builder, "model.builder")
+    asked = [name for name in sections if name != "data" and function is not None and takes(function, name)]
+    arguments = {name: sections[name] for name in ("model", "experts", *asked)} | {"data": _data_key(spec)}
+    return json.dumps(arguments, sort_keys=True, default=repr)

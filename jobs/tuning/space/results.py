@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jobs.tuning.best import best_mapping, best_text
-from jobs.tuning.space.keys import told
 from jobs.tuning.space.points import Points, whole_mapping
-from jobs.tuning.table import SweepTable, counted, print_table
+from jobs.tuning.table import SweepTable, counted, print_table, values_text
 from raytrain.errors import RunError
 from raytrain.report.tune_figures import whole_spec
 from raytrain.runs.folder import RunFolder
@@ -37,12 +36,12 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     reasons = dict.fromkeys(best["values"], "")
     reasons[next(iter(reasons))] = reason
     job = best_mapping(whole_mapping(command.loaded, command.spec), best["values"], found=None)
-    header = f"{header_of(command)}\nTrial {best['trial']}: {told(best['values'])}; its run is {best['run']}"
+    header = f"{header_of(command)}\nTrial {best['trial']}: {values_text(best['values'])}; its run is {best['run']}"
     sweep.write_text(sweep.best, best_text(job, {key: why for key, why in reasons.items() if why}, header=header))
     draw(command, whole_spec(rows, curves_of(rows), best=best["trial"], metric=trials.metric, name=command.spec.name))
     close(command, {"kind": "space", "metric": trials.metric, "best": best, "reason": reason,
                     "left_out": [{"values": values, "reason": why} for values, why in points.left_out]})  # fmt: skip
-    command.say(f"best: trial {best['trial']}, {told(best['values'])}; {reason}")
+    command.say(f"best: trial {best['trial']}, {values_text(best['values'])}; {reason}")
     say_files(command, died=[row["trial"] for row in sweep.again()])
 
 

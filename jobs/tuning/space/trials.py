@@ -11,9 +11,8 @@ from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, why
-from jobs.tuning.space.keys import told
 from jobs.tuning.space.points import Point
-from jobs.tuning.table import SweepTable, counted, whole_cells, whole_text
+from jobs.tuning.table import SweepTable, counted, values_text, whole_cells, whole_text
 from raytrain.runs.sweep import SweepFolder
 
 TRIAL_RESOURCES = {"CPU": 0.001}
@@ -123,5 +122,5 @@ def best_of(rows: Sequence[Mapping[str, Any]], *, metric: str) -> tuple[dict[str
     reason = f"{words} of {counted(len(rows), 'trial')}: {first[metric]:.6g}"
     if len(whole) > 1:
         second = whole[1]
-        reason += f"; next {second[metric]:.6g} with {told(second['values'])}"
+        reason += f"; next {second[metric]:.6g} with {values_text(second['values'])}"
     return first, reason
