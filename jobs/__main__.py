@@ -88,7 +88,7 @@ def main() -> None:
 @main.command(cls=_keys_option(ALL))
 @click.argument("arguments", nargs=-1, metavar=JOB)
 @click.option("--resume", metavar="RUN_DIR", help="resume this run; `auto`: the newest unfinished run of the same job")
-@click.option("--from-tune", "sweep", metavar="DIR", help="train the result of this sweep: its best.yaml")
+@click.option("--from-tune", "sweep", metavar="DIR", help="train the best.yaml of this search")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, verbose: bool) -> None:
     """Train; without a file, the built-in recipe."""
@@ -187,7 +187,7 @@ class _BenchCommand(click.Command):
 @click.argument("arguments", nargs=-1, metavar="[key=value ...]")
 @click.option("--list", "as_list", is_flag=True, help="list the benches and what they measure")
 @click.option("--out", metavar="FILE.json", help="where the raw values go (default: runs/bench/NAME-TIME.json)")
-@click.option("--quick", is_flag=True, help="tiny sizes: shows that it works; the numbers mean nothing")
+@click.option("--quick", is_flag=True, help="smoke test with tiny sizes; the timings mean nothing")
 @click.option("--json", "as_json", is_flag=True, help="also print the JSON document; other output goes to stderr")
 def bench(
     name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool

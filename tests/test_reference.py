@@ -141,7 +141,7 @@ def test_the_examples_of_the_readmes_are_jobs(tmp_path: Path) -> None:
 
 
 def test_every_file_that_a_readme_links_to_exists() -> None:
-    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in (*PACKAGES, "tests"))]
+    readmes = [ROOT / "README.md", *(ROOT / package / "README.md" for package in (*PACKAGES, "tests", "jobs/bench"))]
     channel = re.compile(r"\]\((?!http)([^)#]+)\)")
     targets = [readme.parent / found for readme in readmes for found in channel.findall(readme.read_text())]
     assert len(targets) > 10
