@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import narrow_visible
 from experts.plan.bytes import check_room, idle_keys, shared_out
+from jobs.job.facts import configured_hosts, facts_of_data, facts_of_model, shapes_of_data, uses_hosts
 from jobs.job.named_devices import warn_of_named_devices
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
@@ -104,7 +105,7 @@ def plan_job(
         loop=spec.loop,
         save=spec.save,
         scale=spec.scale,
-        experts_hosts=_configured_hosts(spec),
+        experts_hosts=configured_hosts(spec),
         experts_inflight=spec.experts.inflight,
         cluster=spec.cluster,
         seed=spec.seed,
@@ -126,41 +127,6 @@ def plan_job(
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
 
 
-def facts_of_data(spec: JobSpec) -> DataFacts | None:
-    """Sizes of the data without reading all of it; None if the data must be opened to know them."""
-    from raytrain.data.sources.describe import describe_source
-
-    return describe_source(spec.data, context=spec.model.keys.get("context"))
-
-
-def shapes_of_data(spec: JobSpec, data_facts: DataFacts | None) -> dict[str, Any]:
-    """The facts of the data that a builder may take (vocab_size, ...), as far as known without opening the data."""
-    from raytrain.data.sources.describe import describe_shapes
-
-    shapes = describe_shapes(spec.data)
-    if data_facts is not None and data_facts.vocab_size is not None:
-        shapes["vocab_size"] = data_facts.vocab_size
-    return shapes
-
-
-def formula_facts(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in model by formula; None for other models, or if `shapes` lacks a needed value."""
-    from experts.plan.sizes import expert_facts
-    from raytrain.models.sizes import model_facts
-
-    builder, keys = spec.model.builder, spec.model.keys
-    if builder is None:
-        return None
-    return model_facts(builder, keys, shapes) or expert_facts(builder, keys, shapes, spec.experts)
-
-
-def facts_of_model(spec: JobSpec, shapes: Mapping[str, Any]) -> ModelFacts | None:
-    """Sizes of a built-in model by formula, or of a Hugging Face model from the headers of its files."""
-    from raytrain.models.huggingface.folder import folder_facts
-
-    return formula_facts(spec, shapes) or folder_facts(spec.model.builder, spec.model.keys)
-
-
 def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
     """Why this machine cannot compile; None if it can, or if the plan is for a given inventory."""
     if spec.loop.compile == "off" or given is not None:
@@ -168,14 +134,6 @@ def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
     from raytrain.train.compute.toolchain import missing_for_compile
 
     return missing_for_compile("cuda" if local_inventory().devices() else "cpu")
-
-
-def _configured_hosts(spec: JobSpec) -> Any:
-    """`experts.hosts`; None for a dense model. `auto` is 0 for a user's own builder, which may not use hosts."""
-    if not has_experts(spec):
-        return None
-    ours = (spec.model.builder or "").startswith("experts.")
-    return spec.experts.hosts if ours or spec.experts.hosts != "auto" else 0
 
 
 def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
@@ -192,19 +150,6 @@ def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) ->
         later = f"whether {builder} supports remote experts is known after the start (or with plan --build)"
         return replace(hosts, reason=f"{hosts.reason}; {later}")
     return hosts
-
-
-def uses_hosts(spec: JobSpec) -> bool:
-    """Whether a user's own builder must move its experts to hosts; built-in expert models always do."""
-    ours = (spec.model.builder or "").startswith("experts.")
-    return not ours and _configured_hosts(spec) not in (None, 0)
-
-
-def has_experts(spec: JobSpec) -> bool:
-    """Whether the model is a built-in one with experts, or a user's whose job sets their number or hosts."""
-    builder, asked = spec.model.builder or "", spec.experts
-    configured = asked.num_experts is not None or asked.hosts not in ("auto", 0)
-    return builder.startswith("experts.") or (configured and not builder.startswith("raytrain."))
 
 
 def visible_devices(plan: Plan, inventory: Inventory) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened
+from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
-from jobs.plan import formula_facts, uses_hosts
 from raytrain.config.user_code import check_shadowing, make_importable, resolve
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.token_budget import check_budget

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from jobs.job.facts import has_experts
 from jobs.job.spec import JobSpec
-from jobs.plan import has_experts
 from jobs.tuning.batch.device_kinds import Kind
 from jobs.tuning.batch.known import Known
 from raytrain.autotune.search.batch_size import next_proposals
