@@ -1,4 +1,4 @@
-"""The verb `tune`. Reads like the story it tells:
+"""The verb `tune`, from the command line to the exit code:
 
 spec -> checks on the driver -> machines -> what to try -> sweep folder -> Ray Tune -> decision -> best.yaml and picture
 """
@@ -49,7 +49,7 @@ def run_tune(
     Args:
         path: the JOB.yaml, None for the built-in recipe.
         overrides: `section.key=value` of the command line.
-        resume: the folder of a sweep to go on with; nothing else may be given beside it.
+        resume: the folder of a sweep to resume; nothing else may be given with it.
         fresh: ignore what earlier searches measured.
 
     Raises:
@@ -78,8 +78,8 @@ def run_tune(
             from jobs.tuning.table import counted
 
             ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
-            say = f"interrupted after {ended}; go on with: raytrain tune --resume"
-            console.print(f"{say} {command.sweep.path}", markup=False, soft_wrap=True)
+            message = f"interrupted after {ended}; go on with: raytrain tune --resume"
+            console.print(f"{message} {command.sweep.path}", markup=False, soft_wrap=True)
             return TuneResult(command.sweep.path, "interrupted", None)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
@@ -92,18 +92,18 @@ def run_tune(
 
 
 def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tuple[SweepFolder, LoadedSpec]:
-    """The sweep to go on with, and its own job.
+    """Open the sweep to resume and load its own job.
 
     Raises:
-        InputError: no such sweep, one that is still alive (naming host and pid), anything given beside it.
+        InputError: there is no such sweep, it is still running (names host and pid), or something else is given.
     """
     if path is not None or overrides:
         given = str(path) if path is not None else overrides[0]
         raise InputError(
             "--resume",
-            seen=f"{given} beside it",
+            seen=f"{given} given as well",
             expected="the folder of a sweep alone",
-            remedy="a sweep goes on with the job it began with",
+            remedy="a resumed sweep uses the job it was started with",
         )
     try:
         run = RunFolder.open(resume)
@@ -125,16 +125,16 @@ def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tupl
 
 
 def found_job(folder: str, *, beside: object = None) -> Path:
-    """best.yaml of a sweep.
+    """Return the path of a sweep's best.yaml.
 
     Args:
         beside: a JOB.yaml or a run that was given too.
 
     Raises:
-        InputError: no sweep, one that is not done, another job beside it.
+        InputError: it is no sweep, it is not done, or another job is given as well.
     """
     if beside is not None:
-        raise InputError("--from-tune", seen=f"{beside} beside it", expected="one job")
+        raise InputError("--from-tune", seen=f"{beside} given as well", expected="one job")
     best = Path(folder) / "best.yaml"
     if not best.exists():
         unfinished = (Path(folder) / "job.json").exists()

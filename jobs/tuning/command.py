@@ -1,4 +1,4 @@
-"""One `tune` command on the driver: from a checked spec to best.yaml. `jobs.tune` tells the story, this does it."""
+"""One `tune` command on the driver: from a checked spec to best.yaml. `jobs.tune` calls it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TuneCommand:
         self.began = time.time()
 
     def run(self) -> SweepFolder:
-        """Check, find out what to try, try it, decide, write what was found. Returns the sweep's folder.
+        """Check the job, plan and run the trials, decide, and write the result. Returns the sweep's folder.
 
         Raises:
             InputError, RunError, Interrupted.
@@ -116,9 +116,9 @@ class TuneCommand:
 
     def _say_whole(self, points: Points, at_a_time: int) -> None:
         at_a_time = min(at_a_time, len(points.trials))
-        beside = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
+        pace = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
         early = {"none": "", "asha": "; ASHA ends those behind early", "median": "; those behind the median end early"}
-        text = f"{counted(len(points.trials), 'whole run')}{beside}{early[self.spec.tune.scheduler]}"
+        text = f"{counted(len(points.trials), 'whole run')}{pace}{early[self.spec.tune.scheduler]}"
         self.say(f"{text}; sweep folder {self.the_sweep.path}")
         for values, reason in points.left_out:
             self.say(f"left out: {values_text(values)}: {reason}")
@@ -127,12 +127,12 @@ class TuneCommand:
 
     @property
     def the_sweep(self) -> SweepFolder:
-        """The folder, once it is there."""
+        """The sweep's folder; available after `open_sweep`."""
         assert self.sweep is not None, "open_sweep comes first"
         return self.sweep
 
     def open_sweep(self, inventory: Inventory) -> None:
-        """A new folder, or the one that goes on, with what is known before the start.
+        """Create the sweep's folder, or reopen the resumed one, and record the start.
 
         Raises:
             InputError: it cannot be written.
@@ -153,21 +153,21 @@ class TuneCommand:
         self.sweep.write_json(self.sweep.environment, environment_record())
 
     def storage(self, cluster: Cluster) -> str:
-        """Where Ray keeps its own books."""
+        """The directory for Ray's own experiment state."""
         return os.path.join(cluster.folder, "t")
 
     def say(self, text: str) -> None:
-        """One line on the terminal."""
+        """Print one line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def check_stopped(self) -> None:
-        """Raises Interrupted where a signal came while nothing ran."""
+        """Raise Interrupted if a signal arrived while no trial ran."""
         if self.signals.asked.is_set():
             raise Interrupted("between two trials")
 
 
 def show_only_picked(spec: JobSpec, inventory: Inventory) -> None:
-    """Before a local cluster starts: Ray and torch shall see no GPU but those that `scale.accelerator` picked."""
+    """Restrict Ray and torch to the GPUs that `scale.accelerator` picked; call before a local cluster starts."""
     text = choose_devices(spec.scale, inventory, []).accelerator.value
     if text not in ("cpu", "cuda"):
         indices = [device.index for device in pick_devices(text, inventory)]
@@ -175,7 +175,7 @@ def show_only_picked(spec: JobSpec, inventory: Inventory) -> None:
 
 
 def check_resources(points: Points) -> None:
-    """That the connected cluster has what a trial takes, so that none waits for ever.
+    """Check that the connected cluster has the resources of one trial; otherwise a trial would wait for ever.
 
     Raises:
         InputError: naming what is missing.

@@ -1,4 +1,4 @@
-"""Between Ray Tune and a source of trials: what is tried next, and what became of it."""
+"""Connects Ray Tune to a source of trials: which trial is next, and how each one ended."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DONE = "done"
 
 
 class Trials(Protocol):
-    """Where trials come from and where their results go; lives on the driver, in one thread."""
+    """The source of trials and the receiver of their results; used on the driver, by one thread."""
 
     def propose(self) -> dict[str, Any] | str | None:
-        """What to try next; None: wait for those that run; `DONE`: nothing any more."""
+        """The config of the next trial; None: wait for running trials; `DONE`: no trials are left."""
         ...
 
     def started(self, config: dict[str, Any]) -> None:
-        """A trial has its process."""
+        """Called when the process of a trial has started."""
         ...
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """It has ended: what it reported last, and the error that ended it, if one did."""
+        """Called when a trial has ended, with its last report and the error that ended it, if any."""
         ...
 
 
 class ProposingSearcher(Searcher):
-    """Ray's door to `Trials`. Nothing of it is kept in Ray's own experiment state: `trials.jsonl` is."""
+    """Ray Tune's searcher over `Trials`. Its state is in `trials.jsonl`, not in Ray's experiment state."""
 
     def __init__(self, trials: Trials) -> None:
         super().__init__(metric=None, mode=None)
@@ -46,7 +46,7 @@ class ProposingSearcher(Searcher):
         return Searcher.FINISHED if found == DONE else found
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """`EndedTrials` tells the source, since it knows the error as well."""
+        """Does nothing: `EndedTrials` reports the end, because it also has the error."""
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: see the class."""
@@ -59,7 +59,7 @@ class ProposingSearcher(Searcher):
 
 
 class EndedTrials(Callback):
-    """Hears from Ray how each trial ended."""
+    """Forwards the start and the end of each trial from Ray to `Trials`."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials: Any = trials
@@ -87,11 +87,11 @@ def _error_of(trial: Any) -> BaseException:
         return cloudpickle.loads(Path(pickled).read_bytes())
     if text is not None and os.path.exists(text):
         return RuntimeError(Path(text).read_text())
-    return RuntimeError("it failed without a word")
+    return RuntimeError("it failed without an error message")
 
 
 def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorError]:
-    """Whether a trial's process is gone, or never began: that says little about what it measured."""
+    """Whether a trial's process died or never started, which says little about what it measured."""
     return isinstance(error, ray.exceptions.RayActorError)
 
 
@@ -99,7 +99,7 @@ def why(error: BaseException) -> str:
     """An error of a trial in one line; the death of its process in words."""
     if has_died(error):
         began = "in its creation task" not in str(error)
-        return "its process died" if began else f"it could not begin: {str(error).strip().splitlines()[-1].strip()}"
+        return "its process died" if began else f"it could not start: {str(error).strip().splitlines()[-1].strip()}"
     if ran_out(error):
         return "Ray ended its process, as the machine's memory was nearly used up"
     cause = getattr(error, "cause", None) or error
@@ -110,12 +110,12 @@ def why(error: BaseException) -> str:
 
 
 def keep_traceback(sweep: SweepFolder, number: int, error: BaseException | None) -> None:
-    """What ended a trial as Ray tells it, into the sweep's `logs`; its line has the last words alone."""
+    """Write the full error of a trial into the sweep's `logs`; its row has the last line only."""
     if error is not None:
         text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
         sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {text}\n")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether Ray ended a process since the machine's memory was nearly used up."""
+    """Whether Ray ended a process because the machine's memory was nearly used up."""
     return isinstance(error, ray.exceptions.OutOfMemoryError)

@@ -1,8 +1,8 @@
-"""One Ray Tune run on the driver: trials in processes of their own, signals heard, the table kept up to date.
+"""One Ray Tune run on the driver: trials in processes of their own, signal handling, and updates of the table.
 
-Ray's own experiment state is not what a sweep goes on from. It is written at most once a second and unpickled when it
-is read; `trials.jsonl` has each trial's line before the next one is chosen, is plain text, and tells a search all it
-needs to know. So `--resume` starts a new Ray Tune run whose searcher has heard of every trial that ended.
+A sweep does not resume from Ray's own experiment state, which is written at most once a second and unpickled when it is
+read. `trials.jsonl` is plain text, has the row of each trial before the next one is chosen, and holds everything a
+search needs. `--resume` starts a new Ray Tune run whose searcher knows every trial that ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_tuner(
         trainable: Ray Tune's; its config is what `trials` proposes.
         storage: a directory for Ray's own bookkeeping.
         resources: what each trial reserves, as `tune.with_resources` takes it.
-        at_a_time: trials beside each other.
+        at_a_time: the number of concurrent trials.
     """
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints a box of its own, however quiet
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # its TensorBoard prints a line for every NaN
@@ -73,7 +73,7 @@ def run_trials(
         stop: asks the trials that run to end; they then have `grace_s` seconds for it.
 
     Raises:
-        Interrupted: a signal came; what has ended stands in trials.jsonl.
+        Interrupted: a signal arrived; the trials that ended are in trials.jsonl.
         RunError: Ray Tune itself gave up.
     """
     outcome: dict[str, BaseException] = {}
@@ -107,7 +107,11 @@ def run_trials(
 
 
 def close_channel(channel: Any) -> None:
-    """Ask, by the `DriverChannel`, every whole trial to save and return; quietly where the cluster is gone."""
+    """Ask every trial to stop through the `DriverChannel`.
+
+    Raises:
+        Interrupted: the cluster is no longer reachable.
+    """
     try:
         channel.request_stop.remote()
     except ray.exceptions.RayError as error:

@@ -1,6 +1,6 @@
-"""What earlier searches measured, kept under `<save.dir>/tune_cache` by all that a measurement depends on.
+"""Measurements of earlier searches, stored in `<save.dir>/tune_cache` under a hash of what a measurement depends on.
 
-Measurements are kept and not answers, so that another global batch or another memory budget needs only what is new.
+The cache keeps measurements, not decisions: another global batch or memory budget measures only what is missing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Cache:
     """The measurements of one signature; empty with `tune.fresh`.
 
     Args:
-        gate: what the result of a numeric gate depends on besides: under another learning rate its steps end elsewhere,
-            while times and peaks are what they were.
+        gate: what the result of a numeric gate depends on in addition: another learning rate changes the updates,
+            but not times and memory peaks.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Cache:
         return f"{self._store.path}/{self.file}"
 
     def hear(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add a sweep's own rows to what is known, but for those that are here already."""
+        """Add the rows of a sweep that are not in the cache yet."""
         self.known = self.known_with(rows)
 
     def known_with(self, rows: Sequence[Mapping[str, Any]]) -> Known:
-        """What earlier searches and these rows of a sweep tell, no row twice."""
-        told = [row.get("time") for row in self.rows]
-        return Known([*self.rows, *(row for row in rows if row.get("time") not in told)])
+        """The rows of earlier searches and these rows of a sweep, without duplicates."""
+        times = [row.get("time") for row in self.rows]
+        return Known([*self.rows, *(row for row in rows if row.get("time") not in times)])
 
     def answers(self, space: BatchSpace) -> bool:
         """Whether nothing is left to measure."""
@@ -72,8 +72,8 @@ class Cache:
         return bool(known.measurements) and not left
 
     def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add what was measured now, without errors, unsteady times, gates that ran out of memory, and contests that
-        not all came through: they may not come again."""
+        """Store new rows, except errors, unsteady times, gates that ran out of memory, and contests that did not all
+        succeed: these may not recur."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
         kept = [row for row in rows if row["outcome"] not in ("error", "died") and _is_sound(row)]
         new = [to_line({**row, **({"gate_of": self._gate} if row.get("gate") else {})}) for row in kept]

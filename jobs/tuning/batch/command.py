@@ -36,7 +36,7 @@ PLANNED_BATCH = 4096
 """At most so large a global batch is planned with where the search is to find it: no worker is left out for it."""
 
 LEAVE_S = 10.0
-"""Trials leave within so many seconds after a signal."""
+"""Seconds that trials get to exit after a signal."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class BatchSearch:
 
     @property
     def devices(self) -> int:
-        """Measurements beside each other."""
+        """The number of concurrent measurements."""
         return sum(one.devices for one in self.kinds)
 
     def space_of(self, kind: Kind) -> BatchSpace:
         """The candidates on one kind of device."""
         return replace(self.space, budget_bytes=kind.budget_bytes, devices=kind.devices)
 
-    def told(self, caches: Caches) -> bool:
+    def is_complete(self, caches: Caches) -> bool:
         """Whether nothing is left to measure."""
         pairs = [(self.space_of(one), caches[one.name]) for one in self.kinds]
         return all(cache.answers(one) and not self.loaders.ask(one, cache.known, self.goodput) for one, cache in pairs)
@@ -159,7 +159,7 @@ def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
 
 
 def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory: Inventory) -> SweepFolder:
-    """Search, and write what was found.
+    """Run the search and write the result.
 
     Raises:
         InputError, RunError, Interrupted.
@@ -188,7 +188,7 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
 def _is_left(command: TuneCommand, search: BatchSearch, caches: Caches) -> bool:
     """Whether anything is to be measured: also a noise scale alone, whose reading died in an earlier command."""
     died = any(row["what"] == "noise" for row in command.the_sweep.again())
-    return not search.told(caches) or (died and all(cache.known.noise is None for cache in caches.values()))
+    return not search.is_complete(caches) or (died and all(cache.known.noise is None for cache in caches.values()))
 
 
 def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
@@ -208,12 +208,12 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     kept = sum(len(cache.rows) for cache in caches.values())
     if sweep.ended():
         return caches
-    if search.told(caches):
+    if search.is_complete(caches):
         command.say(f"nothing is left to measure: {kept} measurements of an earlier search hold here")
         paths = " ".join(cache.path for cache in caches.values())
-        command.say(f"  {paths}; --fresh measures anew; sweep folder {sweep.path}")
+        command.say(f"  {paths}; --fresh measures again; sweep folder {sweep.path}")
     elif kept:
-        command.say(f"{kept} measurements of an earlier search hold here; --fresh measures anew")
+        command.say(f"{kept} measurements of an earlier search hold here; --fresh measures again")
     return caches
 
 

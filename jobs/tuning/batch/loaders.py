@@ -44,8 +44,8 @@ class LoaderSearch:
             weighted = weighed(space, known, goodput=goodput)
             chosen = decide(weighted, known.measurements, known.gates, known.contests).candidate
             found = known.loaders
-            told = found is not None and (found.candidate, found.most) == (chosen, self.most)
-            return None if told else chosen
+            is_known = found is not None and (found.candidate, found.most) == (chosen, self.most)
+            return None if is_known else chosen
         return None
 
 

@@ -39,7 +39,7 @@ LARGER = 4
 
 
 def say_search(command: TuneCommand, search: BatchSearch) -> None:
-    """What is going to be tried, before it is."""
+    """Print the search space before the search starts."""
     space = search.space
     sizes = ", ".join(map(str, space.sizes)) if len(space.sizes) <= 12 else f"{space.sizes[0]} to {space.sizes[-1]}"
     batch = "the global batch is searched too" if space.rows_per_step is None else (
@@ -56,7 +56,7 @@ def say_search(command: TuneCommand, search: BatchSearch) -> None:
 
 
 def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> None:
-    """Decide from all that is known, write it, say it.
+    """Decide from all measurements, then write and print the result.
 
     Raises:
         RunError: nothing that was measured can run.
@@ -97,8 +97,8 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
         peak, limit = size_text(memory["peak_bytes"]), size_text(memory["limit_bytes"])
         command.say(f"memory      {memory['used']:.1%} used: a peak of {peak}, a process may take {limit}")
     command.say(f"{KEY} {f'{loaders.value}: {loaders.reason}' if isinstance(loaders, Resolved) else loaders.how}")
-    for told in advice:
-        command.say(told)
+    for line in advice:
+        command.say(line)
     kinds = {name: one.to_json() for name, one in answer.decisions.items()}
     close(command, {"kind": "batch", "values": values, "decision": decision.to_json(), "kinds": kinds, "found": found,
                     "memory": memory, "loaders": loaders.to_json(), "advice": advice,
@@ -107,8 +107,8 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
 
 
 def worth_again(command: TuneCommand, search: BatchSearch, caches: Caches) -> list[int]:
-    """Trials whose process died and that a search which goes on, without the word of their deaths, still wants: what
-    others have measured meanwhile may do without them."""
+    """Numbers of the trials whose process died and that a resumed search would still run; measurements made since then
+    may have made some of them unnecessary."""
     sweep = command.the_sweep
     found: list[int] = []
     for kind in search.kinds:
@@ -198,8 +198,8 @@ def unsteadiness(known: Known) -> str:
     unsteady = sum(not one.is_steady for one in known.measurements)
     if not unsteady:
         return ""
-    told = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
-    return f"{told}: the machine did other work. They are not kept; search again when it is quiet"
+    message = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
+    return f"{message}: the machine did other work. They are not kept; search again when it is quiet"
 
 
 def advice_lines(
@@ -211,14 +211,14 @@ def advice_lines(
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
     if any(one.peak_bytes for one in own):
         line = line_of(own)
-        told = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
+        peaks = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
         room = "" if space.budget_bytes is None else f"; a process may take {size_text(space.budget_bytes)}"
-        lines.append(f"predicted peak: {', '.join(told)} of this micro-batch{room}")
+        lines.append(f"predicted peak: {', '.join(peaks)} of this micro-batch{room}")
     if known.noise is not None:
         now = size * search.workers if asked == "auto" else int(asked)
         lines.append(goodput_advice(known.noise, global_batch=now))
-    told_by = asked != "auto" and decision.candidate == chosen
-    worth = larger_batch(decision, known, search) if told_by else None
+    can_grow = asked != "auto" and decision.candidate == chosen
+    worth = larger_batch(decision, known, search) if can_grow else None
     if worth is not None:
         gain = f"{worth:+.0%} rows/s" if worth > WORTH_SAYING else "no more rows/s"
         lines.append(f"loop.global_batch_size: auto lets the batch grow: {LARGER} times this one predicts {gain}")

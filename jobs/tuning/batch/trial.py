@@ -31,12 +31,12 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 
 FREED_S = 20.0
-"""The memory of an earlier trial's process is back within so many seconds, or never."""
+"""The memory of an earlier trial's process is released within this many seconds, or never."""
 
 
 @dataclass(frozen=True)
 class BatchOrders:
-    """What every trial of a sweep is told.
+    """The settings that every trial of a sweep receives.
 
     Attributes:
         job: reference to the pickled TrainJob of one worker (it may name the user's classes).

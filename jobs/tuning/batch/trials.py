@@ -1,4 +1,4 @@
-"""The trials of a search over batch size and precision on the driver: what the search wants, and what it was told."""
+"""The trials of a search over batch size and precision on the driver: which one is next, and their results."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ class KindTrials:
         self._trials[config["kind"]].started(config)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """It has ended; a noise scale, which knows no device, is told to all."""
+        """Record its result; all kinds share a noise scale, which does not depend on the device."""
         own = self._trials[config["kind"]]
         own.ended(config, result, error)
         for one in self._trials.values():

@@ -13,7 +13,7 @@ from jobs.tuning.space.points import LOOKS, Points
 
 @dataclass(frozen=True)
 class EndedTrial:
-    """What a scheduler has to know of a trial whose results it is told."""
+    """The attributes that a scheduler reads of a trial whose results it receives."""
 
     trial_id: str
 

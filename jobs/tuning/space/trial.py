@@ -29,12 +29,12 @@ from raytrain.runs.sweep import SweepFolder
 LOOK_EVERY_S = 0.25
 STOP_S = 60.0
 OLD_OWNER_S = 60.0
-"""A command that was killed is gone within so many seconds, and its trial's workers with it."""
+"""Seconds within which a killed command and the workers of its trial have exited."""
 
 
 @dataclass(frozen=True)
 class WholeOrders:
-    """What every trial of a sweep is told.
+    """The settings that every trial of a sweep receives.
 
     Attributes:
         mapping: the job, paths of its data absolute.

@@ -16,7 +16,7 @@ from jobs.tuning.table import SweepTable, counted, values_text, whole_cells, who
 from raytrain.runs.sweep import SweepFolder
 
 TRIAL_RESOURCES = {"CPU": 0.001}
-"""What a trial itself reserves, besides what its run does."""
+"""The resources of the trial itself; its run reserves its own."""
 
 
 class WholeTrials:
@@ -45,7 +45,7 @@ class WholeTrials:
         if not self._left or self.stopping:
             return DONE
         if self._litter and self._running:
-            return None  # what a dead trial's trainer had reserved is told from theirs only once they have ended
+            return None  # reservations of a dead trial are distinguishable only after the running trials end
         if self._litter:
             remove_reservations()
             self._litter = False
