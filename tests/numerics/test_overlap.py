@@ -88,4 +88,4 @@ def test_auto_measures_both_and_keeps_what_it_took(tmp_path: Path) -> None:
         assert rank["untouched"] and rank["before"] is False
         assert rank["taken"] == rank["value"] == rank["again"] and rank["said"] == 1
         assert "measured" in rank["reason"] and rank["other"] == (True, True)
-        assert "one bucket" in rank["single"] and "meets the other workers" in rank["batch norm"]
+        assert "one bucket" in rank["single"] and "runs collectives inside backward" in rank["batch norm"]

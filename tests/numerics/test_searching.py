@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raytrain.autotune.probe.numeric_gate import run_gate
 from raytrain.autotune.probe.run_proposal import run_proposal
+from raytrain.autotune.probe.step import StepProbe
 from raytrain.autotune.search.batch_size import BatchDecision, decide, next_proposals
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Candidate, Measurement
@@ -23,12 +24,13 @@ from raytrain.train.session import Session
 
 
 def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[Measurement]]:
-    """As a plain loop does it."""
+    """The search as a plain loop."""
+    probe = StepProbe(session)
     measurements: list[Measurement] = []
     gates: list[GateReport] = []
     contests: list[HeadToHead] = []
     while proposals := next_proposals(space, measurements, (), gates, contests):
-        taken = run_proposal(session, proposals[0], reference="fp32", budget=space.budget_bytes)
+        taken = run_proposal(probe, proposals[0], reference="fp32", budget=space.budget_bytes)
         measurements += [taken.measurement] if taken.measurement else []
         gates += [taken.gate] if taken.gate else []
         contests += [taken.contest] if taken.contest else []
