@@ -1,0 +1,60 @@
+"""Measuring the rates of this machine: every rate is present, settings stay, a kept result is not measured again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.devices.calibration import Calibration, CalibrationFile, RatesAtThreads
+from cluster.devices.limits import usable_cores
+from raytrain.train.compute import calibrate as measuring
+from raytrain.train.compute.calibrate import calibrate, calibration_of_machine, loopback, product_flops
+
+CPU = torch.device("cpu")
+
+
+def test_a_calibration_has_every_rate_and_leaves_the_settings() -> None:
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    found = calibrate(CPU, budget_s=0.01)
+    assert [one.threads for one in found.rates] == sorted({1, usable_cores()[0]})
+    for one in found.rates:
+        assert {"fp32", "fp64"} <= set(one.products) and all(one.products.values()), "also without time for it"
+        assert all(rate > 1e6 for points in one.products.values() for _, rate in points)
+        assert one.memory_bytes_per_s > 1e7 and 0 < one.operation_s < 1
+    assert 0 < found.round_trip_s < 1 and found.wire_bytes_per_s > 1e6
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, matmul)
+    assert Calibration.from_json(found.to_json()) == found
+
+
+def test_rates_are_flops_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counted(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        calls.append((*left.shape, *right.shape))
+        return out
+
+    ticks = iter(range(1000))
+    monkeypatch.setattr(torch, "mm", counted)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: float(next(ticks)))
+    assert product_flops(CPU, "fp32", width=64, rows=8, budget_s=0.0) == 2 * 8 * 64 * 64  # each took one second
+    assert set(calls) == {(8, 64, 64, 64)}
+
+
+def test_loopback_goes_through_another_process() -> None:
+    seconds, rate = loopback()
+    assert 0 < seconds < 1 and rate > 1e6
+
+
+def test_a_kept_calibration_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = RatesAtThreads(1, {"fp32": ((64, 1e9),)}, 1e9, 1e-6)
+    measured = [Calibration("cpu", (rates,), 1e-4, 1e9, busy=busy) for busy in (True, False)]
+    monkeypatch.setattr(measuring, "calibrate", lambda _device: measured.pop(0))
+    file = CalibrationFile.of_this_machine("cpu", folder=tmp_path)
+    first = calibration_of_machine(CPU, file=file)
+    assert first.busy and file.read() == first
+    again = calibration_of_machine(CPU, file=file)
+    assert again == replace(first, busy=False), "measured while the machine was busy, so once more"
+    assert calibration_of_machine(CPU, file=file) == again and not measured
