@@ -76,7 +76,7 @@ def _better(one: ProductRates, other: ProductRates) -> ProductRates:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class MachineRates:
     """What was measured on one machine.
 
     Attributes:
@@ -93,12 +93,12 @@ class Calibration:
     wire_bytes_per_s: float
     busy: bool = False
 
-    def better_of(self, other: Calibration) -> Calibration:
+    def better_of(self, other: MachineRates) -> MachineRates:
         """The better of both rates, for the same device and numbers of threads; busy only if both were."""
         rates = tuple(one.at_least(other.at(one.threads)) for one in self.rates)
         trip = min(self.round_trip_s, other.round_trip_s)
         wire = max(self.wire_bytes_per_s, other.wire_bytes_per_s)
-        return Calibration(self.device, rates, trip, wire, busy=self.busy and other.busy)
+        return MachineRates(self.device, rates, trip, wire, busy=self.busy and other.busy)
 
     def at(self, threads: int) -> RatesAtThreads:
         """The rates of the measured number of threads that is nearest to `threads`, the smaller of two equally near."""
@@ -109,7 +109,7 @@ class Calibration:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Calibration:
+    def from_json(cls, record: Mapping[str, Any]) -> MachineRates:
         """The inverse of `to_json`, also after JSON made lists of tuples."""
         rates = tuple(
             RatesAtThreads(
@@ -152,14 +152,14 @@ class CalibrationFile:
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         return cls((folder or _cache_folder()) / f"calibration-{name}.json")
 
-    def read(self) -> Calibration | None:
+    def read(self) -> MachineRates | None:
         """The calibration; None if there is none, or if the file cannot be read."""
         try:
-            return Calibration.from_json(json.loads(self.path.read_text(encoding="utf-8")))
+            return MachineRates.from_json(json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def write(self, calibration: Calibration) -> bool:
+    def write(self, calibration: MachineRates) -> bool:
         """Write the file atomically; False if the folder cannot be written, which only costs the next run 2 s."""
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from cluster.devices.calibration import Calibration, CalibrationFile, ProductRates, RatesAtThreads
+from cluster.devices.calibration import MachineRates, CalibrationFile, ProductRates, RatesAtThreads
 from cluster.devices.limits import cpu_description, usable_cores
 from raytrain.train.precision.policy import policy_for
 
@@ -123,7 +123,7 @@ def _exchange(peer: socket.socket, size: int) -> float:
     return time.perf_counter() - began
 
 
-def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> Calibration:
+def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> MachineRates:
     """Measure this machine with `device`; torch's settings are unchanged afterwards.
 
     On a CPU the rates are measured with one thread and with all usable cores.
@@ -142,10 +142,10 @@ def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> Calibratio
             products = _products(device, until=time.perf_counter() + share)
             found = RatesAtThreads(threads, products, memory, operation)
             rates.append(found.at_least(rates[-1]) if rates else found)
-    return Calibration(_name(device), tuple(rates), round_trip, wire, busy=is_busy(cores))
+    return MachineRates(_name(device), tuple(rates), round_trip, wire, busy=is_busy(cores))
 
 
-def calibration_of_machine(device: torch.device, *, file: CalibrationFile | None = None) -> Calibration:
+def calibration_of_machine(device: torch.device, *, file: CalibrationFile | None = None) -> MachineRates:
     """The kept calibration of this machine with `device`, or a new one, which is then kept.
 
     One that was measured while other processes used the cores is measured again; the better rates are kept.

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.devices.calibration import Calibration, CalibrationFile, RatesAtThreads
+from cluster.devices.calibration import MachineRates, CalibrationFile, RatesAtThreads
 
 ONE = RatesAtThreads(1, {"fp32": ((64, 100.0), (128, 200.0))}, 10.0, 2e-6)
 FOUR = RatesAtThreads(4, {"fp32": ((64, 300.0), (128, 500.0)), "bf16": ((64, 900.0),)}, 30.0, 3e-6)
-FOUND = Calibration("cpu", (ONE, FOUR), 5e-5, 1e9)
+FOUND = MachineRates("cpu", (ONE, FOUR), 5e-5, 1e9)
 
 
 @pytest.mark.parametrize(("width", "expected"), [(16, 100.0), (64, 100.0), (96, 150.0), (128, 200.0), (999, 200.0)])
@@ -34,7 +34,7 @@ def test_several_threads_are_at_least_as_fast_as_one() -> None:
 
 
 def test_the_better_rates_of_two_measurements_are_kept() -> None:
-    busy = Calibration("cpu", (RatesAtThreads(1, {"fp32": ((64, 150.0),)}, 1.0, 9e-6), FOUR), 9e-5, 2e9, busy=True)
+    busy = MachineRates("cpu", (RatesAtThreads(1, {"fp32": ((64, 150.0),)}, 1.0, 9e-6), FOUR), 9e-5, 2e9, busy=True)
     best = busy.better_of(FOUND)
     assert best.at(1).products == {"fp32": ((64, 150.0), (128, 200.0))} and best.at(1).memory_bytes_per_s == 10.0
     assert (best.round_trip_s, best.wire_bytes_per_s, best.busy) == (5e-5, 2e9, False)

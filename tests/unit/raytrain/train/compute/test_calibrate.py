@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.devices.calibration import Calibration, CalibrationFile, RatesAtThreads
+from cluster.devices.calibration import MachineRates, CalibrationFile, RatesAtThreads
 from cluster.devices.limits import usable_cores
 from raytrain.train.compute import calibrate as measuring
 from raytrain.train.compute.calibrate import calibrate, calibration_of_machine, loopback, product_flops
@@ -26,7 +26,7 @@ def test_a_calibration_has_every_rate_and_leaves_the_settings() -> None:
         assert one.memory_bytes_per_s > 1e7 and 0 < one.operation_s < 1
     assert 0 < found.round_trip_s < 1 and found.wire_bytes_per_s > 1e6
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (threads, matmul)
-    assert Calibration.from_json(found.to_json()) == found
+    assert MachineRates.from_json(found.to_json()) == found
 
 
 def test_rates_are_flops_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_loopback_goes_through_another_process() -> None:
 
 def test_a_kept_calibration_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = RatesAtThreads(1, {"fp32": ((64, 1e9),)}, 1e9, 1e-6)
-    measured = [Calibration("cpu", (rates,), 1e-4, 1e9, busy=busy) for busy in (True, False)]
+    measured = [MachineRates("cpu", (rates,), 1e-4, 1e9, busy=busy) for busy in (True, False)]
     monkeypatch.setattr(measuring, "calibrate", lambda _device: measured.pop(0))
     file = CalibrationFile.of_this_machine("cpu", folder=tmp_path)
     first = calibration_of_machine(CPU, file=file)
