@@ -84,7 +84,7 @@ def roll_back(session: Session, run: RunFolder, *, outcome: LoopOutcome) -> tupl
     if workers.rank == 0:
         run.flush()
     _close(session)
-    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source, initial=loaded is None)
+    fresh = _replacement(session, initial=loaded is None)
     _continue_from(fresh, session, precision=higher, loaded=loaded, cursor=cursor)
     _discard_after(fresh, run)
     return fresh, decision
@@ -154,11 +154,11 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     """
     job, workers = session.job, session.workers
     _close(session)
-    fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source, initial=False)
+    fresh = _replacement(session, initial=False)
     loaded, cursor = _agree_on_checkpoint(run, job, workers)
     if loaded is None and job.model.init_from is not None:  # remote experts read it while the model is built
         _close(fresh)
-        fresh = Session(job, workers=workers, local_rank=session.local_rank, source=session.source)
+        fresh = _replacement(session, initial=True)
     _continue_from(fresh, session, precision=session.precision or "fp32", loaded=loaded, cursor=cursor)
     _discard_after(fresh, run)
     lost = session.state.step - fresh.state.step
@@ -176,6 +176,14 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
 def _next_precision(session: Session) -> str:
     current = session.precision or "fp32"
     return HIGHER_PRECISION.get(current, current) if session.job.precision.fallback else current
+
+
+def _replacement(session: Session, *, initial: bool) -> Session:
+    """A session for the same job and rows, with the settings of this one; see `Session`."""
+    return Session(
+        session.job, workers=session.workers, local_rank=session.local_rank, source=session.source, initial=initial,
+        settings=session.settings,
+    )  # fmt: skip
 
 
 def _close(session: Session) -> None:

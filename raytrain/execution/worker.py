@@ -32,12 +32,11 @@ from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
 from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, Superseded
 from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
-from raytrain.plan.choice import Resolved
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
 from raytrain.train.clock import Clock
 from raytrain.train.device import platform
-from raytrain.train.job import TrainJob, with_micro_batch
+from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.memory.allocator import keep_freed_memory
 from raytrain.train.memory.device import is_out_of_memory
 from raytrain.train.parallel.collectives import Workers
@@ -185,12 +184,14 @@ class Worker:
     def _prepare(self, start: AttemptStart, data: Any, reporter: RankReporter) -> Session:
         """Build the session, resolve the deferred choices, restore the checkpoint."""
         decision, loaded = start.decision, start.checkpoint
+        settings = StepSettings.planned(self.job)
         if decision.micro_batch is not None:
-            self.job = with_micro_batch(self.job, Resolved(decision.micro_batch, decision.reason))
+            settings = settings.reduced_to(decision.micro_batch)
         source: Source | None = source_from_driver(data, self.job.data, context=self.job.model.keys.get("context"))
         self.session = session = Session(
-            self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None
-        )
+            self.job, workers=self.workers, local_rank=self.local_rank, source=source, initial=loaded is None,
+            settings=settings,
+        )  # fmt: skip
         session.say = reporter.event
         calibration = Calibration(session, self.run_folder, reporter, self._report_progress)
         resolve_choices(calibration, forced=decision.precision, loaded=loaded)

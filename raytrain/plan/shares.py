@@ -13,8 +13,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from raytrain.plan.choice import Choice, Resolved
-
 SPLITS = 8
 """Micro-batches per equal share with `loop.micro_batch_size: auto`, so that shares can differ by an eighth."""
 
@@ -104,8 +102,6 @@ def gain_over_equal(shares: Shares, *, total: int, plain_s: Sequence[float]) -> 
     return equal / slowest_s(apportion(units, shares.row_s), own)
 
 
-def shares_in_force(choice: Choice | None) -> Shares | None:
-    """The measured shares of a plan; None before the measurement, and if shares are equal."""
-    if not isinstance(choice, Resolved) or choice.value == "equal":
-        return None
-    return Shares.from_json(choice.value)
+def shares_of(value: Any) -> Shares | None:
+    """The shares of a resolved choice, from their JSON; None for "equal"."""
+    return None if value == "equal" else Shares.from_json(value)

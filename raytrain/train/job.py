@@ -1,4 +1,4 @@
-"""The job that the driver sends to the workers: configuration sections, plan and run folder."""
+"""The job that the driver sends to the workers: configuration sections, plan and run folder; the settings of a step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from raytrain.config.sections import (
 )
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
+from raytrain.plan.shares import Shares, shares_of
 from raytrain.train.state import LoopLimits
 
 
@@ -71,16 +72,47 @@ def place_of(job: TrainJob, *, rank: int, world_size: int) -> ShardPosition | No
     return ShardPosition(rank, world_size) if job.planned("strategy") == "fsdp" else None
 
 
-def with_micro_batch(job: TrainJob, chosen: Resolved) -> TrainJob:
-    """The job with another micro-batch size.
+@dataclass(frozen=True)
+class StepSettings:
+    """What the steps use now: the planned values, replaced by what is measured at the start of an attempt and by what
+    the failure rules decide. The plan itself stays as it was decided.
 
-    A smaller size scales a token budget down in proportion, since for long rows only the budget limits a micro-batch.
+    Attributes:
+        micro_batch: most rows of a forward pass; None until it is measured.
+        tokens_per_batch: most tokens of a forward pass; None without a token budget.
+        fp32_layers: names of the layers that compute in fp32 under autocast.
+        shares: of a global batch, by measured speed; None if they are equal or not measured yet.
+        inflight: micro-batches in flight between workers and expert hosts.
+        overlap: whether all-reduces overlap with the last backward pass.
     """
-    planned, data = job.plan.micro_batch_size, job.data
-    if data.tokens_per_batch is not None and isinstance(planned, Resolved) and chosen.value < planned.value:
-        less = max(1, data.tokens_per_batch * chosen.value // planned.value)
-        data = data.model_copy(update={"tokens_per_batch": less})
-    return replace(job, data=data, plan=replace(job.plan, micro_batch_size=chosen))
+
+    micro_batch: int | None
+    tokens_per_batch: int | None = None
+    fp32_layers: tuple[str, ...] = ()
+    shares: Shares | None = None
+    inflight: int = 1
+    overlap: bool = False
+
+    @classmethod
+    def planned(cls, job: TrainJob) -> StepSettings:
+        """The plan's values; the defaults for what it leaves to a measurement, and for what does not apply."""
+        plan = job.plan
+        return cls(
+            micro_batch=plan.value("micro_batch_size", None),
+            tokens_per_batch=job.data.tokens_per_batch,
+            fp32_layers=tuple(plan.value("fp32_layers", ())),
+            shares=shares_of(plan.value("shares", "equal")),
+            inflight=plan.value("inflight", 1),
+            overlap=plan.value("overlap", False),
+        )
+
+    def reduced_to(self, rows: int) -> StepSettings:
+        """Another micro-batch size after an out-of-memory error. A smaller one scales a token budget down in
+        proportion, since for long rows only the budget limits a micro-batch."""
+        tokens, before = self.tokens_per_batch, self.micro_batch
+        if tokens is not None and before is not None and rows < before:
+            tokens = max(1, tokens * rows // before)
+        return replace(self, micro_batch=rows, tokens_per_batch=tokens)
 
 
 def limits_of(job: TrainJob) -> LoopLimits:

@@ -24,8 +24,7 @@ from raytrain.data.rows.residency import StreamSplit
 from raytrain.data.rows.token_budget import padding_waste
 from raytrain.data.transfer import rebuild
 from raytrain.plan.choice import Resolved
-from raytrain.plan.shares import shares_in_force
-from raytrain.train.job import TrainJob
+from raytrain.train.job import StepSettings, TrainJob
 from raytrain.train.parallel.collectives import Workers
 from raytrain.trainable import MicroBatch, labels_weight, shifted_labels_weight
 
@@ -73,22 +72,22 @@ class BatchLoader:
 
     @classmethod
     def open(
-        cls, job: TrainJob, source: Source, *, workers: Workers, device: torch.device,
+        cls, job: TrainJob, settings: StepSettings, source: Source, *, workers: Workers, device: torch.device,
         weight: Callable[[Batch], int] | None, dtype: torch.dtype,
     ) -> BatchLoader:  # fmt: skip
         """Open the loader of a plan over a prepared source (`raytrain.data.loading.prepare`). The caller closes it."""
-        micro, data = job.plan.micro_batch_size, data_plan(job)
+        data = data_plan(job)
         batches = StepBatches(
             source.train,
             seed=job.seed,
             global_batch_size=int(job.planned("global_batch_size")),
-            micro_batch=int(micro.candidates[-1]),  # until the probe has measured the size
+            micro_batch=settings.micro_batch or job.plan.micro_batch_size.candidates[-1],  # the largest, until measured
             rank=workers.rank,
             world_size=workers.world_size,
             storage=None,
-            tokens_per_batch=job.data.tokens_per_batch,
+            tokens_per_batch=settings.tokens_per_batch,
         )
-        batches.shares = shares_in_force(job.plan.shares)
+        batches.shares = settings.shares
         pool = open_pool(source, data)
         # a dataset read in this process shares its random generators with the model: never prefetch its rows
         ahead = device.type == "cuda" and data.storage in ("pinned", "partial") and (pool or not reads_items(source))
@@ -98,8 +97,8 @@ class BatchLoader:
         if weight is shifted_labels_weight and source.first_labels_ignored:
             weight = None  # the split knows the weights without reading a batch
         loader = cls(batches, device=device, weight=weight, dtype=dtype, pool=pool, uploads=uploads)
-        if job.data.tokens_per_batch is not None:
-            loader._report_waste(job.data.tokens_per_batch)
+        if settings.tokens_per_batch is not None:
+            loader._report_waste(settings.tokens_per_batch)
         return loader
 
     def _report_waste(self, budget: int) -> None:
@@ -200,7 +199,7 @@ class BatchLoader:
     def _most_passes(self, rows: int, *, micro_batch: int) -> int:
         shares = self.batches.shares
         if shares is None:
-            return most_passes(rows, micro_batch=micro_batch, world_size=self.batches.world_size)
+            return math.ceil(math.ceil(rows / micro_batch) / self.batches.world_size)
         every = (shares.passes(rows, rank=rank, micro_batch=micro_batch) for rank in range(self.batches.world_size))
         return max(map(len, every))
 
@@ -310,11 +309,6 @@ def data_plan(job: TrainJob) -> DataPlan:
     planned = {name: getattr(job.plan, name) for name in ("resident_rows", "loader_workers")}
     numbers = {name: int(choice.value) for name, choice in planned.items() if isinstance(choice, Resolved)}
     return DataPlan(job.planned("storage"), prefetch=job.data.prefetch, seed=job.seed, **numbers)
-
-
-def most_passes(rows: int, *, micro_batch: int, world_size: int) -> int:
-    """Number of micro-batches of the busiest of `world_size` workers, for `rows` rows in total."""
-    return math.ceil(math.ceil(rows / micro_batch) / world_size)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from raytrain.data.loading.checks import verify_placement
 from raytrain.data.loading.prepare import ReportEvent, prepare_source
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
-from raytrain.plan.choice import Resolved
-from raytrain.plan.shares import shares_in_force
 from raytrain.train.build import build_of, restore_remote, source_facts
 from raytrain.train.clock import Clock
 from raytrain.train.compute.switches import Switches
@@ -32,8 +29,8 @@ from raytrain.train.device import (
     worker_device,
 )
 from raytrain.train.evaluation import evaluate
-from raytrain.train.job import TrainJob, limits_of
-from raytrain.train.loader import BatchLoader, data_plan, most_passes
+from raytrain.train.job import StepSettings, TrainJob, limits_of
+from raytrain.train.loader import BatchLoader, data_plan
 from raytrain.train.loop import TrainingLoop
 from raytrain.train.memory.device import limit_device_memory, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
@@ -55,13 +52,15 @@ class Session:
         local_rank: rank on this node, which selects the device index.
         source: opened data, if the caller already has it.
         initial: load `model.init_from`; False if a checkpoint will be restored.
+        settings: what the steps use instead of the planned values.
     """
 
     def __init__(
         self, job: TrainJob, *, workers: Workers, local_rank: int = 0, source: Source | None = None,
-        initial: bool = True,
+        initial: bool = True, settings: StepSettings | None = None,
     ) -> None:  # fmt: skip
         self.job = job
+        self.settings = settings or StepSettings.planned(job)
         self.workers = workers
         self.local_rank = local_rank
         self.device = worker_device(job.planned("device"), local_rank=local_rank)
@@ -81,7 +80,7 @@ class Session:
             workers.use(self.trainable.remote.workers_group)
         self.switches = Switches(job, self.trainable, device=self.device, workers=workers)
         self.layers = LayerPrecision(self.trainable.module, self.device)
-        self.layers.keep(job.plan.value("fp32_layers", []))
+        self.layers.keep(self.settings.fp32_layers)
         self.state = LoopState()
         self.precision: str | None = None  # until `prepare` has finished
         self.say: ReportEvent = lambda kind, **fields: None  # receives the events before the loop starts
@@ -98,7 +97,7 @@ class Session:
         self.strategy = strategy_of(
             str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device
         )
-        self.strategy.place(self.policy, fp32_layers=job.plan.value("fp32_layers", []))
+        self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
         optim = job.optim.model_copy(update={"lr": lr})
@@ -117,10 +116,10 @@ class Session:
             schedule=schedule,
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
-            inflight=job.plan.value("inflight", 1),
+            inflight=self.settings.inflight,
             **self.strategy.for_step(self.loader),
         )
-        self.step.reduction.overlap(job.plan.value("overlap", False))
+        self.step.reduction.overlap(self.settings.overlap)
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's seed, so a single worker draws what a plain loop would
             seed_everything(job.seed + self.workers.rank)
@@ -131,7 +130,7 @@ class Session:
             self.source, data_plan(self.job), device=self.device, device_name=device_name(self.device), report=self.say
         )
         own = {"workers": self.workers, "weight": self.trainable.weight, "dtype": self.policy.master_dtype}
-        return BatchLoader.open(self.job, self.source, device=self.device, **own)
+        return BatchLoader.open(self.job, self.settings, self.source, device=self.device, **own)
 
     def close(self) -> None:
         """Stop prefetching; may be called twice, and before `prepare`."""
@@ -150,16 +149,15 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def apply_choices(self, **choices: Resolved) -> None:
-        """Apply measured values of `fp32_layers`, `shares`, `inflight` or `overlap`.
-
-        The job keeps them, so that the next session after a rewind uses them too.
-        """
-        self.job = replace(self.job, plan=replace(self.job.plan, **choices))
-        self.layers.keep(self.job.plan.value("fp32_layers", []))
-        self.loader.batches.shares = shares_in_force(self.job.plan.shares)
-        self.step.inflight = self.job.plan.value("inflight", 1)
-        self.step.reduction.overlap(self.job.plan.value("overlap", False))
+    def use(self, settings: StepSettings) -> None:
+        """Use these settings from now on; needs `prepare`. The next session after a rewind takes them over."""
+        self.settings = settings
+        self.layers.keep(settings.fp32_layers)
+        if settings.micro_batch is not None:
+            self.loader.micro_batch = settings.micro_batch
+        self.loader.batches.shares = settings.shares
+        self.step.inflight = settings.inflight
+        self.step.reduction.overlap(settings.overlap)
 
     def use_precision(self, precision: str) -> None:
         """Change the precision of the step's computation; weights and optimizer state keep their dtype."""
@@ -167,15 +165,6 @@ class Session:
         self.policy = self.step.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         self.step.scale = LossScale(self.device, enabled=self.policy.scales_loss)
-
-    def use_micro_batch(self, chosen: Resolved) -> None:
-        """Apply a measured micro-batch size, and keep it in the job for the next session after a rewind."""
-        total, world_size = int(self.job.planned("global_batch_size")), self.workers.world_size
-        passes = most_passes(total, micro_batch=chosen.value, world_size=world_size)
-        accumulation = Resolved(passes, f"{total} rows in micro-batches of {chosen.value} on {world_size} workers")
-        plan = replace(self.job.plan, micro_batch_size=chosen, accumulation=accumulation)
-        self.job = replace(self.job, plan=plan)
-        self.loader.micro_batch = chosen.value
 
     # -- checkpoint -------------------------------------------------------
 

@@ -144,6 +144,7 @@ def _probed(rank: int, scene: Scene, room: int | None) -> Any:
             less_room(session, room)
         deferred = Deferred("the largest that fits", (1, 6), "a test")
         session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred))
+        session.settings = replace(session.settings, micro_batch=None)
         # a folder of its own, as if nobody saw the others'
         run = RunFolder(str(Path(scene.run_path) / f"{scene.size}-{scene.number}-{rank}"))
         MicroBatchChoice(Calibration(session, run, reporter, lambda _status: None)).resolve()

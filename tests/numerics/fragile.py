@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from raytrain.autotune.startup import layers as startup_layers
 from raytrain.autotune.startup.choice import Calibration
-from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.session import Session
 
@@ -76,9 +75,7 @@ def settled(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def _kept(session: Session) -> list[str]:
-    choice = session.job.plan.fp32_layers
-    assert isinstance(choice, Resolved)
-    return choice.value
+    return list(session.settings.fp32_layers)
 
 
 def _everything(session: Session) -> str:

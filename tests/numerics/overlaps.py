@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from unequal import everything
 
 import raytrain.train.parallel.reduction
-from raytrain.autotune.startup.choice import Calibration
+from raytrain.autotune.startup.choice import Calibration, read_measured
 from raytrain.autotune.startup.overlap import OverlapChoice
 from raytrain.errors import CollectiveFailed
-from raytrain.plan.choice import Deferred, Resolved
+from raytrain.plan.choice import Deferred
 from raytrain.plan.shares import Shares
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.buckets import BucketSums
@@ -192,9 +192,9 @@ def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
     reporter = Rows()
     OverlapChoice(Calibration(session, run, reporter, said.append)).resolve()
     untouched = before == everything(session)
-    plan = session.job.plan.overlap
-    assert isinstance(plan, Resolved)
-    value, reason = sums(session).overlaps, plan.reason
+    value, chosen = sums(session).overlaps, session.settings.overlap
+    session.workers.all_reduce_ints([0])  # rank 0 has written the record
+    reason = read_measured(run)["overlap"]["reason"]
     again = session_of(True)
     defer(again)
     OverlapChoice(Calibration(again, run, reporter, said.append)).resolve()
@@ -205,11 +205,11 @@ def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
     other = session_of(False)
     defer(other)
     OverlapChoice(Calibration(other, run, reporter, said.append)).resolve()
-    told = {"other": (sums(other).overlaps, other.job.planned("overlap"))}
+    told = {"other": (sums(other).overlaps, other.settings.overlap)}
     other.prepare("fp64")
     assert sums(other).overlaps, "a session prepared anew, as after a roll-back, keeps it"
     return {
-        "untouched": untouched, "before": overlapped, "taken": plan.value, "value": value, "reason": reason,
+        "untouched": untouched, "before": overlapped, "taken": chosen, "value": value, "reason": reason,
         "again": sums(again).overlaps, "said": len(said), "single": refused(f"{folder}/single", rank, bucket=1 << 30),
         "batch norm": refused(f"{folder}/norm", rank, model={"builder": "overlaps:normed"}, data=CLASSES), **told,
     }  # fmt: skip
@@ -220,11 +220,10 @@ def refused(folder: str, rank: int, **sections: Any) -> str:
     os.makedirs(folder, exist_ok=True)
     session = session_of(True, **sections)
     defer(session)
-    OverlapChoice(Calibration(session, RunFolder(folder), Rows(), _unheard)).resolve()
+    OverlapChoice(Calibration(session, run := RunFolder(folder), Rows(), _unheard)).resolve()
     assert not sums(session).overlaps
-    plan = session.job.plan.overlap
-    assert isinstance(plan, Resolved)
-    return plan.reason
+    session.workers.all_reduce_ints([0])  # rank 0 has written the record
+    return read_measured(run)["overlap"]["reason"]
 
 
 def defer(session: Session) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lab import GPT, MLP, Rows, class_rows, digest, make_session, token_rows, train
 
@@ -19,7 +20,7 @@ from raytrain.autotune.startup.micro_batch import MicroBatchChoice, memory_budge
 from raytrain.config.sections import TuneFound
 from raytrain.plan.choice import Deferred, Resolved
 from raytrain.runs.folder import RunFolder
-from raytrain.train.job import with_micro_batch
+from raytrain.train.job import StepSettings
 from raytrain.train.memory import device as memory
 from raytrain.train.memory.device import address_space_limit
 from raytrain.train.session import Session
@@ -38,6 +39,7 @@ def wide(*, limit: int | None = None, steps: int = 60) -> Session:
     deferred = Deferred("the largest that fits", (1, ROWS), "a test")
     cluster = session.job.cluster.model_copy(update={"memory_limit": limit})  # less than a plan lets a worker have
     session.job = replace(session.job, plan=replace(session.job.plan, micro_batch_size=deferred), cluster=cluster)
+    session.settings = StepSettings.planned(session.job)
     return session
 
 
@@ -72,11 +74,11 @@ def under_a_budget(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
         "peaks": {size: peak for size, (_, peak) in first.items()},
         "room": room,
         "limit": int(MARGIN * room),
-        "chosen": session.job.planned("micro_batch_size"),
+        "chosen": session.settings.micro_batch,
         "used": session.loader.batches.micro_batch,
-        "accumulation": session.job.planned("accumulation"),
+        "accumulation": session.loader.passes(np.arange(ROWS)),
         "events": reporter.events,
-        "again": (again.job.planned("micro_batch_size"), later.events),
+        "again": (again.settings.micro_batch, later.events),
         "record": read_measured(run)["micro_batch"],
         "run_peak": process_memory().peak,
         "row_bytes": (first[64][1] - first[32][1]) / 32 if first[64][1] and first[32][1] else 0.0,
@@ -120,7 +122,7 @@ def under_an_address_space_limit(rank: int, world_size: int, run_path: str) -> d
     return {
         "fits": [size for size, (outcome, _) in limited.items() if outcome == "ok"],
         "outcomes": {outcome for outcome, _ in limited.values()},
-        "chosen": session.job.planned("micro_batch_size"),
+        "chosen": session.settings.micro_batch,
     }
 
 
@@ -190,7 +192,8 @@ def confirming(rank: int, world_size: int, run_path: str) -> dict[str, Any]:
         FoundConfirmation(Calibration(one, run, reporter, silent)).resolve()  # as a restarted attempt would
         told[name] = {"events": reporter.events, "record": read_measured(run)["found"]}
         after = small()
-        after.job = with_micro_batch(replace(after.job, found=case), Resolved(4, "half, after an out-of-memory"))
+        after.job = replace(after.job, found=case)
+        after.settings = after.settings.reduced_to(4)  # half, after an out-of-memory
         after.prepare("fp32")
         FoundConfirmation(Calibration(after, run, reporter, silent)).resolve()
         told[name]["after an out-of-memory"] = after.loader.micro_batch

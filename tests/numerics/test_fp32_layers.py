@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def test_the_fragile_layer_is_found_and_with_it_in_fp32_the_loss_stays_in_the_ba
     assert f"with {fragile.FRAGILE} in fp32 the loss is in the band, 93% of 14 layers in bf16" in chosen.reason
     others = [change.score for change in changes if change.layer != fragile.FRAGILE]
     assert max(change.score for change in changes) > 5 * max(others)
-    session.apply_choices(fp32_layers=chosen)
+    session.use(replace(session.settings, fp32_layers=tuple(chosen.value)))
     exact = fragile.losses("fp32", [])
     kept, plain = train(session)[0].losses, fragile.losses("bf16", [])
     beyond = [max(abs(one / base - 1) for one, base in zip(losses, exact, strict=True)) for losses in (kept, plain)]

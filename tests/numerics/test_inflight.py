@@ -157,14 +157,13 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
     run, reporter, said = RunFolder(str(tmp_path)), Rows(), []
     session = session_of(scene(1, "colocated", steps=2), 0)
     plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
-    session.job = job = replace(session.job, plan=plan)
+    session.job = replace(session.job, plan=plan)
     InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     (event,) = reporter.events
     written = run.read_json(run.memory_probe)["inflight"]
     assert (event["kind"], event["what"], event["value"]) == ("decision", "inflight", session.step.inflight)
-    assert written["value"] == session.step.inflight == session.job.planned("inflight") and len(said) == 1
+    assert written["value"] == session.step.inflight == session.settings.inflight and len(said) == 1
     run.write_json(run.memory_probe, {"inflight": {**written, "value": 2}})
-    session.job = job
     monkeypatch.setattr(raytrain.autotune.startup.inflight, "measure_inflight", None)
     InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
@@ -212,7 +211,7 @@ def test_when_a_host_goes_while_two_are_measured_one_worker_writes_that_the_next
         return
     monkeypatch.setattr(raytrain.autotune.startup.inflight, "measure_inflight", None)
     InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
-    assert session.step.inflight == session.job.planned("inflight") == 1
+    assert session.step.inflight == session.settings.inflight == 1
     assert "2 in flight failed" in reporter.events[0]["reason"]
     assert "(StateLost: expert host 0 is gone)" in reporter.events[0]["reason"]
 

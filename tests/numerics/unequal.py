@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from lab import GPT, Rows, digest, make_session, optimizer_state, token_rows, train, weights_of
@@ -12,8 +13,7 @@ from raytrain.autotune.startup import shares as startup_shares
 from raytrain.autotune.startup.choice import Calibration
 from raytrain.checkpoint.reader import load
 from raytrain.execution.checkpointer import CheckpointSaver
-from raytrain.plan.choice import Resolved
-from raytrain.plan.shares import Shares
+from raytrain.plan.shares import Shares, shares_of
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
@@ -38,7 +38,7 @@ def session_of(
         run=run,
     )
     if shares is not None:
-        session.apply_choices(shares=Resolved(shares, "given"))
+        session.use(replace(session.settings, shares=shares_of(shares)))
     return session
 
 

@@ -8,6 +8,7 @@ The passes of rank 1 take several times as long, because it keeps computing afte
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from jobs.bench.harness.sessions import SessionArm, serve_pair
 from jobs.driver.session import session_of
 from raytrain.autotune.startup.shares import measure_shares
-from raytrain.plan.shares import Shares
+from raytrain.plan.shares import Shares, shares_of
 from raytrain.train.session import Session
 from raytrain.trainable import MicroBatch
 
@@ -46,7 +47,7 @@ class UnequalWorker:
         session = self._arm.session
         batches = session.loader.batches
         chosen, paces = measure_shares(session, [batches.micro_batch])
-        session.apply_choices(shares=chosen)
+        session.use(replace(session.settings, shares=shares_of(chosen.value)))
         self._measured = batches.shares
         pass_s = [pace.pass_s[batches.micro_batch] for pace in paces]
         spans = (

@@ -61,10 +61,11 @@ def _rate(probe: StepProbe, candidate: Candidate, count: int, passes: int) -> Lo
 
 def _loader(session: Session, rows: int, count: int) -> BatchLoader:
     """The run's loader with `count` processes, and global batches of one micro-batch."""
-    choices = {"global_batch_size": rows, "micro_batch_size": rows, "loader_workers": count}
+    choices = {"global_batch_size": rows, "loader_workers": count}
     planned = {name: Resolved(value, "measured") for name, value in choices.items()}
     job = replace(session.job, plan=replace(session.job.plan, **planned))
-    return BatchLoader.open(job, session.source, workers=session.workers, device=session.device,
+    settings = replace(session.settings, micro_batch=rows)
+    return BatchLoader.open(job, settings, session.source, workers=session.workers, device=session.device,
                      weight=session.trainable.weight, dtype=session.policy.master_dtype)  # fmt: skip
 
 

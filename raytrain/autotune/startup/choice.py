@@ -106,9 +106,9 @@ class DeferredChoice(ABC):
     def measure(self, settings: Any) -> Record:
         """Measure on the real model; changes nothing that it measures. Collective."""
 
+    @abstractmethod
     def apply(self, record: Record) -> None:
         """Make the session use the value."""
-        self.session.apply_choices(**{self.name: Resolved(record["value"], record["reason"])})
 
 
 def record_of(chosen: Resolved, trials: Any) -> Record:

@@ -7,7 +7,7 @@ more than a tenth, the measured figures replace the found ones. Either is an eve
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from typing import Any
 
 from cluster.environment import package_version
@@ -68,9 +68,9 @@ class FoundConfirmation(DeferredChoice):
 
     def apply(self, record: Record) -> None:
         """Use the micro-batch that an earlier attempt had to reduce; a restart after an out-of-memory may use less."""
-        planned = self.session.job.plan.micro_batch_size
-        if planned.value_or(math.inf) > record["value"]:
-            self.session.use_micro_batch(Resolved(record["value"], record["reason"]))
+        settings = self.session.settings
+        if settings.micro_batch is None or settings.micro_batch > record["value"]:
+            self.session.use(replace(settings, micro_batch=record["value"]))
         measured = record.get("micro_batch", record)
         spare_memory(self.session, peak=measured["peak_bytes"], budget=measured["budget_bytes"])
 
@@ -117,7 +117,7 @@ class FoundConfirmation(DeferredChoice):
         within = sorted({size for size in sizes if size <= micro} | {micro})
         tried = () if known is None else (known,)
         chosen, record = measure_micro_batch(self.calibration.probe, {}, sizes=within, known=tried)
-        session.use_micro_batch(chosen)
+        session.use(replace(session.settings, micro_batch=chosen.value))
         return chosen, record
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,10 @@ class InflightChoice(DeferredChoice):
                 why = f"2 in flight failed while measured ({type(error).__name__}: {first_line(error)})"
                 self.calibration.write(self.name, record_of(Resolved(1, why), {}))
             raise
+
+    def apply(self, record: Record) -> None:
+        """Keep so many micro-batches in flight."""
+        self.session.use(replace(self.session.settings, inflight=record["value"]))
 
 
 def measure_inflight(session: Session) -> tuple[Resolved, dict[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from raytrain.autotune.probe.layers import MOST_LAYERS, LayerProbe
 from raytrain.autotune.search.layers import LayerChange
@@ -33,7 +34,7 @@ class LayersChoice(DeferredChoice):
         if self._half is not None:
             super().resolve()
         elif self.applies():
-            self.session.apply_choices(fp32_layers=Resolved([], "nothing computes in half precision"))
+            self.session.use(replace(self.session.settings, fp32_layers=()))
 
     def settings(self) -> str | None:
         """The half precision."""
@@ -48,6 +49,10 @@ class LayersChoice(DeferredChoice):
         use_fitting_rows(self.calibration)  # not earlier: a recorded micro-batch may be of the layers found here
         chosen, changes = measure_layers(self.session, settings)
         return record_of(chosen, {"precision": settings, "layers": [change.to_json() for change in changes]})
+
+    def apply(self, record: Record) -> None:
+        """Compute the layers in fp32."""
+        self.session.use(replace(self.session.settings, fp32_layers=tuple(record["value"])))
 
 
 def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[LayerChange]]:

@@ -42,15 +42,15 @@ class MicroBatchChoice(DeferredChoice):
     name = "micro_batch"
 
     def applies(self) -> bool:
-        """Where the plan leaves it to memory."""
-        return isinstance(self.session.job.plan.micro_batch_size, Deferred)
+        """Where the plan leaves it to memory, and no failure rule has decided."""
+        return self.session.settings.micro_batch is None
 
     def settings(self) -> dict[str, Any]:
         """Batch, workers, precision and layers in fp32."""
         job = self.session.job
         return {
             "global_batch_size": int(job.planned("global_batch_size")), "workers": self.session.workers.world_size,
-            "precision": self.session.precision, "fp32_layers": job.plan.value("fp32_layers", []),
+            "precision": self.session.precision, "fp32_layers": list(self.session.settings.fp32_layers),
         }  # fmt: skip
 
     def settings_of(self, known: Record) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class MicroBatchChoice(DeferredChoice):
 
     def apply(self, record: Record) -> None:
         """Also keeps no freed memory where there is little."""
-        self.session.use_micro_batch(Resolved(record["value"], record["reason"]))
+        self.session.use(replace(self.session.settings, micro_batch=record["value"]))
         spare_memory(self.session, peak=record["peak_bytes"], budget=record["budget_bytes"])
 
 

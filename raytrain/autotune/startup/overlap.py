@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,10 @@ class OverlapChoice(DeferredChoice):
             return record_of(*measure_overlap(self.session))
         except StepDropped as error:  # raised by all workers
             return record_of(Resolved(False, f"no memory while it was measured ({error})"), {})
+
+    def apply(self, record: Record) -> None:
+        """Overlap, or reduce after the last backward pass."""
+        self.session.use(replace(self.session.settings, overlap=record["value"]))
 
 
 def _no_overlap(session: Session) -> str:

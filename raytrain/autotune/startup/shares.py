@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 from raytrain.autotune.probe.worker_speed import measure_worker_speeds
@@ -10,6 +11,7 @@ from raytrain.autotune.search.shares import WorkerSpeed, choose_shares
 from raytrain.autotune.startup.choice import DeferredChoice, Record, record_of
 from raytrain.plan.choice import Resolved
 from raytrain.plan.rules.memory import moments
+from raytrain.plan.shares import shares_of
 from raytrain.train.device import device_name
 from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
@@ -39,6 +41,10 @@ class SharesChoice(DeferredChoice):
         kinds = len({place.partition(" ")[2] for place in settings["places"]})
         chosen, paces = measure_shares(self.session, sizes_to_try(self.session, kinds=kinds))
         return record_of(chosen, {"of": settings, "paces": [pace.to_json() for pace in paces]})
+
+    def apply(self, record: Record) -> None:
+        """Divide each batch by these shares."""
+        self.session.use(replace(self.session.settings, shares=shares_of(record["value"])))
 
 
 def measure_shares(session: Session, sizes: list[int]) -> tuple[Resolved, list[WorkerSpeed]]:

@@ -15,8 +15,6 @@ from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.rows.token_budget import check_budget, cut_by_tokens, padding_waste
 from raytrain.data.sources.in_memory import object_split
 from raytrain.errors import InputError
-from raytrain.plan.choice import Resolved
-from raytrain.train.job import with_micro_batch
 from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import Shortage, StepDropped
@@ -101,8 +99,8 @@ def test_where_memory_runs_out_long_rows_are_fewer_too() -> None:
     with pytest.raises(StepDropped):
         work()
     assert sizes[-1] == 4, "grown back"
-    again = with_micro_batch(session.job, Resolved(4, "a restart after an out-of-memory"))
-    assert (session.job.data.tokens_per_batch, again.data.tokens_per_batch) == (48, 12)
+    again = session.settings.reduced_to(4)  # a restart after an out-of-memory
+    assert (session.settings.tokens_per_batch, again.tokens_per_batch) == (48, 12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
