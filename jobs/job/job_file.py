@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
+from raytrain.config.messages import suggestion
 from raytrain.errors import InputError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -35,13 +35,9 @@ def read_recipe(name: str) -> str:
         InputError: there is no such recipe; the error lists all names.
     """
     if name not in recipe_names():
-        raise InputError("recipes", seen=name, expected=f"one of {', '.join(recipe_names())}", remedy=_guess(name))
+        known = recipe_names()
+        raise InputError("recipes", seen=name, expected=f"one of {', '.join(known)}", remedy=suggestion(name, known))
     return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _guess(name: str) -> str:
-    near = get_close_matches(name, recipe_names(), n=1)
-    return f"did you mean {near[0]}?" if near else ""
 
 
 def read_job(path: Path) -> str:
@@ -59,7 +55,9 @@ def read_job(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         expected = f"a YAML file or a recipe: {', '.join(recipe_names())}"
-        raise InputError(key, seen="no such file", expected=expected, remedy=_guess(path.stem)) from error
+        raise InputError(
+            key, seen="no such file", expected=expected, remedy=suggestion(path.stem, recipe_names())
+        ) from error
     except UnicodeDecodeError as error:
         seen = f"a byte that is not valid UTF-8, at position {error.start}"
         raise InputError(key, seen=seen, expected="a text file in UTF-8") from error

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jobs.job.spec import JobSpec
+from raytrain.config.messages import abbreviated
 
 #: torch's names of accelerators. "cpu" is correct in a dataset, whose rows are moved later.
 ACCELERATORS = ("cuda", "hip", "xpu", "mps")
@@ -26,10 +27,9 @@ def warn_of_named_devices(spec: JobSpec) -> list[str]:
     for path in dict.fromkeys(path for path in files if path is not None):
         places = list(named_devices(path.read_text(encoding="utf-8", errors="replace")))
         if places:
-            listed = ", ".join(f"{path.name}:{line} {what}" for line, what in places[:LISTED_PLACES])
-            more = f" and {len(places) - LISTED_PLACES} more" if len(places) > LISTED_PLACES else ""
+            named = abbreviated([f"{path.name}:{line} {what}" for line, what in places], LISTED_PLACES)
             found.append(
-                f"{listed}{more}: raytrain moves the model and each batch to the worker's own device; remove it,"
+                f"{named}: raytrain moves the model and each batch to the worker's own device; remove it,"
                 " or use the device of an existing tensor (x.device)"
             )
     return found

@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ _KINDS = {
 }
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _LONGEST = 80
+_NEAREST = 3
 _NUMBER_OR_BOOLEAN = re.compile(r"[-+]?[0-9._]+(?:e[-+]?[0-9]+)?|true|false", re.IGNORECASE)
 
 
@@ -130,6 +131,24 @@ def describe(value: Any) -> str:
     return text if value is None else f"{text} ({names.get(type(value), 'a Python object')})"
 
 
+def abbreviated(texts: Sequence[str], most: int, *, separator: str = ", ") -> str:
+    """The first `most` of the texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
+def suggestion(name: str, known: Iterable[str], *, form: str = "did you mean {}?") -> str:
+    """`form` with the known name that is most like `name`; "" if none is like it."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return form.format(close[0]) if close else ""
+
+
+def near_names(name: str, known: Sequence[str], *, otherwise: Sequence[str]) -> str:
+    """The known names that are most like `name`, as a remedy; the first of `otherwise` if none is like it."""
+    near = difflib.get_close_matches(name, known, n=_NEAREST, cutoff=0.3) or otherwise[:_NEAREST]
+    return f"near: {', '.join(near)}"
+
+
 def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> InputError:
     """The error for a value of the wrong type or out of range: one sentence, also for a union."""
     expected, remedy = expected_text(cls, name), _remedy(cls, name, value)
@@ -141,9 +160,8 @@ def _remedy(cls: type[BaseModel], name: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "it must be finite"
     if isinstance(value, str):
-        close = difflib.get_close_matches(value.lower(), [str(word) for word in _choices(schema)], n=1)
-        if close:
-            return f"did you mean {close[0]}?"
+        if guess := suggestion(value.lower(), map(str, _choices(schema))):
+            return guess
         if _NUMBER_OR_BOOLEAN.fullmatch(value.strip()):
             return "write it without underscores" if "_" in value else "write it without quotes"
     if isinstance(value, (bool, int, float)) and _takes_text(schema):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from raytrain.config.messages import suggestion
 from raytrain.errors import InputError, RaytrainError
 
 OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
@@ -112,11 +112,10 @@ def _import(name: str, path: str, key: str) -> Any:
 
 def _no_attribute(found: Any, attribute: str, path: str, key: str) -> InputError:
     names = [n for n in vars(found) if not n.startswith("_")]
-    near = difflib.get_close_matches(attribute, names, n=1)
     where = getattr(found, "__file__", None) or function_name(found)
     return InputError(
         key,
         seen=f"{path}, but {where} has no {attribute}",
         expected="a function or class of that module",
-        remedy=f"did you mean {near[0]}?" if near else "",
+        remedy=suggestion(attribute, names),
     )

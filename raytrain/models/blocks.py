@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
+from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError
 from raytrain.trainable import Trainable
 
@@ -64,6 +65,13 @@ def outside(module: nn.Module, blocks: Iterable[Block]) -> list[tuple[str, nn.Pa
     return [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside]
 
 
+def called_modules(name: str, part: nn.Module) -> list[Block]:
+    """The modules that are called for `part`: itself, or the elements of a list, which is never called itself."""
+    if type(part).forward is not nn.Module.forward:
+        return [(name, part)]
+    return [block for leaf, inner in part.named_children() for block in called_modules(f"{name}.{leaf}", inner)]
+
+
 def _named(module: nn.Module, name: str) -> list[Block]:
     """Return the module of this name; for a list of modules, which is never called itself, its members."""
     try:
@@ -97,8 +105,7 @@ def _check(module: nn.Module, blocks: Sequence[Block], *, names_given: str) -> N
     elif nested:
         problem = f"are nested in each other: {', '.join(nested[:NAMED_AT_MOST])}"
     elif names:
-        more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-        problem = f"miss parameters of {len(missed)} like them: {', '.join(names[:NAMED_AT_MOST])}{more}"
+        problem = f"miss parameters of {len(missed)} like them: {abbreviated(names, NAMED_AT_MOST)}"
     if problem:
         raise InputError(
             "model.builder", seen=f"a Trainable whose blocks ({names_given}) {problem}",

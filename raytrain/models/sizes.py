@@ -6,12 +6,12 @@ the builders use the same checks.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from raytrain.config.messages import suggestion
 from raytrain.errors import InputError
 from raytrain.plan.facts import ModelFacts
 
@@ -251,12 +251,11 @@ def known_facts(
 def unknown_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:
     """The error for a key that a builder or dataset function does not take."""
     accepted = sorted(accepted)
-    near = difflib.get_close_matches(name, accepted, n=1)
     return InputError(
         f"{section}.{name}",
         seen=f"a key that {function} does not take",
         expected=f"one of {', '.join(accepted) or 'no other key'}",
-        remedy=f"did you mean {section}.{near[0]}?" if near else "",
+        remedy=suggestion(name, accepted, form=f"did you mean {section}.{{}}?"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,6 +91,25 @@ class DataFacts:
     vocab_size: int | None
     reason: str
     kind: str = "memory"
+
+    @classmethod
+    def of_rows(
+        cls, rows: int, evaluation: int | None, *, fraction: float, row_bytes: int, reason: Callable[[int, int], str],
+        kind: str = "memory",
+    ) -> DataFacts:  # fmt: skip
+        """Of rows without tokens.
+
+        Args:
+            rows: of the training data.
+            evaluation: rows of the evaluation data; None if `fraction` of the training rows is held out.
+            reason: gets the rows to train on and those for evaluation.
+        """
+        held = int(rows * fraction) if evaluation is None else evaluation
+        train = rows - held if evaluation is None else rows
+        total = (train + held) * row_bytes
+        return cls(
+            train, held, row_bytes, None, total_bytes=total, vocab_size=None, reason=reason(train, held), kind=kind
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytrain.config.messages import abbreviated
 from raytrain.report.records import Row, RunRecords, listed, mapping, number
 
 Name = tuple[int, int]
@@ -232,5 +233,4 @@ def device_spec(records: RunRecords) -> dict[str, Any] | None:
 
 def names_of(experts: Sequence[Name], *, most: int = 6) -> str:
     """Experts as text: layer 1 expert 3, layer 2 expert 0 and 5 more."""
-    names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in experts[:most])
-    return names + (f" and {len(experts) - most} more" if len(experts) > most else "")
+    return abbreviated([f"layer {layer} expert {expert}" for layer, expert in experts], most)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raytrain.checkpoint.reader import STATE, LoadedCheckpoint
+from raytrain.config.messages import abbreviated
 from raytrain.config.sections import ModelConfig
 from raytrain.config.user_code import resolve
 from raytrain.data.rows.contract import Source
@@ -137,5 +138,4 @@ def differences(
 def refuse_other_model(wrong: list[str]) -> None:
     """Raise CheckpointError with the first five differences, if there are any."""
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError("the checkpoint belongs to another model: " + "; ".join(wrong[:5]) + more)
+        raise CheckpointError(f"the checkpoint belongs to another model: {abbreviated(wrong, 5, separator='; ')}")

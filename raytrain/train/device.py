@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cluster.devices.limits import memory_bytes
+from raytrain.config.messages import abbreviated
 from raytrain.errors import DevicePlacementError
 
 
@@ -97,9 +98,8 @@ def need_data(module: nn.Module) -> None:
     named = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in named if tensor.is_meta]
     if empty:
-        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         raise DevicePlacementError(
-            f"{', '.join(empty[:5])}{more}: on the meta device, without values; model.builder has to initialise them"
+            f"{abbreviated(empty, 5)}: on the meta device, without values; model.builder has to initialise them"
         )
 
 

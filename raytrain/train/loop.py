@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from raytrain.config.messages import abbreviated
 from raytrain.errors import RunError
 from raytrain.runs.records import EvalRecord
 from raytrain.train.clock import Clock, Fetching
@@ -235,9 +236,7 @@ class TrainingLoop:
         if not math.isfinite(loss):
             self._culprit = f"the loss was {loss}"
         else:
-            names = self.step.reduction.nonfinite()
-            more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-            self._culprit = f"the gradients of {', '.join(names[:NAMED_AT_MOST])}{more}"
+            self._culprit = f"the gradients of {abbreviated(self.step.reduction.nonfinite(), NAMED_AT_MOST)}"
         self.reporter.event("nonfinite", step=step, what=self._culprit)
 
     # -- evaluation -------------------------------------------------------------------------------

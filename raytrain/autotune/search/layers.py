@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain.autotune.search.precision import LOSS_TOLERANCE, NORM_BAND
+from raytrain.config.messages import abbreviated
 from raytrain.plan.choice import Resolved
 
 NAMED_AT_MOST = 6
@@ -66,7 +67,6 @@ def choose_layers(changes: Sequence[LayerChange], refusal: Callable[[list[str]],
         middle = (low + high) // 2
         low, high = (middle, high) if refusal(names[:middle]) else (low, middle)
     share = 1 - high / len(names)
-    kept = ", ".join(names[:high][:NAMED_AT_MOST])
-    kept += f" and {high - NAMED_AT_MOST} more" if high > NAMED_AT_MOST else ""
+    kept = abbreviated(names[:high], NAMED_AT_MOST)
     reason = f"with {kept} in fp32 the loss is in the band, {share:.0%} of {len(names)} layers in {precision}"
     return Resolved(names[:high], f"{reason}; with none {first}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytrain.config.messages import abbreviated
 from raytrain.data.rows.contract import Batch, Split
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.transfer import is_on, tensors_of
@@ -36,9 +37,8 @@ def verify_placement(value: Any, device: torch.device | str, *, name: str = "bat
     if not paths:
         return
     where = dict(tensors_of(value, name))
-    named = ", ".join(f"{path} is on {where[path].device}" for path in paths[:NAMED_AT_MOST])
-    more = f" and {len(paths) - NAMED_AT_MOST} more" if len(paths) > NAMED_AT_MOST else ""
-    raise DevicePlacementError(f"{named}{more}, expected every tensor on {torch.device(device)}")
+    named = abbreviated([f"{path} is on {where[path].device}" for path in paths], NAMED_AT_MOST)
+    raise DevicePlacementError(f"{named}, expected every tensor on {torch.device(device)}")
 
 
 @dataclass

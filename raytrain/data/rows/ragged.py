@@ -54,6 +54,18 @@ def mask_column(names: list[str]) -> str:
     return next((name for name in names if name != "labels"), names[0])
 
 
+def columns_split(
+    dense: Mapping[str, torch.Tensor], ragged: Mapping[str, Ragged], *, tokens_per_row: int | None = None,
+    fills: Mapping[str, int] | None = None,
+) -> TensorSplit | RaggedSplit:  # fmt: skip
+    """The split of these columns, of which there is at least one; see `TensorSplit` and `RaggedSplit`."""
+    split = TensorSplit(dense, tokens_per_row=tokens_per_row) if dense else None
+    if ragged:
+        return RaggedSplit(ragged, dense=split, fills=fills)
+    assert split is not None, "there is at least one column"
+    return split
+
+
 class RaggedSplit:
     """Columns with rows of different lengths, together with columns of fixed shape.
 

@@ -64,21 +64,11 @@ def describe_source(data: DataConfig, *, context: int | None) -> DataFacts | Non
 
 def _describe_table(kind: str, keys: Mapping[str, Any], *, fraction: float) -> DataFacts:
     rows, row_bytes, by_groups = _table_size(kind, keys, key="path")
-    held = int(rows * fraction)
-    train = rows - held
-    if keys["eval_path"] is not None:
-        train, held = rows, _table_size(kind, keys, key="eval_path")[0]
-    reason = f"{kind}: {train:,} rows to train on, {held:,} for evaluation"
-    return DataFacts(
-        train_rows=train,
-        eval_rows=held,
-        row_bytes=row_bytes,
-        tokens_per_row=None,
-        total_bytes=(train + held) * row_bytes,
-        vocab_size=None,
-        reason=reason,
-        kind="groups" if by_groups else "memory",
-    )
+    evaluation = None if keys["eval_path"] is None else _table_size(kind, keys, key="eval_path")[0]
+    return DataFacts.of_rows(
+        rows, evaluation, fraction=fraction, row_bytes=row_bytes, kind="groups" if by_groups else "memory",
+        reason=lambda train, held: f"{kind}: {train:,} rows to train on, {held:,} for evaluation",
+    )  # fmt: skip
 
 
 def _table_size(kind: str, keys: Mapping[str, Any], *, key: str) -> tuple[int, int, bool]:
@@ -131,20 +121,13 @@ def _describe_memory(data: DataConfig, keys: Mapping[str, Any], context: int | N
             origin="text in memory",
             key="data.train",
         )
-    train, stored = _object_size(data.train, key="data.train")
-    held = int(train * data.eval_fraction)
-    train, evaluation = (
-        (train - held, held) if data.eval is None else (train, _object_size(data.eval, key="data.eval")[0])
-    )
-    return DataFacts(
-        train_rows=train,
-        eval_rows=evaluation,
-        row_bytes=stored,
-        tokens_per_row=None,
-        total_bytes=(train + evaluation) * stored,
-        vocab_size=None,
-        reason=f"{type(data.train).__name__} in memory: {train:,} rows, {evaluation:,} more for evaluation",
-    )
+    rows, stored = _object_size(data.train, key="data.train")
+    evaluation = None if data.eval is None else _object_size(data.eval, key="data.eval")[0]
+    kind = type(data.train).__name__
+    return DataFacts.of_rows(
+        rows, evaluation, fraction=data.eval_fraction, row_bytes=stored,
+        reason=lambda train, held: f"{kind} in memory: {train:,} rows, {held:,} more for evaluation",
+    )  # fmt: skip
 
 
 def _object_size(value: Any, *, key: str) -> tuple[int, int]:

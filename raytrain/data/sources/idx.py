@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,19 +109,11 @@ def describe_idx(
 ) -> DataFacts:
     """Return the sizes from the file headers."""
     rows, row_bytes = _shape_of_pair(images, labels, prefix="data.")
-    held = int(rows * fraction)
-    train, evaluation = (rows - held, held)
+    evaluation = None
     if eval_images is not None and eval_labels is not None:
-        train, evaluation = rows, _shape_of_pair(eval_images, eval_labels, prefix="data.eval_")[0]
-    return DataFacts(
-        train_rows=train,
-        eval_rows=evaluation,
-        row_bytes=row_bytes,
-        tokens_per_row=None,
-        total_bytes=(train + evaluation) * row_bytes,
-        vocab_size=None,
-        reason=_sentence(train, evaluation, row_bytes - 1),
-    )
+        evaluation = _shape_of_pair(eval_images, eval_labels, prefix="data.eval_")[0]
+    reason = partial(_sentence, row_bytes - 1)
+    return DataFacts.of_rows(rows, evaluation, fraction=fraction, row_bytes=row_bytes, reason=reason)
 
 
 def _shape_of_pair(images: str, labels: str, *, prefix: str) -> tuple[int, int]:
@@ -130,7 +123,7 @@ def _shape_of_pair(images: str, labels: str, *, prefix: str) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:]) + 1
 
 
-def _sentence(train: int, evaluation: int, values: int) -> str:
+def _sentence(values: int, train: int, evaluation: int) -> str:
     return f"IDX images of {values:,} bytes: {train:,} to train on, {evaluation:,} for evaluation"
 
 
@@ -145,7 +138,7 @@ def open_idx(images: str, labels: str, eval_images: str | None, eval_labels: str
     else:
         train, evaluation = split_off(train, fraction)
     held = 0 if evaluation is None else len(evaluation)
-    reason = _sentence(len(train), held, math.prod(train.columns["x"].shape[1:]))
+    reason = _sentence(math.prod(train.columns["x"].shape[1:]), len(train), held)
     return Source(
         train=train,
         eval=evaluation,

@@ -12,9 +12,9 @@ import torch
 from raytrain.data.rows.collate import as_row
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
 from raytrain.data.rows.map_style import DatasetSplit
-from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.ragged import Ragged, columns_split
 from raytrain.data.rows.residency import full_tensor
-from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
+from raytrain.data.rows.splits import check_finite, host_tensor, is_integer
 from raytrain.data.sources.keys import is_table
 from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
 from raytrain.errors import InputError
@@ -53,7 +53,7 @@ def table_pair(
             raise InputError(keys[1], seen=f"no column '{missing[0]}'", expected=f"the columns of {keys[0]}")
         converted.append(convert(evaluation, choice, classes=names, key=keys[1]))
         _check_same_types(*converted, key=keys[1])
-    splits = [columns_split(columns) for columns in converted]
+    splits = [table_split(columns) for columns in converted]
     train_split, eval_split = splits if len(splits) == 2 else split_off(splits[0], fraction)
     classes = len(names) if names else class_count(splits)
     return _source(train_split, eval_split, origin=origin, classes=classes, class_names=names)
@@ -73,15 +73,13 @@ def _column_type(columns: TableColumns, name: str) -> str:
     return f"{values.dtype} of {values.shape[1:]}" if values.ndim > 1 else str(values.dtype)
 
 
-def columns_split(columns: TableColumns) -> RowSplit:
-    """Return arrays as a split that shares their memory."""
+def table_split(
+    columns: TableColumns, *, tokens_per_row: int | None = None, fills: Mapping[str, int] | None = None
+) -> RowSplit:
+    """Return arrays as a split that shares their memory; see `columns_split`."""
     dense = {name: host_tensor(values) for name, values in columns.dense.items()}
-    split = TensorSplit(dense) if dense else None
-    if not columns.ragged:
-        assert split is not None, "a choice of columns is never empty"
-        return split
     ragged = {name: Ragged(host_tensor(values), offsets) for name, (values, offsets) in columns.ragged.items()}
-    return RaggedSplit(ragged, dense=split)
+    return columns_split(dense, ragged, tokens_per_row=tokens_per_row, fills=fills)
 
 
 def class_count(splits: Sequence[Any]) -> int | None:
@@ -111,7 +109,7 @@ def object_split(data: Any, *, key: str) -> RowSplit:
     if is_table(data):
         table = as_table(data, key=key)
         choice = choose_columns(table.schema, features=None, label=None, key=key)
-        return columns_split(convert(table, choice, classes=None, key=key))
+        return table_split(convert(table, choice, classes=None, key=key))
     kind = type(data).__module__.split(".")[0]
     if kind == "ray":
         raise InputError(key, seen="a Ray Dataset", expected=KINDS, remedy="pass its rows as a pyarrow Table")
@@ -156,11 +154,7 @@ def _columns(data: Mapping[str, Any], *, key: str) -> RowSplit:
     labels = dense.get("labels")
     if labels is not None and labels.ndim == 1 and is_integer(labels):
         check_classes(labels.numpy(), name="labels", key=key)
-    split = TensorSplit(dense) if dense else None
-    if ragged:
-        return RaggedSplit(ragged, dense=split)
-    assert split is not None, "checked above: there are columns"
-    return split
+    return columns_split(dense, ragged)
 
 
 def _column(name: str, values: Any, *, key: str) -> torch.Tensor | Ragged:

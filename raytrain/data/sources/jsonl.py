@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from raytrain.config.messages import suggestion
+from raytrain.data.sources.keys import NEAREST
 from raytrain.data.sources.tables import check_classes
 from raytrain.errors import InputError
 from raytrain.runs.storage import read_bytes
@@ -49,12 +50,11 @@ def _lines(path: str, *, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
     if field not in row:
-        near = difflib.get_close_matches(field, list(row), n=1)
         raise InputError(
             f"data.{name}",
             seen=f"'{field}', which is missing in {where}",
             expected=f"one of {', '.join(row) or 'some fields'}",
-            remedy=f"nearest: {near[0]}" if near else "",
+            remedy=suggestion(field, row, form=NEAREST),
         )
     value = row[field]
     if name == "label_field":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raytrain.config.messages import suggestion
 from raytrain.data.sources.stdlib import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
+
+#: Remedy for an unknown name.
+NEAREST = "nearest: {}"
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,8 @@ def check_source(source: str) -> None:
             "data.source",
             seen=source,
             expected=f"one of {', '.join(SOURCES)}, or module:function",
-            remedy=_nearest(source, SOURCES),
+            remedy=suggestion(source, SOURCES, form=NEAREST),
         )
-
-
-def _nearest(name: str, names: Any) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"nearest: {near[0]}" if near else ""
 
 
 def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str) -> dict[str, Any]:
@@ -151,7 +149,7 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
                 f"data.{name}",
                 seen="a key that does not exist",
                 expected=f"for {owner}: {', '.join(known) or 'no other key'}",
-                remedy=_nearest(name, known),
+                remedy=suggestion(name, known, form=NEAREST),
             )
     values = {name: keys.get(name, key.default) for name, key in known.items()}
     for name, key in known.items():

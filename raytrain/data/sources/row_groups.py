@@ -27,7 +27,7 @@ from raytrain.data.rows.contract import HOLDOUT_SEED, Batch, Order, RowSplit, Sp
 from raytrain.data.rows.ragged import Ragged, RaggedSplit
 from raytrain.data.rows.residency import ReorderedSplit, full_tensor
 from raytrain.data.rows.splits import TensorSplit
-from raytrain.data.sources.in_memory import columns_split
+from raytrain.data.sources.in_memory import table_split
 from raytrain.data.sources.tables import ColumnChoice, convert
 from raytrain.errors import RunError
 from raytrain.runs.storage import locate
@@ -180,7 +180,7 @@ class GroupSplit:
 
     def _split_of(self, piece: Piece, table: Any) -> RowSplit:
         key = f"data.path, row group {piece.group} of {piece.path}"
-        return columns_split(convert(table, self._choice, classes=self._classes, key=key))
+        return table_split(convert(table, self._choice, classes=self._classes, key=key))
 
 
 def joined(splits: Sequence[Any]) -> Any:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from raytrain.config.messages import abbreviated, suggestion
 from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
+from raytrain.data.sources.keys import NEAREST
 from raytrain.errors import InputError
 from raytrain.runs.storage import file_size, locate, unreadable
 
 # pyarrow's default list without its spellings of NaN: NaN and missing values have different errors.
 MISSING = ["", "#N/A", "#N/A N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "n/a", "null"]
+
+#: Maximum number of columns listed in a message.
+NAMED_AT_MOST = 20
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ def read_tables(paths: Sequence[str], *, kind: str, key: str) -> Any:
         if sorted(table.column_names) != sorted(tables[0].column_names):
             raise InputError(
                 key,
-                seen=f"the columns {_listed(table.column_names)} in {path}",
-                expected=f"{_listed(tables[0].column_names)} as in {paths[0]}",
+                seen=f"the columns {abbreviated(table.column_names, NAMED_AT_MOST)} in {path}",
+                expected=f"{abbreviated(tables[0].column_names, NAMED_AT_MOST)} as in {paths[0]}",
             )
     try:
         table = pa.concat_tables(tables, promote_options="permissive")
@@ -122,12 +126,11 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
     _check_names(names, key=key)
     for wanted, origin in [*((name, "data.features") for name in features or ()), (label, "data.label")]:
         if wanted is not None and wanted not in names:
-            near = difflib.get_close_matches(wanted, names, n=1)
             raise InputError(
                 origin,
                 seen=f"'{wanted}', which is not in {key}",
-                expected=f"columns among {_listed(names)}",
-                remedy=f"nearest: {near[0]}" if near else "",
+                expected=f"columns among {abbreviated(names, NAMED_AT_MOST)}",
+                remedy=suggestion(wanted, names, form=NEAREST),
             )
     used = [name for name in (names if features is None else features) if name != label]
     kinds = {name: column_kind(schema.field(name).type) for name in used}
@@ -140,7 +143,7 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
                 remedy="list the columns to use in data.features",
             )
     if not used:
-        raise InputError("data.features", seen="no column", expected=f"some of {_listed(names)}")
+        raise InputError("data.features", seen="no column", expected=f"some of {abbreviated(names, NAMED_AT_MOST)}")
     own = features is None and label is None
     stacked = tuple(name for name in used if kinds[name] == "number" and not own)
     return ColumnChoice(stacked, tuple(name for name in used if name not in stacked), label)
@@ -175,11 +178,6 @@ def class_names(tables: Sequence[Any], label: str | None) -> tuple[str, ...] | N
     if label is None or not all(label in table.column_names and is_text(table[label].type) for table in tables):
         return None
     return tuple(sorted({name for table in tables for name in table[label].unique().to_pylist() if name is not None}))
-
-
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 @dataclass(frozen=True)

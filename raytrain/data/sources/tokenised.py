@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from raytrain.config.sections import DataConfig, ModelConfig
-from raytrain.data.rows.contract import RowSplit, Source, facts_of, holdout
+from raytrain.data.rows.contract import Source, facts_of, holdout
 from raytrain.data.sources.documents import Document, Row, joined, packed, padded, to_row
 from raytrain.data.sources.jsonl import class_numbers, read_fields
 from raytrain.data.sources.keys import as_paths, source_keys
@@ -93,25 +94,14 @@ def tokenised_source(found: Tokenised, *, context: int | None) -> Source:
         )
         assert train is not None, "text_facts rejects a text without tokens"
         return Source(train, evaluation, facts=facts, decode=codec.decode, encode=codec.encode, **common)
-    train = _split(found.train, found)
-    evaluation = _split(found.eval, found) if isinstance(found.eval, TableColumns) else None
+    from raytrain.data.sources.in_memory import table_split
+
+    split = partial(table_split, tokens_per_row=found.row_length, fills={"input_ids": found.pad})
+    train, evaluation = split(found.train), split(found.eval) if isinstance(found.eval, TableColumns) else None
     facts = facts_of(train, evaluation, reason=found.describe, vocab_size=found.vocab_size)
     written = {} if found.classes is not None else {"decode": codec.decode, "encode": codec.encode}
     named = {"classes": found.classes, "class_names": found.class_names}
     return Source(train, evaluation, facts=facts, **written, **named, **common)
-
-
-def _split(columns: TableColumns, found: Tokenised) -> RowSplit:
-    from raytrain.data.rows.ragged import Ragged, RaggedSplit
-    from raytrain.data.rows.splits import TensorSplit, host_tensor
-
-    dense = {name: host_tensor(values) for name, values in columns.dense.items()}
-    split = TensorSplit(dense, tokens_per_row=found.row_length) if dense else None
-    if not columns.ragged:
-        assert split is not None, "rows have columns"
-        return split
-    ragged = {name: Ragged(host_tensor(values), offsets) for name, (values, offsets) in columns.ragged.items()}
-    return RaggedSplit(ragged, dense=split, fills={"input_ids": found.pad})
 
 
 # ---------------------------------------------------------------- one long text

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from torch import Tensor, nn
 
+from raytrain.config.messages import abbreviated
 from raytrain.errors import InputError
 from raytrain.models.weights.headers import StoredWeights, find_weights
 from raytrain.models.weights.stored import StoredTensors
@@ -101,10 +102,7 @@ def _tied_names(module: nn.Module) -> dict[str, list[str]]:
 
 def misfit(found: Mapping[str, list[str]], origin: str, *, key: str = KEY, remedy: str = "") -> InputError:
     """The error for weights that do not fit: counts, and the first five tensors of each kind."""
-    kinds = []
-    for kind, names in found.items():
-        more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-        kinds.append(f"{len(names)} {kind} ({', '.join(names[:NAMED_AT_MOST])}{more})")
+    kinds = [f"{len(names)} {kind} ({abbreviated(names, NAMED_AT_MOST)})" for kind, names in found.items()]
     return InputError(
         key,
         seen=f"{origin}: {'; '.join(kinds)}",

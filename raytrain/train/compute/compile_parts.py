@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from torch import nn
 
+from raytrain.config.messages import near_names
 from raytrain.config.sections import LoopConfig
 from raytrain.errors import InputError
-from raytrain.models.blocks import Block, blocks_of, repeated
+from raytrain.models.blocks import Block, blocks_of, called_modules, repeated
 from raytrain.trainable import Trainable
 
 KEY = "loop.compile_parts"
-NEAREST = 3
 
 
 def parts_to_compile(trainable: Trainable, loop: LoopConfig) -> list[Block]:
@@ -58,18 +57,10 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[Block]:
         found = [(full, part) for full, part in every.items() if full == name or full.endswith(f".{name}")]
         if not found:
             ends = {full.rpartition(".")[2] for full in every if not full.rpartition(".")[2].isdigit()}
-            near = difflib.get_close_matches(name, [*ends, *every], n=NEAREST, cutoff=0.3) or sorted(ends)[:NEAREST]
             raise InputError(
                 KEY, seen=name, expected="auto, all, blocks, or names of the model's modules, or ends of such names",
-                remedy=f"near: {', '.join(near)}",
+                remedy=near_names(name, [*ends, *every], otherwise=sorted(ends)),
             )  # fmt: skip
-        chosen += [block for full, part in found for block in _called(full, part)]
+        chosen += [block for full, part in found for block in called_modules(full, part)]
     kept = {id(inner) for _, part in chosen for inner in part.modules() if inner is not part}
     return list({id(part): (name, part) for name, part in chosen if id(part) not in kept}.values())
-
-
-def _called(name: str, part: nn.Module) -> list[Block]:
-    """The modules that are called: `part`, or the elements of a list, which is never called itself."""
-    if type(part).forward is not nn.Module.forward:
-        return [(name, part)]
-    return [block for leaf, inner in part.named_children() for block in _called(f"{name}.{leaf}", inner)]

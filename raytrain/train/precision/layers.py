@@ -8,18 +8,18 @@ Casting them back at once would round away what fp32 gained.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from raytrain.config.messages import near_names
 from raytrain.data.transfer import rebuild
 from raytrain.errors import InputError
+from raytrain.models.blocks import called_modules
 
 KEY = "precision.fp32_layers"
-NEAREST = 3
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -70,9 +70,9 @@ def parts_named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=NEAREST, cutoff=0.3) or list(known)[:NEAREST]
-            raise InputError(KEY, seen=name, expected="names of the model's modules", remedy=f"near: {', '.join(near)}")
-        found |= dict.fromkeys(_called(known[name]))
+            remedy = near_names(name, list(known), otherwise=list(known))
+            raise InputError(KEY, seen=name, expected="names of the model's modules", remedy=remedy)
+        found |= dict.fromkeys(part for _, part in called_modules(name, known[name]))
     return list(found)
 
 
@@ -89,12 +89,6 @@ def layers_of(module: nn.Module, *, blocks: str | None, most: int) -> list[str]:
         within = [f"{blocks}.{name}" for name, _ in module.get_submodule(blocks).named_children()]
         own = [name for name in own if not name.startswith(f"{blocks}.")] + within
     return [name for name in own if not any(name.startswith(f"{other}.") for other in own)]
-
-
-def _called(part: nn.Module) -> list[nn.Module]:
-    if type(part).forward is not nn.Module.forward:
-        return [part]
-    return [inner for child in part.children() for inner in _called(child)]
 
 
 def _swap(part: nn.Module, forward: Any) -> Any:
