@@ -35,7 +35,7 @@ class ExpertsConfig(Section):
     )
     inflight: OneOrTwo | Literal["auto"] = Field(default="auto", description="micro-batches in flight to the experts")
     capacity_factor: Positive | None = Field(
-        default=None, description="tokens that an expert may take, as a multiple of the mean; null drops none"
+        default=None, description="tokens of a row that an expert may take, as a multiple of the mean; null drops none"
     )
     score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="how the router scores experts")
     renormalize: bool = Field(default=True, description="weights of the chosen experts sum to one")
@@ -45,8 +45,8 @@ class ExpertsConfig(Section):
     balance_weight: NonNegative = Field(default=0.01, description="weight of the per-sequence balance loss")
     z_loss_weight: NonNegative = Field(default=0.001, description="weight of the router's z-loss")
     bias_rate: NonNegative = Field(default=0.001, description="step of the loss-free bias at each commit")
-    noise: NonNegative = Field(default=0.0, description="standard deviation of the noise on router logits")
-    temperature: Positive = Field(default=1.0, description="divides the router logits")
+    noise: NonNegative = Field(default=0.0, description="standard deviation of the noise on router logits in training")
+    temperature: Positive = Field(default=1.0, description="divides the router logits, in training and afterwards")
     shared_expert: bool = Field(default=False, description="adds an expert that every token visits")
     shared_hidden: Count | None = Field(
         default=None, description="hidden width of the shared expert; null is that of the widest expert"

@@ -27,12 +27,15 @@ class MoELayer(nn.Module):
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
 
-    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_BSD: Tensor, valid_BS: Tensor | None = None, weight_BS: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return an output of the shape and dtype of `x_BSD`, and the router's auxiliary loss (None in evaluation).
 
-        `valid_BS` is false for padding, which neither losses nor counts include.
+        `valid_BS` is false for padding; `weight_BS` is the weight of each token in the auxiliary loss. Neither may
+        depend on anything that generation does not know if the output is to be the same there; see `TopKRouter`.
         """
-        routing = self.router(x_BSD, valid_BS)
+        routing = self.router(x_BSD, valid_BS, weight_BS)
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         y_TD, shared_TD = self._route(x_TD, routing)
         if shared_TD is not None:

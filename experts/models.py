@@ -30,33 +30,55 @@ from experts.routing.trace import build_trace
 from raytrain.models.gpt import GPT, PreNorm, language_loss
 from raytrain.models.mlp import as_input, supervised
 from raytrain.models.sizes import check_gpt
-from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, need_keys
+from raytrain.trainable import IGNORED_LABEL, Batch, LossOutput, Trainable, is_integer, need_keys
 
 
 class MoEBlock(PreNorm):
     """A GPT block whose feed-forward is a MoELayer; also returns its auxiliary loss."""
 
-    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x_BSD: Tensor, valid_BS: Tensor | None = None, weight_BS: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         x_BSD = self.attend(x_BSD)
-        y_BSD, aux = self.feed_forward(self.norm_feed_forward(x_BSD), valid_BS)
+        y_BSD, aux = self.feed_forward(self.norm_feed_forward(x_BSD), valid_BS, weight_BS)
         return x_BSD + self.drop(y_BSD), aux
 
 
 class MoEGPT(GPT):
     """The GPT of raytrain with experts in every block."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """As `GPT.forward`; in training with labels also "aux", the sum of the layers' auxiliary losses.
 
-        Positions whose label is -100 do not count in it, as in the loss.
+        Logits do not depend on `labels`: every token visits its experts, whether it has a label or not.
+
+        Args:
+            attention_mask: (B, S), 0 for padding, which follows the tokens of its row; causal attention hides it from
+                them. Padding takes no capacity and is not counted. None = no padding.
         """
-        valid_BS = None if labels is None else labels != IGNORED_LABEL
+        valid_BS = None if attention_mask is None else attention_mask != 0
+        weight_BS = None if labels is None else labelled_weight(labels, valid_BS)
         x_BSD, terms = self.embed(input_ids), []
         for block in self.blocks:
-            x_BSD, aux = block(x_BSD, valid_BS)
+            x_BSD, aux = block(x_BSD, valid_BS, weight_BS)
             terms.append(aux)
         out, aux = self.outputs(self.logits(x_BSD), labels), total(terms)
         return out if aux is None or labels is None else out | {"aux": aux}
+
+
+def labelled_weight(labels_BS: Tensor, valid_BS: Tensor | None) -> Tensor:
+    """Weight of each token in the auxiliary loss, (B, S) float64: the labels of its row over the row's valid tokens.
+
+    The balance loss of a row is about all of its valid tokens, and has the weight of its labels, as in the main loss. A
+    row without labels has no weight: a micro-batch of such rows is not run at all, so what they add must not depend on
+    how rows are divided into micro-batches.
+    """
+    labels_B1 = (labels_BS != IGNORED_LABEL).sum(1, keepdim=True).double()
+    if valid_BS is None:
+        return (labels_B1 / labels_BS.shape[1]).expand(labels_BS.shape)
+    return labels_B1 / valid_BS.sum(1, keepdim=True).clamp(min=1) * valid_BS
 
 
 class MoEMLP(nn.Module):
@@ -70,11 +92,14 @@ class MoEMLP(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, classes)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """`labels` (B,): rows whose label is -100 are part of no loss and are not counted."""
+        ignorable = labels is not None and is_integer(labels)
+        weight_B1 = (labels != IGNORED_LABEL).unsqueeze(1) if ignorable else None
         y_BD = F.gelu(self.embed(as_input(x, self.embed.weight.dtype).flatten(1)))
         terms = []
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            added, aux = layer(norm(y_BD).unsqueeze(1))
+            added, aux = layer(norm(y_BD).unsqueeze(1), None, weight_B1)
             added = F.dropout(added, self.dropout, self.training) if self.dropout else added
             y_BD = y_BD + added.squeeze(1)
             terms.append(aux)
@@ -93,8 +118,13 @@ def moe_layer(
     *,
     residual_scale: float,
     scope: Literal["sequence", "batch"] = "sequence",
+    context: int | None = None,
 ) -> MoELayer:
-    """Build one layer from the `experts` section; the shared expert has the activation of the others."""
+    """Build one layer from the `experts` section; the shared expert has the activation of the others.
+
+    Args:
+        scope, context: as `TopKRouter`'s `balance_scope` and `context`.
+    """
     router = TopKRouter(
         width,
         check_experts(experts),
@@ -107,6 +137,7 @@ def moe_layer(
         z_loss_weight=experts.z_loss_weight,
         bias_rate=experts.bias_rate,
         capacity_factor=experts.capacity_factor,
+        context=context,
         noise=experts.noise,
         temperature=experts.temperature,
     )
@@ -141,12 +172,12 @@ def moe_gpt(
         layers=layers, heads=heads, width=width, context=context, dropout=dropout, vocab_size=vocab_size, window=window
     )
     scale = 1 / math.sqrt(2 * layers)
-    layer = partial(moe_layer, width, experts, residual_scale=scale)
+    layer = partial(moe_layer, width, experts, residual_scale=scale, context=context)
     blocks = [MoEBlock(width, heads, dropout, layer(), window=window) for _ in range(layers)]
     module = MoEGPT(blocks, width=width, context=context, vocab_size=vocab_size, dropout=dropout)
     sizes = {"layers": layers, "width": width, "context": context, "vocab_size": vocab_size, "window": window}
     flops = moe_gpt_flops(**sizes, experts=experts)
-    return _trainable(module, language_loss, flops, experts=experts, blocks="blocks")
+    return _trainable(module, _language_loss, flops, experts=experts, blocks="blocks")
 
 
 def moe_mlp(
@@ -179,9 +210,14 @@ def moe_mlp(
     return _trainable(module, _row_loss, flops, experts=experts)
 
 
+def _language_loss(module: nn.Module, batch: Batch) -> LossOutput:
+    """`language_loss` with the mask of padding, where the batch has one."""
+    return language_loss(module, batch, "attention_mask")
+
+
 def _row_loss(module: nn.Module, batch: Batch) -> LossOutput:
     need_keys(batch, "x", "labels")
-    outputs, aux = module(batch["x"])
+    outputs, aux = module(batch["x"], batch["labels"])
     plain = supervised(outputs, batch["labels"], training=module.training)
     return LossOutput(plain.loss, aux=aux, metrics=plain.metrics)
 

@@ -7,7 +7,8 @@ written (conversion_mapping.py and modeling_{mixtral,qwen2_moe,qwen3_moe}.py of 
 Settings that the weights do not contain are in `config.json`: `top_k` is `num_experts_per_tok`, `renormalize` is
 `norm_topk_prob` (always true for Mixtral), and `hidden_act` must be silu. Not covered: everything outside the expert
 layers (attention, norms, embeddings), quantised weights, Mixtral's `router_jitter_noise`, and transformers' auxiliary
-loss, which differs from ours. These layouts cannot express our noise, temperature, capacity and balance settings.
+loss, which differs from ours. These layouts cannot express our noise, capacity and balance settings. A temperature is
+part of the router's weights there: they are divided by it when written and multiplied by it when read.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def to_layout(layer: MoELayer, layout: Layout, *, prefix: str = "", fused: bool 
     names = _names(layout)
     experts = _expressible(layer, layout)
     stacks = {name: getattr(experts, name).detach() for name in names.weights}
-    made = {GATE: layer.router.weight.detach().clone()}
+    made = {GATE: layer.router.weight.detach() / layer.router.temperature}
     if fused:
         made |= {GATE_UP: torch.cat([stacks["w1"], stacks["w3"]], dim=1), DOWN: stacks["w2"].clone()}
     else:
@@ -119,6 +120,7 @@ def from_layout(
         experts = GroupedExperts(sizes.num_experts, sizes.width, sizes.hidden, activation="swiglu")
         shared = SharedExpert(sizes.width, sizes.shared, activation="swiglu", gate=True) if sizes.shared else None
     layer = MoELayer(made, experts, shared)
+    read["router.weight"] *= made.temperature
     routing = {f"router.{name}": value for name, value in made.state_dict().items()}
     layer.load_state_dict(routing | read, assign=True)
     return layer
@@ -159,7 +161,7 @@ def load_layers(
         sizes = LayerSizes(layer.router.num_experts, experts.width, experts.hidden_E[0], shared)
         targets = layer.state_dict()
         for name, value in LayerTensors(state, names, block).read(sizes).items():
-            targets[name].copy_(value)
+            targets[name].copy_(value * layer.router.temperature if name == "router.weight" else value)
         layer.router.bias_E.zero_()
         layer.router.shares_E.fill_(1 / sizes.num_experts)
     return tuple(blocks)

@@ -21,7 +21,7 @@ class Routing:
         weights_TK: float32 (float64 for float64 models), zero where the token was dropped.
         counts_E: int64, rows of each expert.
         kept_TK: bool, false where the expert was full; None if nothing can be dropped.
-        aux: scalar, weighted balance loss plus z-loss, a mean over the valid tokens; None in evaluation.
+        aux: scalar, weighted balance loss plus z-loss, a weighted mean over the tokens; None in evaluation.
     """
 
     indices_TK: Tensor
@@ -41,9 +41,13 @@ class TopKRouter(nn.Module):
         balance: "loss", the loss-free "bias", "both" or "none".
         balance_scope: "sequence" computes the balance loss of each sequence separately; "batch", for rows that form no
             sequence, uses the shares of the last committed step, so that it is additive over a split too.
-        capacity_factor: an expert takes at most ceil(factor * S * K / E) tokens of a sequence of S valid ones, earlier
-            ones first, so that no token depends on a later one's choice; None drops nothing.
-        noise, temperature: on the logits, in training only.
+        capacity_factor: an expert takes at most ceil(factor * context * K / E) tokens of a sequence, the earlier ones;
+            None drops nothing. The rule is the same in training, evaluation and generation: whether a token is dropped
+            depends only on the tokens before it, not on how many follow.
+        context: tokens of the longest sequence, for the capacity. None = the valid tokens of each sequence, for layers
+            that see complete sequences only: a prefix then has less capacity than the sequence it begins.
+        noise: standard deviation of the noise added to the logits in training.
+        temperature: divides the logits, in training, evaluation and generation.
 
     The bias is added for selection only and moves at a commit, from the step's global counts. State kept in
     checkpoints: `bias_E` and `shares_E` (the last committed step's); pending counts are not.
@@ -67,6 +71,7 @@ class TopKRouter(nn.Module):
         z_loss_weight: float = 0.001,
         bias_rate: float = 0.001,
         capacity_factor: float | None = None,
+        context: int | None = None,
         noise: float = 0.0,
         temperature: float = 1.0,
     ) -> None:
@@ -75,7 +80,7 @@ class TopKRouter(nn.Module):
             raise ValueError(f"top_k is {top_k}, expected 1 to num_experts ({num_experts})")
         self.num_experts, self.top_k = num_experts, top_k
         self.score, self.renormalize = score, renormalize
-        self.balance_scope, self.capacity_factor = balance_scope, capacity_factor
+        self.balance_scope, self.capacity_factor, self.context = balance_scope, capacity_factor, context
         self.balance_weight = balance_weight if balance in ("loss", "both") else 0.0
         self.bias_rate = bias_rate if balance in ("bias", "both") else 0.0
         self.z_loss_weight, self.noise, self.temperature = z_loss_weight, noise, temperature
@@ -93,12 +98,15 @@ class TopKRouter(nn.Module):
         self.seen: tuple[Tensor, Tensor, Tensor | None] | None = None
         """If `traced`: indices_BSK, weights_BSK and valid_BS of the first training forward after a reset to None."""
 
-    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None, weight_BS: Tensor | None = None) -> Routing:
         """Route the tokens of B sequences.
 
         Args:
             x_BSD: any float dtype; scores are float32 even under autocast, float64 for float64.
-            valid_BS: bool, false for padding, which is routed but neither counted nor part of a loss; None = all.
+            valid_BS: bool, false for padding, which takes no capacity, is not counted, and is part of no loss. None =
+                all. Tokens without a label are valid: attention sees them.
+            weight_BS: of each valid token in the auxiliary loss, which is a weighted mean; None = 1. Only tokens with a
+                positive weight are counted.
         """
         B, S, _ = x_BSD.shape
         logits_BSE = self._logits(x_BSD)
@@ -110,13 +118,16 @@ class TopKRouter(nn.Module):
         if self.renormalize:
             weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
         counts_BE = self._count(indices_BSK, None)
-        routed_BE = counts_BE if valid_BS is None else self._count(indices_BSK, valid_BS)
-        aux = self._aux(logits_BSE, scores_BSE, routed_BE, valid_BS) if self.training else None
+        weight_BS = valid_BS if weight_BS is None else weight_BS
+        aux = None
+        if self.training:
+            routed_BE = counts_BE if valid_BS is None else self._count(indices_BSK, valid_BS)
+            aux = self._aux(logits_BSE, scores_BSE, routed_BE, weight_BS)
         kept_BSK = self._keep(indices_BSK, valid_BS)
+        self._count_pending(indices_BSK, kept_BSK, weight_BS)
         if kept_BSK is not None:
             weights_BSK = weights_BSK * kept_BSK
             counts_BE = self._count(indices_BSK, kept_BSK)
-        self._count_pending(routed_BE, kept_BSK, valid_BS)
         if self.traced and self.seen is None and self.training and not inside_backward():
             self.seen = (indices_BSK, weights_BSK.detach(), valid_BS)
         return Routing(
@@ -158,9 +169,7 @@ class TopKRouter(nn.Module):
         return chosen.view(-1, K).expand_as(indices_BSK).contiguous()
 
     def _perturbed(self, logits: Tensor) -> Tensor:
-        if not self.training:
-            return logits
-        if self.noise:
+        if self.noise and self.training:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits / self.temperature if self.temperature != 1.0 else logits
 
@@ -189,14 +198,17 @@ class TopKRouter(nn.Module):
         if valid_BS is not None:
             wanted = valid_BS.repeat_interleave(K, dim=1, output_size=S * K).to(torch.int64)
         per_choice = self.capacity_factor / self.num_experts
-        capacity_B1 = (wanted.sum(1, keepdim=True).double() * per_choice).ceil()
+        choices_B1 = wanted.sum(1, keepdim=True) if self.context is None else wanted.new_full((B, 1), self.context * K)
+        capacity_B1 = (choices_B1.double() * per_choice).ceil()
         # one column per expert: a choice's place is the number of choices of that expert in its sequence up to it
         chosen = F.one_hot(indices_BSK.view(B, S * K), self.num_experts) * wanted.unsqueeze(-1)
         place = (chosen.cumsum(1) * chosen).sum(-1)
         return ((place <= capacity_B1) & (wanted > 0)).view(B, S, K)
 
-    def _aux(self, logits_BSE: Tensor, scores_BSE: Tensor, routed_BE: Tensor, valid_BS: Tensor | None) -> Tensor | None:
-        """Both losses as means over the valid tokens: a sequence's balance loss is weighted by its tokens."""
+    def _aux(
+        self, logits_BSE: Tensor, scores_BSE: Tensor, routed_BE: Tensor, weight_BS: Tensor | None
+    ) -> Tensor | None:
+        """Both losses as weighted means over the tokens; a sequence's balance loss has the weight of its tokens."""
         per_token = None
         if self.z_loss_weight:
             per_token = self.z_loss_weight * torch.logsumexp(logits_BSE, dim=-1).square()
@@ -213,20 +225,23 @@ class TopKRouter(nn.Module):
             per_token = balance_BS if per_token is None else per_token + balance_BS
         if per_token is None:
             return None
-        if valid_BS is None:
+        if weight_BS is None:
             return per_token.mean()
-        return (per_token * valid_BS).sum() / valid_BS.sum().clamp(min=1)
+        weight_BS = weight_BS.to(per_token)
+        total = weight_BS.sum()
+        return (per_token * weight_BS).sum() / torch.where(total > 0, total, 1.0)
 
     @torch.no_grad()
-    def _count_pending(self, routed_BE: Tensor, kept_BSK: Tensor | None, valid_BS: Tensor | None) -> None:
+    def _count_pending(self, indices_BSK: Tensor, kept_BSK: Tensor | None, weight_BS: Tensor | None) -> None:
         """Add to the pending counts, in training forwards only; recomputation in backward does not count."""
         compiled = torch.compiler.is_compiling()
         if not self.training or (not compiled and inside_backward()):
             return
         add = _add_outside_backward if compiled else Tensor.add_
-        add(self.pending_counts[: self.num_experts], routed_BE.sum(0))
+        counted_BS = None if weight_BS is None else weight_BS > 0
+        add(self.pending_counts[: self.num_experts], self._count(indices_BSK, counted_BS).sum(0))
         if kept_BSK is not None:
-            dropped = ~kept_BSK if valid_BS is None else ~kept_BSK & valid_BS.unsqueeze(-1)
+            dropped = ~kept_BSK if counted_BS is None else ~kept_BSK & counted_BS.unsqueeze(-1)
             add(self.pending_counts[self.num_experts], dropped.sum())
 
 

@@ -130,10 +130,15 @@ def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels_BS.flatten(), ignore_index=IGNORED_LABEL)
 
 
-def language_loss(module: nn.Module, batch: Batch) -> LossOutput:
-    """Loss of one batch {"input_ids", "labels"}; next-token accuracy in evaluation only."""
+def language_loss(module: nn.Module, batch: Batch, *optional: str) -> LossOutput:
+    """Loss of one batch {"input_ids", "labels"}; next-token accuracy in evaluation only.
+
+    Args:
+        optional: further keys that the module takes, passed on where the batch has them.
+    """
     need_keys(batch, "input_ids", "labels")
-    out = module(input_ids=batch["input_ids"], labels=batch["labels"])
+    further = {name: batch[name] for name in optional if name in batch}
+    out = module(input_ids=batch["input_ids"], labels=batch["labels"], **further)
     metrics = {"accuracy": accuracy(out["logits"], batch["labels"])} if "logits" in out else {}
     return LossOutput(out["loss"], aux=out.get("aux"), metrics=metrics)
 

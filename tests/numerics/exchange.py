@@ -29,7 +29,15 @@ from raytrain.train.clock import Clock
 from raytrain.train.parallel.collectives import Workers, WorkersGroup
 from raytrain.train.session import Session
 
-DATA = {"train": token_rows(70, ragged=True, empty=(3, 11)), "eval": token_rows(20, seed=5)}
+
+def padded(rows: dict[str, torch.Tensor], *, visible: int) -> dict[str, torch.Tensor]:
+    """These rows with padding: that many tokens after the last label of a row are visible, the others padding."""
+    labelled, places = rows["labels"] != -100, torch.arange(rows["labels"].shape[1])
+    last = torch.where(labelled, places, 0).amax(1, keepdim=True)
+    return rows | {"attention_mask": (places <= last + visible).long()}
+
+
+DATA = {"train": padded(token_rows(70, ragged=True, empty=(3, 11)), visible=2), "eval": token_rows(20, seed=5)}
 
 
 @dataclass(frozen=True)

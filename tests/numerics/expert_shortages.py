@@ -78,20 +78,20 @@ def plant(session: Session, fates: Fates) -> None:
     def step() -> int:
         return session.state.step + int(layer.training)
 
-    def router(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+    def router(x_BSD: Tensor, *masks: Tensor | None) -> Any:
         fates.meet(step(), "before" if layer.training else "evaluation")
         if x_BSD.requires_grad:
             x_BSD.register_hook(lambda _gradient: fates.meet(step(), "backward"))
-        return route(x_BSD, valid_BS)
+        return route(x_BSD, *masks)
 
     def shared(x_TD: Tensor) -> Any:
         fates.meet(step(), "under way")
         return share(x_TD)
 
-    def last(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+    def last(x_BSD: Tensor, *masks: Tensor | None) -> Any:
         if x_BSD.requires_grad:
             x_BSD.register_hook(lambda _gradient: fates.meet(step(), "last"))
-        return begin(x_BSD, valid_BS)
+        return begin(x_BSD, *masks)
 
     first.router.forward = last  # type: ignore[method-assign]
     layer.router.forward = router  # type: ignore[method-assign]
@@ -168,10 +168,10 @@ def less_room(session: Session, rows: int) -> None:
     def refuse(_gradient: Tensor) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    def router(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+    def router(x_BSD: Tensor, *masks: Tensor | None) -> Any:
         if x_BSD.requires_grad and len(x_BSD) > rows:
             x_BSD.register_hook(refuse)
-        return route(x_BSD, valid_BS)
+        return route(x_BSD, *masks)
 
     layer.router.forward = router  # type: ignore[method-assign]
 

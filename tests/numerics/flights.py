@@ -111,10 +111,10 @@ def short_of_memory(rank: int, _world: int, given: Scene, limit: int) -> Any:
     def refuse(_gradient: Tensor) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    def router(x_BSD: Tensor, valid_BS: Tensor | None = None) -> Any:
+    def router(x_BSD: Tensor, *masks: Tensor | None) -> Any:
         if x_BSD.requires_grad and rank == 1 and session.step.inflight == limit:
             x_BSD.register_hook(refuse)
-        return route(x_BSD, valid_BS)
+        return route(x_BSD, *masks)
 
     layer.router.forward = router  # type: ignore[method-assign]
     chosen, _ = measure_inflight(session)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from exchange import Scene, serve, session_of
 from lab import train
 
@@ -34,8 +33,9 @@ class Recount:
     def _note(self, layer: int, given: Any, made: Any) -> None:
         if not self.routers[layer].training:
             return
-        valid = torch.ones_like(given[0][..., 0], dtype=torch.bool) if len(given) < 2 or given[1] is None else given[1]
-        for token, counts in zip(made.indices_TK.tolist(), valid.flatten().tolist(), strict=True):
+        _, valid, weight = given
+        counted = weight > 0 if valid is None else valid & (weight > 0)
+        for token, counts in zip(made.indices_TK.tolist(), counted.flatten().tolist(), strict=True):
             for expert in token if counts else ():
                 self.steps[-1][layer][expert] += 1
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from exchange import padded
 from lab import MOE, Rows, class_rows, make_session, token_rows, train
 from torch import nn
 
@@ -47,13 +48,13 @@ def test_the_balance_loss_keeps_the_busiest_expert_within_half_as_much_again(rec
 @pytest.mark.parametrize("capacity", [1.25, None])
 def test_dropped_tokens_are_counted_and_without_a_capacity_there_are_none(capacity: float | None) -> None:
     """The logged count and share of every step against the routers' own answers, choice by choice."""
-    data = {"train": token_rows(70, ragged=True), "eval": token_rows(20, seed=5)}
+    data = {"train": padded(token_rows(70, ragged=True, empty=(3, 11)), visible=2), "eval": token_rows(20, seed=5)}
     session = make_session(MOE, data, loop={"max_steps": 8}, experts={"hosts": 0, "capacity_factor": capacity})
     counted: list[list[int]] = []  # [routed, dropped] of each training forward of a layer
 
     def count(router: nn.Module, inputs: tuple[torch.Tensor, ...], routing: Routing) -> None:
         if router.training:
-            valid = inputs[1].flatten()
+            valid = (inputs[1] & (inputs[2] > 0)).flatten()
             kept = torch.ones_like(routing.indices_TK, dtype=torch.bool) if routing.kept_TK is None else routing.kept_TK
             counted.append([int(valid.sum()) * router.top_k, int((~kept[valid]).sum())])
 

@@ -123,7 +123,7 @@ VARIANTS: dict[str, tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]] = {
     "swiglu, sigmoid, shared expert": (
         ("experts", (("activation", "swiglu"), ("score", "sigmoid"), ("shared_expert", True))),
     ),
-    "capacity 0.75": (("experts", (("capacity_factor", 0.75),)),),
+    "capacity 0.75, temperature 0.3": (("experts", (("capacity_factor", 0.75), ("temperature", 0.3))),),
     "activation checkpointing": (("loop", (("activation_checkpointing", True),)),),
     "every second block computed again": (("loop", (("activation_checkpointing", 2),)),),
     "sgd": (("optim", (("name", "sgd"), ("lr", 0.05))),),
@@ -172,6 +172,8 @@ def test_an_overflow_anywhere_is_skipped_by_everybody_and_halves_the_scale_once(
         np.testing.assert_allclose(made["loss"], alone["loss"], rtol=2e-3)
     for name, value in alone["weights"].items():
         assert np.isfinite(value).all()
+        if name.endswith(("bias_E", "shares_E")):  # signs and shares of counts: rounding may route one token otherwise
+            continue
         apart = np.abs(hosts[0][0]["weights"][name] - value)  # AdamW turns rounding of a tiny gradient into a step
         assert apart.mean() < 1e-4, name
 

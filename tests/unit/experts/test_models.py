@@ -35,8 +35,16 @@ def padded() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(11, (4, 12), generator=generator)
     labels = torch.randint(11, (4, 12), generator=generator)
-    labels[torch.arange(12) >= torch.tensor([12, 5, 9, 1])[:, None]] = -100
-    return {"input_ids": ids, "labels": labels}
+    mask = torch.arange(12) < torch.tensor([12, 5, 9, 1])[:, None]
+    labels[~mask] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
+
+
+def prompted() -> dict[str, torch.Tensor]:
+    """`padded`, with a prompt in front of each row's labels; the last row is a prompt alone."""
+    batch = padded()
+    batch["labels"][torch.arange(12) < torch.tensor([4, 2, 8, 12])[:, None]] = -100
+    return batch
 
 
 def gradients(made: Trainable, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -44,6 +52,8 @@ def gradients(made: Trainable, batches: list[dict[str, torch.Tensor]]) -> dict[s
     made.module.zero_grad()
     weights = [labels_weight(batch) for batch in batches]
     for batch, weight in zip(batches, weights, strict=True):
+        if not weight:  # the loop does not run it
+            continue
         out = made.loss(made.module, batch)
         ((out.loss + out.aux) * weight / sum(weights)).backward()
     return {name: p.grad.clone() for name, p in made.module.named_parameters()}
@@ -54,13 +64,16 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-@pytest.mark.parametrize("capacity", [None, 0.7])
-def test_language_model_gradients_do_not_depend_on_the_split(capacity: float | None) -> None:
-    made, batch = language(capacity_factor=capacity), padded()
+@pytest.mark.parametrize("batch", [padded(), prompted()], ids=["padded", "prompted"])
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_language_model_gradients_do_not_depend_on_the_split(
+    capacity: float | None, batch: dict[str, torch.Tensor]
+) -> None:
+    made = language(capacity_factor=capacity)
     whole, counts = gradients(made, [batch]), made.counts()
     made.commit(committed(None))
     ragged = [{name: value[rows][:, :longest] for name, value in batch.items()} for rows, longest in
-              (([0], 12), ([1, 3], 5), ([2], 9))]  # fmt: skip
+              (([0], 12), ([1], 5), ([3], 1), ([2], 9))]  # fmt: skip
     assert difference(whole, gradients(made, ragged)) < 1e-12
     assert torch.equal(made.counts(), counts)
 
@@ -89,6 +102,64 @@ def test_auxiliary_loss_is_apart_in_training_and_absent_in_evaluation() -> None:
     kept = batch["labels"] != -100
     hits = (logits.argmax(-1) == batch["labels"])[kept].double().mean()
     assert float(evaluated.metrics["accuracy"]) == pytest.approx(float(hits))
+
+
+SELECTIVE = {"capacity_factor": 0.5, "temperature": 0.3}
+"""Settings of the router that change the outputs of a model."""
+
+
+def test_logits_do_not_depend_on_labels_and_are_the_same_in_training_evaluation_and_generation() -> None:
+    made, batch = language(**SELECTIVE), prompted()
+    module, ids, mask = made.module, batch["input_ids"], batch["attention_mask"]
+    module.train()
+    trained = module(ids, attention_mask=mask)["logits"]
+    assert (trained - language(capacity_factor=0.5).module(ids, attention_mask=mask)["logits"]).abs().max() > 1e-4
+    assert (trained - language(temperature=0.3).module(ids, attention_mask=mask)["logits"]).abs().max() > 1e-4
+    loss = made.loss(module, batch).loss
+    module.eval()
+    evaluated = module(ids, batch["labels"], mask)
+    assert torch.equal(evaluated["logits"], trained)
+    assert torch.equal(evaluated["loss"], loss)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        for stop in range(1, length + 1):  # one token after the other, as in generation: without mask and labels
+            generated = module(ids[[row], :stop])["logits"][0, -1]
+            assert (generated - trained[row, stop - 1]).abs().max() < 1e-12, (row, stop)
+
+
+def test_visible_tokens_are_counted_whether_they_have_a_label_or_not_and_padding_is_not() -> None:
+    made, batch = language(**SELECTIVE), prompted()
+    made.loss(made.module, batch)
+    some = made.counts()
+    made.commit(committed(None))
+    full = torch.where(batch["attention_mask"] > 0, batch["input_ids"], -100)
+    full[3] = -100  # as in `prompted`: a row without any label
+    made.loss(made.module, batch | {"labels": full})
+    assert torch.equal(made.counts(), some)
+    visible = int(batch["attention_mask"][:3].sum())
+    assert [int(part[:-1].sum()) for part in some.split(5)] == [2 * visible, 2 * visible]
+    assert all(int(part[-1]) > 0 for part in some.split(5)), "nothing was dropped"
+    made.commit(committed(some))
+    parts = some.split(5)
+    metrics = made.log_metrics()
+    peaks = [float(part[:-1].max() / part[:-1].double().mean()) for part in parts]
+    assert float(metrics["load_imbalance"]) == pytest.approx(sum(peaks) / 2)
+    assert float(metrics["dropped_fraction"]) == sum(int(part[-1]) for part in parts) / (4 * visible)
+
+
+def test_rows_without_a_class_are_part_of_no_loss_and_not_counted() -> None:
+    torch.manual_seed(0)
+    made = moe_mlp(width=10, num_features=8, num_classes=3, experts=ExpertsConfig(balance_weight=0.2))
+    made.module.double()
+    batch = rows()
+    batch["labels"][[0, 1, 2, 7]] = -100
+    made.loss(made.module, batch)
+    made.commit(committed(made.counts()))
+    whole, counts = gradients(made, [batch]), made.counts()
+    assert [int(part[:-1].sum()) for part in counts.split(5)] == [2 * 8, 2 * 8]
+    made.commit(committed(None))
+    parts = [{name: value[cut] for name, value in batch.items()} for cut in (slice(0, 3), slice(3, 5), slice(5, 12))]
+    assert difference(whole, gradients(made, parts)) < 1e-12
+    assert torch.equal(made.counts(), counts)
 
 
 def test_language_model_is_causal() -> None:
@@ -182,6 +253,8 @@ def test_mistakes_name_their_key() -> None:
         moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig(capacity_factor=1.25))
     with pytest.raises(ValueError, match="num_features"):
         moe_mlp(experts=ExpertsConfig())
-    with pytest.raises(InputError, match=r"data\.source: seen batches with the keys \['input_ids', 'labels'\]"):
+    with pytest.raises(
+        InputError, match=r"data\.source: seen batches with the keys \['attention_mask', 'input_ids', 'labels'\]"
+    ):
         made = moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig())
         made.loss(made.module, padded())

@@ -56,6 +56,18 @@ def test_a_layer_written_and_read_again_computes_the_same(layout: str, fused: bo
     assert torch.equal(outputs(again), before)  # no storage is shared with the tensors that were read
 
 
+def test_a_temperature_becomes_part_of_the_router_weights() -> None:
+    made = layer(temperature=0.5)
+    state = to_layout(made, "mixtral")
+    plain = from_layout(state, "mixtral", top_k=2, renormalize=True)
+    assert torch.allclose(outputs(plain), outputs(made), atol=1e-7)
+    again = from_layout(state, "mixtral", top_k=2, renormalize=True, temperature=0.5)
+    assert torch.equal(outputs(again), outputs(made))
+    other = nn.ModuleList([layer(temperature=0.5)])
+    load_layers(other, export_layers(nn.ModuleList([made]), "mixtral"), "mixtral")
+    assert torch.equal(outputs(other[0]), outputs(made))  # type: ignore[arg-type]
+
+
 def test_the_names_are_those_of_the_files() -> None:
     names = {name: tuple(value.shape) for name, value in export_layers(model(), "mixtral", numbers=[1, 3]).items()}
     stem = "model.layers.3.block_sparse_moe."

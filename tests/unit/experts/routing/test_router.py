@@ -45,23 +45,27 @@ def test_without_renormalisation_the_weights_are_the_scores_of_the_best() -> Non
 
 
 @pytest.mark.covers("EXP-04")
-def test_noise_and_temperature_are_seeded_and_off_in_evaluation() -> None:
-    noisy, plain, x = router(noise=3.0, temperature=0.5), router(), tokens()
+def test_noise_is_seeded_and_off_in_evaluation_and_temperature_is_not() -> None:
+    noisy, plain, x = router(noise=3.0, temperature=0.5), router(temperature=0.5), tokens()
     torch.manual_seed(5)
     first = noisy(x)
     torch.manual_seed(5)
     again = noisy(x)
     assert torch.equal(first.indices_TK, again.indices_TK) and torch.equal(first.weights_TK, again.weights_TK)
-    assert not torch.equal(first.indices_TK, plain(x).indices_TK)
-    evaluated, expected = noisy.eval()(x), plain.eval()(x)
+    expected = plain(x)
+    assert not torch.equal(first.indices_TK, expected.indices_TK)
+    evaluated = noisy.eval()(x)
+    assert torch.equal(evaluated.indices_TK, expected.indices_TK)
     assert torch.equal(evaluated.weights_TK, expected.weights_TK)
     assert evaluated.aux is None
 
 
-def test_temperature_sharpens_the_weights() -> None:
-    x = tokens()
-    cool, warm = router(temperature=0.25)(x).weights_TK, router()(x).weights_TK
-    assert (cool[:, 0] > warm[:, 0]).all()
+@pytest.mark.parametrize("training", [True, False])
+def test_temperature_divides_the_logits_in_training_and_evaluation(training: bool) -> None:
+    x, plain = tokens(), router(renormalize=False)
+    expected = ((x.flatten(0, 1) @ plain.weight.T) / 0.25).softmax(-1).sort(descending=True).values[:, :2]
+    cool = router(temperature=0.25, renormalize=False).train(training)(x).weights_TK
+    assert torch.allclose(cool, expected, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +143,9 @@ def test_ample_capacity_drops_nothing() -> None:
     assert int(layer.pending_counts[-1]) == 0
 
 
-def test_with_capacity_no_tokens_fate_depends_on_a_later_token_or_on_padding() -> None:
-    layer, x = router(capacity_factor=0.8), tokens(skew=1.0)
+@pytest.mark.parametrize("context", [None, 7])
+def test_with_capacity_no_tokens_fate_depends_on_a_later_token_or_on_padding(context: int | None) -> None:
+    layer, x = router(capacity_factor=0.8, context=context), tokens(skew=1.0)
     before = layer(x).kept_TK.view(4, 7, 2)
     changed = x.clone()
     changed[:, 5:] = tokens(seed=9)[:, 5:]
@@ -148,6 +153,31 @@ def test_with_capacity_no_tokens_fate_depends_on_a_later_token_or_on_padding() -
     longer = torch.cat([x, tokens(seed=3)], dim=1)
     valid = (torch.arange(14) < 7).expand(4, 14)
     assert torch.equal(layer(longer, valid).kept_TK.view(4, 14, 2)[:, :7], before)
+
+
+def test_with_a_context_a_prefix_keeps_what_the_whole_sequence_keeps() -> None:
+    layer, x = router(capacity_factor=0.8, context=7), tokens(skew=1.0)
+    before = layer(x).kept_TK.view(4, 7, 2)
+    assert not before.all()
+    for length in range(1, 7):
+        assert torch.equal(layer(x[:, :length]).kept_TK.view(4, length, 2), before[:, :length])
+
+
+def test_tokens_of_weight_zero_are_routed_and_take_capacity_but_are_not_counted() -> None:
+    layer, x = router(capacity_factor=0.8), tokens(skew=1.0)
+    plain = layer(x)
+    kept = plain.kept_TK.view(4, 7, 2)
+    layer.commit(None, skipped=False)
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0])[:, None].expand(4, 7)
+    routing = layer(x, None, weight)
+    assert torch.equal(routing.indices_TK, plain.indices_TK) and torch.equal(routing.kept_TK, plain.kept_TK)
+    assert torch.equal(routing.counts_E, plain.counts_E)
+    counted = plain.indices_TK.view(4, 7, 2)[weight[:, 0] > 0].flatten()
+    assert layer.pending_counts[:-1].tolist() == torch.bincount(counted, minlength=E).tolist()
+    assert int(layer.pending_counts[-1]) == int((~kept[weight[:, 0] > 0]).sum()) > 0
+    rows = [layer(x[[row]]).aux.item() for row in range(4)]
+    mean = (rows[0] + 0.5 * rows[1] + 2 * rows[3]) / 3.5
+    assert routing.aux.item() == pytest.approx(mean, abs=1e-14)
 
 
 def test_bias_decides_selection_but_never_enters_the_weights() -> None:
