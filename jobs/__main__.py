@@ -52,9 +52,9 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
     for item in files:
         path = Path(item)
         if item.split(".")[0] in ("tune", *ALL) and path.suffix not in (".yaml", ".yml") and not path.exists():
-            raise InputError(item, seen="a key without a value", expected=f"{item}=VALUE, or the path of a JOB.yaml")
+            raise InputError(item, seen="a key without a value", expected=f"{item}=VALUE")
     if len(files) > 1:
-        raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and section.key=value")
+        raise InputError("arguments", seen=" ".join(files), expected="at most one JOB.yaml; keys as section.key=value")
     return (Path(files[0]) if files else None), [item for item in arguments if "=" in item]
 
 
@@ -63,11 +63,10 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
 
     class VerbCommand(click.Command):
         def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-            from jobs.job.keys import key_lines
+            from jobs.job.keys import key_entries
 
-            with formatter.section("Keys, as section.key=value, with their defaults"):
-                for line in key_lines(sections):
-                    formatter.write_text(line)
+            with formatter.section("Keys with their defaults, as section.key=value"):
+                formatter.write_dl(key_entries(sections), col_max=34)
 
     return VerbCommand
 
@@ -87,11 +86,15 @@ def main() -> None:
 
 @main.command(cls=_keys_option(ALL))
 @click.argument("arguments", nargs=-1, metavar=JOB)
-@click.option("--resume", metavar="RUN_DIR", help="resume this run; `auto`: the newest unfinished run of the same job")
-@click.option("--from-tune", "sweep", metavar="DIR", help="train the best.yaml of this search")
+@click.option(
+    "--resume",
+    metavar="RUN_DIR",
+    help="resume the run in this folder; `auto`: the newest unfinished run of the same job, else start one",
+)
+@click.option("--from-tune", "sweep", metavar="DIR", help="train with the best.yaml of this search folder")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, verbose: bool) -> None:
-    """Train; without a file, the built-in recipe."""
+    """Train a model from JOB.yaml or a recipe (default: the recipe `default`)."""
     from rich.console import Console
 
     from jobs.train import run_train
@@ -111,11 +114,11 @@ def train(arguments: tuple[str, ...], resume: str | None, sweep: str | None, ver
 
 @main.command(cls=_keys_option(("tune", *ALL)))
 @click.argument("arguments", nargs=-1, metavar=JOB)
-@click.option("--resume", metavar="DIR", help="resume this sweep; trials whose process died run again")
-@click.option("--fresh", is_flag=True, help="repeat the measurements of earlier searches")
+@click.option("--resume", metavar="DIR", help="resume the search in this folder; trials whose process died run again")
+@click.option("--fresh", is_flag=True, help="ignore the measurements of earlier searches")
 @click.option("-v", "--verbose", is_flag=True, help="show Ray's own messages")
 def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: bool) -> None:
-    """Search batch size and precision, or the keys of tune.space, with Ray Tune."""
+    """Search for the fastest batch size and precision, or over the keys of tune.space."""
     from rich.console import Console
 
     from jobs.tune import run_tune
@@ -131,15 +134,15 @@ def tune(arguments: tuple[str, ...], resume: str | None, fresh: bool, verbose: b
 
 @main.command(cls=_keys_option(ALL))
 @click.argument("arguments", nargs=-1, metavar=JOB)
-@click.option("--json", "as_json", is_flag=True, help="print plan.json instead of a table")
-@click.option("--build", is_flag=True, help="import torch and build the model to know its size")
-@click.option("--full", is_flag=True, help="also list the keys at their defaults")
+@click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
+@click.option("--build", is_flag=True, help="open the data and build the model for exact sizes (imports torch)")
+@click.option("--full", is_flag=True, help="also list the keys that have their default")
 @click.option("--inventory", "inventory_file", metavar="NODES.yaml", help="plan for these machines instead of this one")
 def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inventory_file: str | None) -> None:
-    """Show what a run would do, with the reason for each decision; starts nothing.
+    """Show what a run would do and why, without starting anything.
 
     \b
-    NODES.yaml is a list of machines; gpus and capability are optional:
+    NODES.yaml lists machines; gpus and capability are optional:
     - host: a
       cpus: 32
       memory_gib: 128
@@ -155,8 +158,10 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 @main.command()
 @click.argument("runs", nargs=-1, metavar="[RUN_DIR | FILE.json ...]")
 def report(runs: tuple[str, ...]) -> None:
-    """Write the report of each run folder (default: runs/latest), a comparison of several, and the tables of a bench's
-    FILE.json."""
+    """Write the report of each run folder (default: runs/latest).
+
+    Several runs are also compared. For the FILE.json of a bench, its tables are written.
+    """
     from jobs.report import report as write
 
     sys.exit(write(list(runs)))
@@ -165,7 +170,10 @@ def report(runs: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
-    """List the packaged recipes, whose names can replace a JOB.yaml; with a NAME, print that recipe."""
+    """List the packaged recipes, or print the recipe NAME.
+
+    The name of a recipe can be used instead of a JOB.yaml.
+    """
     from jobs.job.job_file import read_recipe, recipe_lines
 
     click.echo("\n".join(recipe_lines()) if name is None else read_recipe(name).rstrip())
@@ -177,7 +185,7 @@ class _BenchCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from jobs.bench.harness.command import bench_key_lines
 
-        with formatter.section("Keys of each bench, as key=value, with their defaults"):
+        with formatter.section("Keys of each benchmark, as key=value, with their defaults"):
             for line in bench_key_lines():
                 formatter.write_text(line)
 
@@ -185,21 +193,24 @@ class _BenchCommand(click.Command):
 @main.command(cls=_BenchCommand)
 @click.argument("name", required=False)
 @click.argument("arguments", nargs=-1, metavar="[key=value ...]")
-@click.option("--list", "as_list", is_flag=True, help="list the benches and what they measure")
-@click.option("--out", metavar="FILE.json", help="where the raw values go (default: runs/bench/NAME-TIME.json)")
-@click.option("--quick", is_flag=True, help="smoke test with tiny sizes; the timings mean nothing")
-@click.option("--json", "as_json", is_flag=True, help="also print the JSON document; other output goes to stderr")
+@click.option("--list", "as_list", is_flag=True, help="list the benchmarks and what they measure")
+@click.option("--out", metavar="FILE.json", help="file for the raw values (default: runs/bench/NAME-TIME.json)")
+@click.option("--quick", is_flag=True, help="test run with tiny sizes; its timings are meaningless")
+@click.option("--json", "as_json", is_flag=True, help="print the raw values as JSON; other output goes to stderr")
 def bench(
     name: str | None, arguments: tuple[str, ...], as_list: bool, out: str | None, quick: bool, as_json: bool
 ) -> None:
-    """Measure this machine: arms in alternating blocks of one run; ratios with intervals."""
+    """Run the benchmark NAME on this machine.
+
+    The variants run in alternating blocks of one run; results are ratios with confidence intervals.
+    """
     from jobs.bench.harness.command import bench_verb, list_lines
 
     if as_list:
         click.echo("\n".join(list_lines()))
         return
     if name is None:
-        raise InputError("bench", seen="no name", expected="a name from `raytrain bench --list`")
+        raise InputError("bench", seen="no name", expected="a name listed by `raytrain bench --list`")
     sys.exit(bench_verb(name, arguments, out=out, quick=quick, as_json=as_json))
 
 
@@ -215,7 +226,7 @@ def _later(verb: str, does: str) -> None:
         refuse_later(load_spec(path, overrides).spec, verb)
 
 
-_later("infer", "Batch inference over many workers")
+_later("infer", "Run batch inference on many workers")
 _later("check", "Check machines, then train two steps")
 _later("submit", "Run any verb as a Ray job")
 

@@ -26,8 +26,20 @@ from raytrain.plan.rules.hosts import separate_hosts
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPED_COLUMNS = 10_000
-"""Console width for piped output; wider than any line of a plan."""
+LABELS = {
+    "placement": "worker placement",
+    "storage": "data storage",
+    "resident_rows": "data rows kept",
+    "micro_batch_size": "micro-batch size",
+    "hosts": "expert hosts",
+    "host_memory": "expert host memory",
+    "inflight": "micro-batches in flight",
+    "optimizer_impl": "optimizer kernels",
+    "lr": "learning rate",
+    "memory": "worker memory",
+    "checkpoint_bytes": "checkpoint size",
+}
+"""Names of decisions in the printed table, where plan.json has another one."""
 
 
 def plan_verb(
@@ -142,12 +154,12 @@ def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) ->
     if builder.startswith(("experts.", "raytrain.")):
         return hosts
     if hosts.value == "none":
-        return replace(hosts, reason=f"experts.num_experts is null: {builder} is treated as a model without experts")
+        return replace(hosts, reason=f"experts.num_experts is null, so {builder} is treated as a model without experts")
     if spec.experts.hosts == "auto":
-        why = f"the experts of {builder} stay in every worker; experts.hosts N or colocated moves them to hosts"
+        why = f"every worker holds the experts of {builder}; experts.hosts N or colocated distributes them"
         return replace(hosts, reason=why)
     if uses_hosts(spec) and not seen:
-        later = f"whether {builder} supports remote experts is known after the start (or with plan --build)"
+        later = f"whether {builder} supports remote experts is checked at the start (or with plan --build)"
         return replace(hosts, reason=f"{hosts.reason}; {later}")
     return hosts
 
@@ -166,42 +178,39 @@ def visible_devices(plan: Plan, inventory: Inventory) -> str | None:
 def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
     """Print the machines, the decisions with their reasons, the warnings, and the configuration with its sources.
 
-    `full` also lists the defaults, which plan.json always contains. Output to a pipe or file is not wrapped.
+    A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
+    also lists the defaults, which plan.json always contains.
     """
-    width = console.width
-    if not console.is_terminal:
-        console.width = PIPED_COLUMNS
-    try:
-        _print_plan(plan, console, full=full)
-    finally:
-        console.width = width
-
-
-def _print_plan(plan: Plan, console: Console, *, full: bool) -> None:
-    from rich.table import Table
-
     machines = plan.inventory
-    console.print(f"{machines['source']}: {machines['summary']}", markup=False)
+    console.print(f"{machines['source']}: {machines['summary']}", markup=False, soft_wrap=True)
     for note in machines["notes"]:
-        console.print(f"  {note}", style="dim", markup=False)
+        console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
     console.print()
-
-    table = Table("what", "value", "why", box=None, pad_edge=False, header_style="bold")
-    for name, value, reason in plan.rows():
-        table.add_row(name.replace("_", " "), value, reason)
-    console.print(table)
+    decisions = [(LABELS.get(name, name.replace("_", " ")), value, reason) for name, value, reason in plan.rows()]
+    _print_rows(console, ("decision", "value", "reason"), decisions)
     for warning in plan.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
     listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
     given = [row for row in listed if full or row[2] != "default"]
-    settings = Table("key", "value", "from", box=None, pad_edge=False, header_style="bold")
-    for row in given:
-        settings.add_row(*row)
     console.print()
-    console.print(settings)
+    _print_rows(console, ("key", "value", "source"), given)
     left = len(plan.sources) - len(given)
     if left:
-        console.print(f"and {left} keys at their defaults", style="dim")
+        console.print(f"and {left} keys with their defaults", style="dim")
+
+
+def _print_rows(console: Console, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print a table on a terminal, and otherwise one line for each row."""
+    if not console.is_terminal:
+        for name, value, comment in rows:
+            console.print(f"{name}: {value}  # {comment}", markup=False, highlight=False, soft_wrap=True)
+        return
+    from rich.table import Table
+
+    table = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def config_rows(plan: Plan) -> list[tuple[str, str, str]]:

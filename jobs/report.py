@@ -40,7 +40,7 @@ def _open(path: str) -> RunFolder:
     if not any(run.exists(name) for name in (run.job, run.plan, run.events, run.job_mapping)):
         raise InputError(
             "run folder",
-            seen=f"{path} (no job.yaml, plan.json or events.jsonl in it)",
+            seen=f"{path}, which has no job.yaml, plan.json or events.jsonl",
             expected="the folder of a run, as printed when `raytrain train` starts",
         )
     return run

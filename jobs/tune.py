@@ -22,10 +22,10 @@ __all__ = ["TuneResult", "run_tune"]
 
 @dataclass(frozen=True)
 class TuneResult:
-    """How a sweep ended.
+    """How a search ended.
 
     Attributes:
-        folder: path of the sweep's folder.
+        folder: path of the search folder.
         status: "done" or "interrupted".
         best: path of best.yaml; None unless done.
     """
@@ -49,7 +49,7 @@ def run_tune(
     Args:
         path: the JOB.yaml, None for the built-in recipe.
         overrides: `section.key=value` of the command line.
-        resume: the folder of a sweep to resume; nothing else may be given with it.
+        resume: the search folder to resume; nothing else may be given with it.
         fresh: ignore what earlier searches measured.
 
     Raises:
@@ -74,71 +74,71 @@ def run_tune(
             folder = command.run()
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
-                raise Interrupted("before the sweep's folder was made") from error
+                raise Interrupted("before the search folder was created") from error
             from jobs.tuning.table import counted
 
             ended = counted(len({row["trial"] for row in command.sweep.ended()}), "trial")
-            message = f"interrupted after {ended}; go on with: raytrain tune --resume"
+            message = f"interrupted after {ended}; resume with: raytrain tune --resume"
             console.print(f"{message} {command.sweep.path}", markup=False, soft_wrap=True)
             return TuneResult(command.sweep.path, "interrupted", None)
         except RunError as error:
             if command.sweep is None or not command.sweep.again():
                 raise
             again = f"raytrain tune --resume {command.sweep.path}"
-            raise RunError(f"{error}; trials whose process died are measured once more by: {again}") from error
+            raise RunError(f"{error}; to repeat the trials whose process died: {again}") from error
         return TuneResult(folder.path, "done", folder.best)
     finally:
         signals.restore()
 
 
 def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tuple[SweepFolder, LoadedSpec]:
-    """Open the sweep to resume and load its own job.
+    """Open the search to resume and load its own job.
 
     Raises:
-        InputError: there is no such sweep, it is still running (names host and pid), or something else is given.
+        InputError: there is no such search, it is still running (names host and pid), or something else is given.
     """
     if path is not None or overrides:
         given = str(path) if path is not None else overrides[0]
         raise InputError(
             "--resume",
-            seen=f"{given} given as well",
-            expected="the folder of a sweep alone",
-            remedy="a resumed sweep uses the job it was started with",
+            seen=f"{given} as well",
+            expected="only the search folder",
+            remedy="a resumed search uses the job it was started with",
         )
     try:
         run = RunFolder.open(resume)
     except InputError as error:
-        raise InputError("--resume", seen=error.seen, expected="the folder of a sweep") from error
+        raise InputError("--resume", seen=error.seen, expected="a search folder") from error
     sweep = SweepFolder(run.path)
     if not sweep.exists(sweep.job_mapping) or sweep.exists(sweep.metrics):
         raise InputError(
             "--resume",
-            seen=f"{resume}, no sweep",
-            expected="the folder of a sweep",
-            remedy="a run goes on with: raytrain train --resume",
+            seen=f"{resume}, which is not a search folder",
+            expected="a folder that raytrain tune created",
+            remedy="to resume a run: raytrain train --resume",
         )
     alive = sweep.alive()
     if alive:
-        seen = f"{sweep.path}, still being tuned by pid {alive['pid']} on {alive['host']}"
-        raise InputError("--resume", seen=seen, expected="a sweep that has ended", remedy="stop it first, or wait")
+        seen = f"{sweep.path}, which is still running with pid {alive['pid']} on {alive['host']}"
+        raise InputError("--resume", seen=seen, expected="a search that has ended", remedy="stop it first, or wait")
     return sweep, load_spec(mapping=sweep.read_json(sweep.job_mapping))
 
 
 def found_job(folder: str, *, beside: object = None) -> Path:
-    """Return the path of a sweep's best.yaml.
+    """Return the path of a search's best.yaml.
 
     Args:
-        beside: a JOB.yaml or a run that was given too.
+        beside: a JOB.yaml or a run that was also given.
 
     Raises:
-        InputError: it is no sweep, it is not done, or another job is given as well.
+        InputError: it is not a search folder, the search is not done, or another job is given as well.
     """
     if beside is not None:
-        raise InputError("--from-tune", seen=f"{beside} given as well", expected="one job")
+        raise InputError("--from-tune", seen=f"{beside} as well", expected="one job")
     best = Path(folder) / "best.yaml"
     if not best.exists():
         unfinished = (Path(folder) / "job.json").exists()
-        remedy = f"go on with it: raytrain tune --resume {folder}" if unfinished else ""
-        expected = "the folder of a sweep that is done"
-        raise InputError("--from-tune", seen=f"{folder}, without a best.yaml", expected=expected, remedy=remedy)
+        remedy = f"resume it with: raytrain tune --resume {folder}" if unfinished else ""
+        expected = "the folder of a finished search"
+        raise InputError("--from-tune", seen=f"{folder}, which has no best.yaml", expected=expected, remedy=remedy)
     return best

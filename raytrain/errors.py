@@ -1,4 +1,4 @@
-"""Exceptions for users: what was seen, what was expected, and which key to change."""
+"""Exceptions for users, and the one sentence of their messages: what was got, what is expected, which key to change."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ class RaytrainError(Exception):
     exit_code = 1
 
 
+def mismatch(subject: str, *, got: str, expected: str, remedy: str = "") -> str:
+    """The sentence of every error about a wrong value: ``SUBJECT: got X, expected Y; REMEDY``."""
+    text = f"{subject}: got {got}, expected {expected}"
+    return f"{text}; {remedy}" if remedy else text
+
+
 class InputError(RaytrainError):
     """The input is wrong and nothing was started (exit 2).
 
     Args:
         key: the key, file or option to change, e.g. ``loop.max_steps``.
-        seen: the value found.
+        seen: what was got.
         expected: what is valid.
-        remedy: one more hint, such as the nearest key.
+        remedy: what to change, such as the nearest key.
     """
 
     exit_code = 2
 
     def __init__(self, key: str, *, seen: str, expected: str, remedy: str = "") -> None:
         self.key, self.seen, self.expected, self.remedy = key, seen, expected, remedy
-        text = f"{key}: seen {seen}, expected {expected}"
-        super().__init__(f"{text}; {remedy}" if remedy else text)
+        super().__init__(mismatch(key, got=seen, expected=expected, remedy=remedy))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_input_error, (self.key, self.seen, self.expected, self.remedy))

@@ -51,7 +51,7 @@ def check_section(experts: ExpertsConfig, *, default: int | None = None) -> int 
             raise InputError(
                 "experts.hidden",
                 seen=f"{len(experts.hidden)} widths",
-                expected=f"one for each expert: experts.num_experts is {number}",
+                expected=f"one per expert, and experts.num_experts is {number}",
             )
     number = default if number is None else number
     if number is not None and experts.top_k > number:
@@ -86,7 +86,7 @@ def check_used(experts: ExpertsConfig, builder: str | None) -> None:
                     f"experts.{key}",
                     seen=f"{value if isinstance(value, int) else describe(value)} with {builder}",
                     expected=f"{expected}, as this model has no experts",
-                    remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts",
+                    remedy="models with experts: experts.models:moe_gpt and experts.models:moe_mlp",
                 )
     idle = {
         "replicas": (experts.replicas, "0", "copies of experts live on hosts"),
@@ -123,7 +123,7 @@ def check_moe_mlp(
         raise InputError(
             "experts.capacity_factor",
             seen=str(experts.capacity_factor),
-            expected="null: capacity is per sequence, and the rows of moe_mlp form none",
+            expected="null, since capacity is per sequence and moe_mlp has none",
         )
     if num_features is None:
         raise SizeError("num_features", seen="null", expected="a number, as this source does not provide it")

@@ -113,9 +113,9 @@ def check_experts(spec: JobSpec, shapes: Mapping[str, Any], *, remote: bool) -> 
     receives = builder is not None and takes(resolve(builder, "model.builder"), "experts")
     if number is not None and not receives:
         raise InputError(
-            "experts.num_experts", seen=f"{number} with {builder or 'a module'}, which does not receive it",
+            "experts.num_experts", seen=f"{number} with {builder or 'a module'}, which does not accept it",
             expected="null, or a builder with a parameter `experts`",
-            remedy="a builder receives the section in its parameter of that name",
+            remedy="the section `experts` is passed to the builder's parameter of that name",
         )  # fmt: skip
     if remote:
         check_joins(spec, shapes)
@@ -134,8 +134,8 @@ def check_joins(spec: JobSpec, shapes: Mapping[str, Any]) -> None:
         return
     raise InputError(
         "experts.hosts", seen=f"{spec.experts.hosts} with {spec.model.builder or 'a module'}, which keeps its experts",
-        expected="auto or 0, which keep them in every worker",
-        remedy="a builder moves them to hosts with experts.distribute.distribute(trainable, experts)",
+        expected="auto or 0",
+        remedy="to place them on expert hosts, call experts.distribute.distribute(trainable, experts) in the builder",
     )  # fmt: skip
 
 
@@ -163,5 +163,5 @@ def _on_cpu(call: Any, name: str) -> Trainable:
         raise InputError(
             "model.builder",
             seen=f"{type(error).__name__} from {name}: {error}",
-            expected="a builder that runs without an error",
+            expected="a builder that runs without errors",
         ) from error

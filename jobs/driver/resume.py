@@ -77,12 +77,12 @@ def open_resumed(
     except InputError as error:
         raise InputError("--resume", seen=error.seen, expected=error.expected, remedy=error.remedy) from error
     if not run.exists(run.job_mapping):
-        raise InputError("--resume", seen=f"{resume} (no job.json in it)", expected="the folder of a run")
+        raise InputError("--resume", seen=f"{resume}, which has no job.json", expected="the folder of a run")
     alive = run.alive()
     if alive:
         raise InputError(
             "--resume",
-            seen=f"{run.path}, still being trained by pid {alive['pid']} on {alive['host']}",
+            seen=f"{run.path}, which is still running with pid {alive['pid']} on {alive['host']}",
             expected="a run that has ended",
             remedy="stop it first, or wait",
         )
@@ -94,9 +94,9 @@ def open_resumed(
     if refused:
         raise InputError(
             refused[0],
-            seen="a change with --resume",
+            seen="a changed value",
             expected="the value that the run started with",
-            remedy="to change it, start a new run, without --resume",
+            remedy="this key cannot change on resume; start a new run without --resume to change it",
         )
     loaded = _from_run(load_spec(mapping=mapping), changed)
     return Resumed(run, loaded, changed, finished=run.finished() and not _extended(changed))

@@ -1,4 +1,4 @@
-"""Formats the keys of a job as lines of text for `raytrain VERB --help`."""
+"""The keys of a job with their meanings, for `raytrain VERB --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jobs.job.spec import JobSpec
 from raytrain.config.messages import key_rows
 
 
-def key_lines(sections: Sequence[str]) -> list[str]:
-    """One line, `section.key = default  (accepted values)`, for each key of the named sections, in schema order."""
+def key_entries(sections: Sequence[str]) -> list[tuple[str, str]]:
+    """(`section.key = default`, meaning and accepted values) for each key of the named sections, in schema order."""
     rows = [row for row in key_rows(JobSpec) if row.key.split(".")[0] in sections]
-    return [f"{row.key} = {row.default}  ({row.expected})" for row in rows]
+    return [(f"{row.key} = {row.default}", f"{row.meaning} ({row.expected})".lstrip()) for row in rows]

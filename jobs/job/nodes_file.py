@@ -1,6 +1,6 @@
 """`--inventory nodes.yaml`: a hand-written list of machines to plan for.
 
-- host: a                 # each list entry is a node
+- host: a                 # each list entry is a machine
   cpus: 32
   memory_gib: 128
   gpus:
@@ -26,50 +26,51 @@ GIB = 1 << 30
 
 
 class GpuEntry(Section):
-    """GPUs of one kind in a node."""
+    """GPUs of one type in a machine."""
 
     name: Text = Field(description="such as A100 or NVIDIA H100 80GB HBM3")
-    memory_gib: Positive = Field(description="memory of one")
+    memory_gib: Positive = Field(description="memory of one GPU")
     capability: Annotated[float, Field(ge=1, lt=100)] | None = Field(
-        None, description="CUDA compute capability, such as 8.0; null: not known"
+        None, description="CUDA compute capability, such as 8.0; null: unknown"
     )
-    count: Count = Field(1, description="how many")
+    count: Count = Field(1, description="number of such GPUs")
 
 
 class NodeEntry(Section):
     """One machine."""
 
-    host: Text = Field(description="its name, each once")
+    host: Text = Field(description="name of the machine, unique in the file")
     cpus: Count = Field(description="usable CPU cores")
-    memory_gib: Positive = Field(description="host memory")
+    memory_gib: Positive = Field(description="main memory")
     gpus: list[Any] = Field([], description="a list of {name, memory_gib, capability, count}")
-    cpu_flags: list[Text] = Field([], description=f"of {', '.join(BF16_FLAGS)}")
+    cpu_flags: list[Text] = Field([], description=f"some of {', '.join(BF16_FLAGS)}")
 
 
 def inventory_from_file(path: str | Path) -> Inventory:
     """The machines that a nodes file lists.
 
     Raises:
-        InputError: the file is missing or is not a YAML list of nodes, or a key or value is wrong; the error names it.
+        InputError: the file is missing or no YAML list of machines, or a key or value is wrong; the error names it.
     """
     origin = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--inventory", seen=f"{origin}: {error}", expected="a YAML list of nodes") from error
+        why = "which does not exist" if isinstance(error, FileNotFoundError) else str(error)
+        raise InputError("--inventory", seen=f"{origin}, {why}", expected="a YAML list of machines") from error
     rows = load_value(text, origin=origin)
     if not isinstance(rows, list) or not rows:
         raise InputError(
             origin,
             seen=describe(rows),
-            expected="a list of nodes such as `- {host: a, cpus: 8, memory_gib: 32}`",
+            expected="a list of machines such as `- {host: a, cpus: 8, memory_gib: 32}`",
         )
     entries = [decode(NodeEntry, row, prefix=f"nodes[{place}]") for place, row in enumerate(rows)]
     nodes = tuple(_node(entry, place=place) for place, entry in enumerate(entries))
     hosts = [node.host for node in nodes]
     for place, host in enumerate(hosts):
         if host in hosts[:place]:
-            raise InputError(f"nodes[{place}].host", seen=f"{host} twice", expected="each host once")
+            raise InputError(f"nodes[{place}].host", seen=f"{host} twice", expected="a different name for each machine")
     return Inventory(
         nodes=nodes,
         source=f"the file {origin}",
@@ -81,7 +82,7 @@ def inventory_from_file(path: str | Path) -> Inventory:
 def _node(entry: NodeEntry, *, place: int) -> Node:
     for flag in entry.cpu_flags:
         if flag not in BF16_FLAGS:
-            raise InputError(f"nodes[{place}].cpu_flags", seen=flag, expected=f"of {', '.join(BF16_FLAGS)}")
+            raise InputError(f"nodes[{place}].cpu_flags", seen=flag, expected=f"one of {', '.join(BF16_FLAGS)}")
     devices: list[Device] = []
     for number, row in enumerate(entry.gpus):
         gpu = decode(GpuEntry, row, prefix=f"nodes[{place}].gpus[{number}]")

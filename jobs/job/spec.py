@@ -115,7 +115,7 @@ def load_spec(
         InputError: the first mistake, with its key.
     """
     if path is not None and mapping is not None:
-        raise InputError("mapping", seen="a file and a mapping", expected="one of them")
+        raise InputError("mapping", seen="a file and a mapping", expected="only one of them")
     text, origin = None, "python"
     given_path = path = None if path is None else Path(path)
     if mapping is None:
@@ -205,8 +205,8 @@ def _check_objects(spec: JobSpec) -> None:
             raise InputError(
                 key,
                 seen=value,
-                expected="an object, which can only be given from Python",
-                remedy="call jobs.train.train with the same object",
+                expected="a Python object",
+                remedy="this job was started from Python: call jobs.train.train with the same object",
             )
 
 
@@ -216,7 +216,9 @@ def _check_across(spec: JobSpec) -> None:
     _check_one_of("model.builder", model.builder, "model.module", model.module)
     _check_one_of("data.source", data.source, "data.train", data.train)
     if data.eval is not None and data.train is None:
-        raise InputError("data.eval", seen="a dataset with data.source", expected="null without data.train")
+        raise InputError(
+            "data.eval", seen="a dataset together with data.source", expected="null, or data.train with it"
+        )
     total, micro = loop.global_batch_size, loop.micro_batch_size
     if isinstance(total, int) and isinstance(micro, int) and total % micro:
         expected = f"a number that divides loop.global_batch_size, {total}"
@@ -229,7 +231,7 @@ def _check_across(spec: JobSpec) -> None:
         raise InputError(
             "data.tokens_per_batch",
             seen=f"{data.tokens_per_batch} with scale.shares auto",
-            expected="only one of them: unequal shares are counted in rows",
+            expected="only one of them, since scale.shares counts rows",
         )
     check_section(experts)
     check_used(experts, model.builder)
@@ -237,9 +239,9 @@ def _check_across(spec: JobSpec) -> None:
 
 def _check_one_of(first: str, one: Any, second: str, other: Any) -> None:
     if one is None and other is None:
-        raise InputError(first, seen="nothing", expected=f"{first}, or {second} from Python")
+        raise InputError(first, seen="no value", expected=f"a value, or {second} from Python")
     if one is not None and other is not None:
-        raise InputError(second, seen=f"both {first} and {second}", expected="one of them")
+        raise InputError(second, seen=f"both {first} and {second}", expected="only one of them")
 
 
 def refuse_later(spec: JobSpec, verb: str) -> None:
@@ -251,16 +253,15 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
     if verb in LATER_VERBS:
         raise InputError(
             verb,
-            seen=f"the verb {verb}",
-            remedy=f"{verb} is not available in this version",
-            expected="train, tune, plan, report or bench in this version",
+            seen="a verb that is not available in this version",
+            expected="train, tune, plan, recipes, report or bench",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
             "scale.strategy",
-            seen="fsdp in a search without tune.space",
-            expected="auto or data_parallel, or complete runs with a tune.space",
-            remedy="each trial is one process on one device, where nothing is sharded; complete runs are sharded: "
+            seen="fsdp for a search without tune.space",
+            expected="auto or data_parallel",
+            remedy="each trial is one process, which cannot be sharded; the trials of a tune.space can, such as "
             "tune.space='{loop.micro_batch_size: [4, 8]}' tune.metric=samples_per_s",
         )
     for key, (possible, expected, reason) in _later(spec).items():
@@ -270,20 +271,24 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
             raise InputError(
                 key,
                 seen=describe(value),
-                expected=f"{expected} in this version",
-                remedy=f"{reason} not available in this version",
+                expected=expected,
+                remedy=reason,
             )
 
 
 def _later(spec: JobSpec) -> dict[str, tuple[bool, str, str]]:
-    """Key -> (whether its value is implemented, the implemented values, what is missing)."""
+    """Key -> (whether its value is implemented, the implemented values, the remedy)."""
     loop, scale = spec.loop, spec.scale
     return {
-        "scale.workers": (not isinstance(scale.workers, tuple), "a number or auto", "elastic training is"),
+        "scale.workers": (
+            not isinstance(scale.workers, tuple),
+            "an integer >= 1 or auto",
+            "elastic worker counts are not available in this version",
+        ),
         "loop.global_batch_size": (
             loop.global_batch_size != "auto",
             "an integer >= 1",
-            "the search for a batch size is",
+            "`raytrain tune` searches for a batch size",
         ),
     }
 

@@ -1,4 +1,4 @@
-"""`best.yaml`: the user's job with the values that a search found, and why, as comments. `train` takes it as it is."""
+"""`best.yaml`: the user's job with the values that a search found, and the reasons as comments."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ WIDTH = 108
 def best_mapping(
     mapping: Mapping[str, Any], values: Mapping[str, Any], *, found: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The job with the dotted `values` in it; its section `tune` holds what was measured, and no search any more."""
+    """The job with the dotted `values` set; its section `tune` holds only what was measured (`found`)."""
     job, _ = apply_overrides(mapping, [f"{key}={render(value)}" for key, value in values.items()])
     job.pop("tune", None)
     return {**job, "tune": {"found": dict(found)}} if found else job
 
 
 def best_text(job: Mapping[str, Any], reasons: Mapping[str, str], *, header: str) -> str:
-    """YAML of a job, with a comment above each dotted key of `reasons`, and `header` above all.
+    """The job as YAML, with `header` as a comment at the top and a comment above each dotted key of `reasons`.
 
-    Sections stand at the margin and their keys two blanks in, as `dump_yaml` writes them.
+    Relies on the layout of `dump_yaml`: sections are not indented, their keys by two spaces.
     """
     lines, section = _comment(header, ""), ""
     for line in dump_yaml(job).splitlines():

@@ -39,7 +39,7 @@ class TuneCommand:
         self.began = time.time()
 
     def run(self) -> SweepFolder:
-        """Check the job, plan and run the trials, decide, and write the result. Returns the sweep's folder.
+        """Check the job, plan and run the trials, decide, and write the result. Returns the search folder.
 
         Raises:
             InputError, RunError, Interrupted.
@@ -53,7 +53,7 @@ class TuneCommand:
             return run_batch(self, checked, address=address, inventory=inventory)
         return self._whole(address, checked, inventory)
 
-    # -- tune.space: whole runs -------------------------------------------------------------------
+    # -- tune.space: complete runs ----------------------------------------------------------------
 
     def _whole(self, address: str, checked: Checked, inventory: Inventory) -> SweepFolder:
         points = find_points(self.loaded, inventory, shapes=checked.shapes) if address == "local" else None
@@ -83,27 +83,29 @@ class TuneCommand:
 
         from jobs.tuning.space.results import curves_of, write_whole
         from jobs.tuning.space.schedulers import scheduler_of
-        from jobs.tuning.space.trial import WholeOrders, WholeTrial
+        from jobs.tuning.space.trial import WholeTrial, WholeTrialSettings
         from jobs.tuning.space.trials import TRIAL_RESOURCES, WholeTrials
         from jobs.tuning.sweep import close_channel, make_tuner, run_trials
         from raytrain.execution.driver_channel import open_channel
 
         sweep, keys = self.the_sweep, list(points.trials[0].values)
         at_a_time = self._at_a_time(points, inventory)
-        self._say_whole(points, at_a_time)
+        self._print_search(points, at_a_time)
         with SweepTable(self.console, [*keys, *WHOLE_COLUMNS], title=counted(len(points.trials), "trial")) as table:
             trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=self.spec.tune.metric, private=private)
             channel = open_channel()
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            orders = WholeOrders(whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, channel)
+            settings = WholeTrialSettings(
+                whole_mapping(self.loaded, self.spec), sweep.path, os.getcwd(), visible, channel
+            )
 
             def stop() -> None:
                 trials.stopping = True
-                table.say("stopping: the trials save and return (a second signal leaves at once)")
+                table.print_line("stopping: the trials save and exit (a second signal exits at once)")
                 close_channel(channel)
 
             tuner = make_tuner(
-                tune.with_parameters(WholeTrial, orders=orders),
+                tune.with_parameters(WholeTrial, settings=settings),
                 trials,
                 storage=self.storage(cluster),
                 resources={name.lower(): share for name, share in TRIAL_RESOURCES.items()},
@@ -114,25 +116,25 @@ class TuneCommand:
             run_trials(tuner, sweep=sweep, signals=self.signals, show=table.show, stop=stop, grace_s=grace_s)
         write_whole(self, trials, points, table)
 
-    def _say_whole(self, points: Points, at_a_time: int) -> None:
+    def _print_search(self, points: Points, at_a_time: int) -> None:
         at_a_time = min(at_a_time, len(points.trials))
         pace = f", {at_a_time} at a time" if at_a_time > 1 else ", one at a time"
-        early = {"none": "", "asha": "; ASHA ends those behind early", "median": "; those behind the median end early"}
-        text = f"{counted(len(points.trials), 'whole run')}{pace}{early[self.spec.tune.scheduler]}"
-        self.say(f"{text}; sweep folder {self.the_sweep.path}")
+        early = {"none": "", "asha": "; ASHA stops trials early", "median": "; trials below the median stop early"}
+        text = f"{counted(len(points.trials), 'complete run')}{pace}{early[self.spec.tune.scheduler]}"
+        self.print_line(f"{text}; search folder {self.the_sweep.path}")
         for values, reason in points.left_out:
-            self.say(f"left out: {values_text(values)}: {reason}")
+            self.print_line(f"left out: {values_text(values)}: {reason}")
 
     # -- the folder -------------------------------------------------------------------------------
 
     @property
     def the_sweep(self) -> SweepFolder:
-        """The sweep's folder; available after `open_sweep`."""
+        """The search folder; available after `open_sweep`."""
         assert self.sweep is not None, "open_sweep comes first"
         return self.sweep
 
     def open_sweep(self, inventory: Inventory) -> None:
-        """Create the sweep's folder, or reopen the resumed one, and record the start.
+        """Create the search folder, or reopen the resumed one, and record the start.
 
         Raises:
             InputError: it cannot be written.
@@ -156,7 +158,7 @@ class TuneCommand:
         """The directory for Ray's own experiment state."""
         return os.path.join(cluster.folder, "t")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
@@ -175,7 +177,7 @@ def show_only_picked(spec: JobSpec, inventory: Inventory) -> None:
 
 
 def check_resources(points: Points) -> None:
-    """Check that the connected cluster has the resources of one trial; otherwise a trial would wait for ever.
+    """Check that the connected cluster has the resources of one trial; otherwise a trial would wait forever.
 
     Raises:
         InputError: naming what is missing.
@@ -187,6 +189,7 @@ def check_resources(points: Points) -> None:
     for name, wanted, key in (("GPU", gpus, "scale.workers"), ("CPU", cores, "scale.threads")):
         if wanted > there.get(name, 0):
             raise InputError(
-                key, seen=f"a trial that takes {wanted} {name}s", expected=f"at most {there.get(name, 0):g}",
-                remedy="the cluster has no more; fewer scale.workers or scale.threads take less",
+                key, seen=f"a trial that needs {wanted} {name}s",
+                expected=f"at most {there.get(name, 0):g}, all that the cluster has",
+                remedy="lower scale.workers or scale.threads",
             )  # fmt: skip

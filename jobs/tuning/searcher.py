@@ -41,7 +41,7 @@ class ProposingSearcher(Searcher):
         self._trials: Any = trials
 
     def suggest(self, trial_id: str) -> Any:
-        """The next trial's config, None to be asked again, `Searcher.FINISHED`."""
+        """The next trial's config, None to be asked again, or `Searcher.FINISHED`."""
         found = self._trials.propose()
         return Searcher.FINISHED if found == DONE else found
 
@@ -49,10 +49,10 @@ class ProposingSearcher(Searcher):
         """Does nothing: `EndedTrials` reports the end, because it also has the error."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: see the class."""
+        """Does nothing: see the class."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing: see the class."""
+        """Does nothing: see the class."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trials": None}
@@ -65,7 +65,7 @@ class EndedTrials(Callback):
         self._trials: Any = trials
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Ray calls this once a trial's process is there."""
+        """Ray calls this once a trial's process has started."""
         self._trials.started(trial.config)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -81,7 +81,7 @@ class EndedTrials(Callback):
 
 
 def _error_of(trial: Any) -> BaseException:
-    """What ended a trial: Ray writes it to this machine first, and `trial.get_error` reads what it copies later."""
+    """The error that ended a trial: Ray writes it to a local file first; `trial.get_error` reads a copy made later."""
     pickled, text = trial.pickled_error_file, trial.error_file
     if pickled is not None and os.path.exists(pickled):
         return cloudpickle.loads(Path(pickled).read_bytes())
@@ -96,12 +96,12 @@ def has_died(error: BaseException | None) -> TypeGuard[ray.exceptions.RayActorEr
 
 
 def why(error: BaseException) -> str:
-    """An error of a trial in one line; the death of its process in words."""
+    """An error of a trial in one line, including the death of its process."""
     if has_died(error):
         began = "in its creation task" not in str(error)
         return "its process died" if began else f"it could not start: {str(error).strip().splitlines()[-1].strip()}"
     if ran_out(error):
-        return "Ray ended its process, as the machine's memory was nearly used up"
+        return "Ray killed its process because the machine was almost out of memory"
     cause = getattr(error, "cause", None) or error
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause)).strip()
     lines = [line for line in text.splitlines() if line.strip()]
@@ -110,12 +110,12 @@ def why(error: BaseException) -> str:
 
 
 def keep_traceback(sweep: SweepFolder, number: int, error: BaseException | None) -> None:
-    """Write the full error of a trial into the sweep's `logs`; its row has the last line only."""
+    """Write the full error of a trial to `logs` of the search folder; its row has only the last line."""
     if error is not None:
         text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
         sweep.write_text(f"logs/trial-{number:04d}.txt", f"{type(error).__name__}: {text}\n")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether Ray ended a process because the machine's memory was nearly used up."""
+    """Whether Ray killed a process because the machine was almost out of memory."""
     return isinstance(error, ray.exceptions.OutOfMemoryError)

@@ -28,24 +28,24 @@ LOOK_EVERY_S = 0.1
 def make_tuner(
     trainable: Any, trials: Trials, *, storage: str, resources: Any, at_a_time: int, scheduler: Any = None
 ) -> tune.Tuner:
-    """Ray's tuner of these trials.
+    """Make Ray's tuner for these trials.
 
     Args:
-        trainable: Ray Tune's; its config is what `trials` proposes.
+        trainable: Ray Tune's trainable, whose config is what `trials` proposes.
         storage: a directory for Ray's own bookkeeping.
         resources: what each trial reserves, as `tune.with_resources` takes it.
         at_a_time: the number of concurrent trials.
     """
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints a box of its own, however quiet
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new output prints a box even with verbose=0
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # its TensorBoard prints a line for every NaN
     return tune.Tuner(
         tune.with_resources(trainable, resources),
         tune_config=tune.TuneConfig(
             search_alg=ProposingSearcher(trials),
             scheduler=scheduler,
-            num_samples=-1,  # the searcher says when it is enough
+            num_samples=-1,  # the searcher ends the search
             max_concurrent_trials=at_a_time,
-            reuse_actors=False,  # a process each: only its end gives a GPU's memory back for certain
+            reuse_actors=False,  # a new process for each: only its exit is certain to release GPU memory
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -66,14 +66,14 @@ def run_trials(
     stop: Callable[[], None],
     grace_s: float,
 ) -> None:
-    """Run trials until there are no more.
+    """Run trials until none is left.
 
     Args:
-        show: called often, to draw the table.
-        stop: asks the trials that run to end; they then have `grace_s` seconds for it.
+        show: draws the table; called often.
+        stop: asks the running trials to end, for which they get `grace_s` seconds.
 
     Raises:
-        Interrupted: a signal arrived; the trials that ended are in trials.jsonl.
+        Interrupted: a signal arrived; trials.jsonl has the trials that ended.
         RunError: Ray Tune itself gave up.
     """
     outcome: dict[str, BaseException] = {}
@@ -81,12 +81,12 @@ def run_trials(
     def work() -> None:
         try:
             tuner.fit()
-        except BaseException as error:  # handed to the main thread, which owns the command's fate
+        except BaseException as error:  # re-raised in the main thread
             outcome["error"] = error
 
     thread = threading.Thread(target=work, daemon=True, name="tune")
     thread.start()
-    signals.training = True  # from here on a signal asks, and is answered below
+    signals.training = True  # from here on a signal only sets `asked`, which is handled below
     ends: float | None = None
     while thread.is_alive():
         thread.join(LOOK_EVERY_S)
@@ -100,7 +100,7 @@ def run_trials(
     show()
     signals.training = False
     if signals.asked.is_set():
-        raise Interrupted("in the middle of a sweep")
+        raise Interrupted("during the search")
     if "error" in outcome:
         error = outcome["error"]
         raise RunError(f"Ray Tune gave up: {type(error).__name__}: {error}") from error

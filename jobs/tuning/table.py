@@ -1,4 +1,4 @@
-"""What a person sees while a sweep runs: a live table on a terminal, one plain line for each trial elsewhere."""
+"""Shows the trials of a running search: a live table on a terminal, otherwise one plain line for each trial."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from raytrain.autotune.search.space import BatchSpace
 from raytrain.plan.text import size_text
 
 PIPED_COLUMNS = 10_000
-"""Wider than any line of a table."""
+"""Console width for piped output; wider than any row of a table."""
 
 WIDE = 120
-"""On a narrower terminal the keys that are columns are written in several lines: cut short they would be none."""
+"""On a terminal narrower than this, the dotted keys in the header are broken over several lines, not truncated."""
 
 SHOWN = 30
-"""So many rows at most in the live table: the newest."""
+"""The live table shows at most this many rows, the newest."""
 
 
 class SweepTable:
@@ -49,29 +49,29 @@ class SweepTable:
             self._live.stop()
 
     def start(self, number: int, cells: Sequence[str]) -> None:
-        """A trial runs; `cells` are those known so far."""
+        """Add a running trial; `cells` are the values known so far."""
         self._running[number] = time.monotonic()
         self._rows[number] = tuple(cells)
 
     def end(self, number: int, cells: Sequence[str], text: str) -> None:
-        """It has ended; `text` says so where there is no live table."""
+        """Mark a trial as ended; `text` is its line where there is no live table."""
         self._running.pop(number, None)
         self._rows[number], self._texts[number] = tuple(cells), text
 
-    def say(self, text: str) -> None:
-        """A line above the table."""
+    def print_line(self, text: str) -> None:
+        """Print a line above the table."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self) -> None:
-        """Draws what is new; call often."""
+        """Draw what is new; call often."""
         if self._live is not None:
             self._live.update(self.drawn(newest=SHOWN))
             return
         for number in sorted(self._texts):
-            self.say(f"trial {number}  {self._texts.pop(number)}")
+            self.print_line(f"trial {number}  {self._texts.pop(number)}")
 
     def drawn(self, *, newest: int | None = None, marked: int | None = None) -> Table:
-        """The table; `marked` is the trial that was taken."""
+        """The table; `marked` is the best trial."""
         narrow = self._console.is_terminal and self._console.width < WIDE
         names = [re.sub(r"([._])(?=.)", r"\1\n", name) if narrow else name for name in self._columns]
         columns = [Column(name, overflow="fold") for name in names]
@@ -91,7 +91,7 @@ class SweepTable:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Where no terminal is, nothing wraps."""
+    """Print a table; piped output is not wrapped."""
     width = console.width
     if not console.is_terminal:
         console.width = PIPED_COLUMNS
@@ -113,7 +113,7 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 
 def number_text(value: Any, unit: str = "") -> str:
-    """A number for a cell; nothing for what is not known."""
+    """A number for a cell; empty if unknown."""
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         return ""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -126,7 +126,7 @@ def bytes_text(value: Any) -> str:
 
 
 def whole_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Cells of a trial that is a whole run."""
+    """Cells of a trial that is a complete run."""
     values = [number_text(row["values"].get(key)) or str(row["values"].get(key)) for key in keys]
     figures = [number_text(row.get("steps")), number_text(row.get("eval_loss")), number_text(row.get("samples_per_s"))]
     notes = {"ok": "", "stopped": "ended early", "died": row.get("reason", "")}
@@ -135,7 +135,7 @@ def whole_cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
 
 
 def whole_text(row: Mapping[str, Any]) -> str:
-    """The line of a trial that is a whole run."""
+    """The line of a trial that is a complete run."""
     *_, steps, loss, pace, note = whole_cells(row, ())
     named = ((steps, f"{steps} steps"), (loss, f"eval loss {loss}"), (pace, f"{pace} samples/s"))
     parts = [text for value, text in named if value]
@@ -147,7 +147,7 @@ WHOLE_COLUMNS = ("steps", "eval loss", "samples/s", "")
 
 
 def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
-    """Cells of a measurement: the kind of device where there are several, what, precision, rows, speed, peak, note."""
+    """Cells of a measurement: kind of device (if several), what is measured, precision, rows, speed, peak, note."""
     cells = [row["what"], row["precision"], str(row["micro_batch_size"])]
     cells = [row["kind"], *cells] if row.get("kind") else cells
     if row.get("gate") is not None:
@@ -171,7 +171,7 @@ def batch_cells(row: Mapping[str, Any], space: BatchSpace) -> list[str]:
 
 
 def contest_text(contest: HeadToHead, space: BatchSpace) -> str:
-    """The first contender against each of the others."""
+    """The first contender compared with each of the others."""
     if not contest.valid:
         return next(f"{one.outcome}: {one.reason}" for one in contest.measurements if one.outcome != "ok")
     first, *others = (one.candidate for one in contest.measurements)

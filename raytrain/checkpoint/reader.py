@@ -19,7 +19,7 @@ from torch import Tensor
 from raytrain.checkpoint.safetensors import CHUNK_BYTES, read_tensors, sha256_of
 from raytrain.checkpoint.sharded import ShardPosition, read_split
 from raytrain.checkpoint.snapshot import unflatten
-from raytrain.errors import CheckpointError
+from raytrain.errors import CheckpointError, mismatch
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.storage import Store, open_store
 
@@ -193,8 +193,8 @@ def _checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[st
         if name not in entries:
             raise CheckpointError(f"{store.uri}/{name}: missing")
         if entries[name].size != wanted["bytes"]:
-            seen = f"{entries[name].size} bytes, expected {wanted['bytes']}"
-            raise CheckpointError(f"{store.uri}/{name}: damaged, seen {seen}")
+            sizes = mismatch(f"{store.uri}/{name}", got=f"{entries[name].size} bytes", expected=str(wanted["bytes"]))
+            raise CheckpointError(f"{sizes}; the file is damaged")
         files[name] = store.local_copy(name, scratch)
         if hashes and sha256_of(_pieces(files[name])) != wanted["sha256"]:
             raise CheckpointError(f"{store.uri}/{name}: damaged, its SHA-256 is not that of the manifest")

@@ -90,7 +90,7 @@ def decode(cls: type[ModelT], mapping: Any, *, prefix: str = "") -> ModelT:
     first, others = problems[0], list(dict.fromkeys(problem.key for problem in problems[1:]))
     if not others:
         raise first
-    more = f"{len(others)} more to fix: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
+    more = f"also wrong: {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}"
     remedy = f"{first.remedy}; {more}" if first.remedy else more
     raise InputError(first.key, seen=first.seen, expected=first.expected, remedy=remedy)
 

@@ -1,4 +1,4 @@
-"""The messages of configuration errors: what a key expects, and what was found.
+"""The messages of configuration errors: what a key expects, and what it got.
 
 The texts are derived from the annotations of the sections, so a range is written once.
 """
@@ -146,7 +146,7 @@ def suggestion(name: str, known: Iterable[str], *, form: str = "did you mean {}?
 def near_names(name: str, known: Sequence[str], *, otherwise: Sequence[str]) -> str:
     """The known names that are most like `name`, as a remedy; the first of `otherwise` if none is like it."""
     near = difflib.get_close_matches(name, known, n=_NEAREST, cutoff=0.3) or otherwise[:_NEAREST]
-    return f"near: {', '.join(near)}"
+    return f"the nearest names: {', '.join(near)}"
 
 
 def wrong_value(cls: type[BaseModel], name: str, value: Any, *, prefix: str) -> InputError:
@@ -186,11 +186,10 @@ def unknown_key(cls: type[BaseModel], key: str, *, prefix: str, root: type[BaseM
         if (section := section_of(field)) is not None and key in section.model_fields
     ]
     guess = remote[0] if remote and (near is None or not prefix) else near and join(prefix, near)
-    owner = f"a key of the section {prefix}" if prefix else "a section or key of a job"
     return InputError(
         join(prefix, key),
-        seen="an unknown key" if prefix else "an unknown section",
-        expected=f"{owner}: {', '.join(known)}",
+        seen=f"an unknown key of the section {prefix}" if prefix else "an unknown key",
+        expected=f"one of {', '.join(known)}",
         remedy=f"did you mean {guess}?" if guess else "",
     )
 

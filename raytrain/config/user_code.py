@@ -71,8 +71,8 @@ def check_shadowing(folder: str | None = None) -> None:
             shadow = as_file if as_file.is_file() else as_folder
             raise InputError(
                 str(shadow),
-                seen=f"code of your own named {package} in the directory the command runs in",
-                expected=f"no module of that name: it shadows the package {package} of raytrain",
+                seen=f"your own module named {package} in the current directory",
+                expected=f"another name, since it hides the package {package} of raytrain",
                 remedy="rename it, or run the command from another directory",
             )
 
@@ -94,19 +94,19 @@ def _import(name: str, path: str, key: str) -> Any:
             raise InputError(
                 key,
                 seen=f"{path}, which imports the missing module {missing}",
-                expected="a module that imports",
+                expected="a module that can be imported",
             ) from error
         raise InputError(
             key,
-            seen=f"{path}, but there is no module {missing}",
-            expected="a module that can be imported",
-            remedy=f"besides the installed ones, those in {os.getcwd()} can",
+            seen=f"{path}, whose module {missing} does not exist",
+            expected="an installed module, or one in the current directory",
+            remedy=f"the current directory is {os.getcwd()}",
         ) from error
     except Exception as error:  # any error that the user's module raises on import is an error in their input
         raise InputError(
             key,
             seen=f"{path}, whose import raises {type(error).__name__}: {error}",
-            expected="a module that imports",
+            expected="a module that can be imported",
         ) from error
 
 
@@ -115,7 +115,7 @@ def _no_attribute(found: Any, attribute: str, path: str, key: str) -> InputError
     where = getattr(found, "__file__", None) or function_name(found)
     return InputError(
         key,
-        seen=f"{path}, but {where} has no {attribute}",
+        seen=f"{path}, which {where} does not define",
         expected="a function or class of that module",
         remedy=suggestion(attribute, names),
     )

@@ -53,7 +53,7 @@ def load_yaml(text: str, *, origin: str) -> dict[Any, Any]:
     """
     value = load_value(text, origin=origin)
     if not isinstance(value, dict):
-        seen = "nothing in it" if value is None else describe(value)
+        seen = "an empty file" if value is None else describe(value)
         raise InputError(origin, seen=seen, expected="a mapping such as `loop: {max_steps: 100}`")
     return value
 
@@ -67,10 +67,10 @@ def load_value(text: str, *, origin: str, path: str = "") -> Any:
         return None if node is None else _Reader(origin).value(node, path)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        where = f" on line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         tab = "indent with spaces, not tabs" if "\\t" in str(error.problem) else ""
         what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(path or origin, seen=where + what, expected="YAML", remedy=tab) from error
+        raise InputError(path or origin, seen=f"a syntax error{where} ({what})", expected="YAML", remedy=tab) from error
     except yaml.YAMLError as error:
         raise InputError(path or origin, seen=str(error).splitlines()[0], expected="YAML") from error
     except RecursionError as error:

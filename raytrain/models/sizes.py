@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from raytrain.config.messages import suggestion
-from raytrain.errors import InputError
+from raytrain.config.messages import describe, suggestion
+from raytrain.errors import InputError, mismatch
 from raytrain.plan.facts import ModelFacts
 
 FLOAT_BYTES = 4
@@ -27,7 +27,7 @@ class SizeError(ValueError):
 
     def __init__(self, key: str, *, seen: str, expected: str) -> None:
         self.key, self.seen, self.expected = key, seen, expected
-        super().__init__(f"{key} is {seen}, expected {expected}")
+        super().__init__(mismatch(key, got=seen, expected=expected))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_size_error, (self.key, self.seen, self.expected))
@@ -41,14 +41,14 @@ def check_counts(**values: Any) -> None:
     """Raise SizeError for the first value that is not a whole number of at least 1."""
     for key, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SizeError(key, seen=repr(value), expected="a whole number of at least 1")
+            raise SizeError(key, seen=describe(value), expected="an integer >= 1")
 
 
 def check_count_list(key: str, values: Any) -> list[int]:
     """Return a list of whole numbers of at least 1, or one such number, as a list. Raises SizeError."""
     listed = [values] if isinstance(values, int) else values
     if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise SizeError(key, seen=repr(values), expected="a list of whole numbers")
+        raise SizeError(key, seen=describe(values), expected="a list of integers >= 1")
     for value in listed:
         check_counts(**{key: value})
     return list(listed)
@@ -57,7 +57,7 @@ def check_count_list(key: str, values: Any) -> list[int]:
 def check_dropout(dropout: Any) -> None:
     """Raise SizeError unless `dropout` is a number in [0, 1)."""
     if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
-        raise SizeError("dropout", seen=repr(dropout), expected="a number from 0 to less than 1")
+        raise SizeError("dropout", seen=describe(dropout), expected="a number >= 0 and < 1")
 
 
 def check_gpt(
@@ -86,7 +86,7 @@ def check_cnn(*, channels: Any, image_shape: Any, num_classes: Any, dropout: Any
         raise SizeError("image_shape", seen="null", expected="[H, W] or [C, H, W], as this source does not provide it")
     shape = check_count_list("image_shape", image_shape)
     if len(shape) not in (2, 3):
-        raise SizeError("image_shape", seen=repr(image_shape), expected="[H, W] or [C, H, W]")
+        raise SizeError("image_shape", seen=describe(image_shape), expected="[H, W] or [C, H, W]")
     depth, height, width = [1, *shape] if len(shape) == 2 else shape
     check_counts(num_classes=1 if num_classes is None else num_classes)
     check_dropout(dropout)
@@ -249,11 +249,11 @@ def known_facts(
 
 
 def unknown_key(section: str, name: str, function: str, accepted: Iterable[str]) -> InputError:
-    """The error for a key that a builder or dataset function does not take."""
+    """The error for a key that a builder or dataset function does not accept."""
     accepted = sorted(accepted)
     return InputError(
         f"{section}.{name}",
-        seen=f"a key that {function} does not take",
+        seen=f"a key that {function} does not accept",
         expected=f"one of {', '.join(accepted) or 'no other key'}",
         remedy=suggestion(name, accepted, form=f"did you mean {section}.{{}}?"),
     )
@@ -265,5 +265,5 @@ def missing_key(section: str, name: str, function: str, accepted: Iterable[str])
         f"{section}.{name}",
         seen="no value",
         expected=f"a value, as {function} requires it",
-        remedy=f"its keys are {', '.join(sorted(accepted))}",
+        remedy=f"keys of {function}: {', '.join(sorted(accepted))}",
     )

@@ -93,7 +93,8 @@ class RunFolder:
         except (OSError, ValueError) as error:
             seen = f"{path} ({error})"
             raise InputError("run folder", seen=seen, expected="the folder of a run") from error
-        raise InputError("run folder", seen=f"{path} (nothing there)", expected="the folder of a run")
+        state = "an empty folder" if os.path.isdir(path) else "which does not exist"
+        raise InputError("run folder", seen=f"{path}, {state}", expected="the folder of a run")
 
     # -- names ------------------------------------------------------------------------------------
 

@@ -167,18 +167,18 @@ def wrong_commands(place: Any, guest_job: Job) -> dict[tuple[str, ...], str]:
     (place.folder / "nan.csv").write_text("x,y\n1.0,0\nnan,1\n2.0,1\n")
     (place.folder / "file").touch()
     return {
-        ("table.yaml",): "data.path: seen no file at",
-        ("table.yaml", "data.path=empty.csv"): "data.path: seen 0 rows",
-        ("table.yaml", "data.path=nan.csv"): "data.path: seen NaN in column 'x' row 1",
-        ("job.yaml", "data.bad=3"): "data.source, train of guest_code:rows: seen NaN in column 'x' row 3",
-        ("job.yaml", "loop.global_batch_size=1000"): "loop.global_batch_size: seen 1000, expected at most the 240",
-        ("job.yaml", "scale.workers=100000"): "scale.workers: seen 100000, expected at most",
-        ("job.yaml", "model.builder=nowhere:net"): "model.builder: seen nowhere:net",
-        ("job.yaml", "model.builder=guest_code:absent"): "model.builder: seen guest_code:absent",
-        ("job.yaml", "model.widht=3"): "model.widht: seen a key that guest_code:net does not take",
-        ("job.yaml", "telemetry.observers=[guest_code:Absent]"): "telemetry.observers: seen guest_code:Absent",
-        ("job.yaml", "save.dir=file/runs"): "save.dir: seen file/runs",
-        ("absent.yaml",): "absent.yaml: seen no such file",
+        ("table.yaml",): "data.path: got no file at",
+        ("table.yaml", "data.path=empty.csv"): "data.path: got 0 rows",
+        ("table.yaml", "data.path=nan.csv"): "data.path: got NaN in column 'x' row 1",
+        ("job.yaml", "data.bad=3"): "data.source, train of guest_code:rows: got NaN in column 'x' row 3",
+        ("job.yaml", "loop.global_batch_size=1000"): "loop.global_batch_size: got 1000, expected at most 240",
+        ("job.yaml", "scale.workers=100000"): "scale.workers: got 100000, expected at most",
+        ("job.yaml", "model.builder=nowhere:net"): "model.builder: got nowhere:net",
+        ("job.yaml", "model.builder=guest_code:absent"): "model.builder: got guest_code:absent",
+        ("job.yaml", "model.widht=3"): "model.widht: got a key that guest_code:net does not accept",
+        ("job.yaml", "telemetry.observers=[guest_code:Absent]"): "telemetry.observers: got guest_code:Absent",
+        ("job.yaml", "save.dir=file/runs"): "save.dir: got file/runs",
+        ("absent.yaml",): "absent.yaml: got no such file",
     }
 
 
@@ -213,7 +213,7 @@ def test_wrong_input_is_one_message_exit_2_and_nothing_started(
     before = sorted(place.folder.rglob("*"))
     resumed = {
         ("--resume", alive.path): f"still being trained by pid {os.getpid()} on {this_process()['host']}",
-        ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: seen a change with --resume",
+        ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: got a changed value",
     }
     commands = [["train", *arguments] for arguments in (wrong | resumed)]
     (place.folder / "commands.json").write_text(json.dumps([*commands, ["train", "--resume", ended.path]]))

@@ -96,7 +96,7 @@ def test_where_fp32_fits_not_a_row_a_precision_that_does_is_taken_and_told(
     choice.resolve()
     assert session.precision == "bf16"
     (told,) = [row["reason"] for row in reporter.events if row["what"] == "precision"]
-    assert "in fp32 not even a micro-batch of 1 rows fits" in told and "could not be held against it" in told
+    assert "in fp32 not even a micro-batch of 1 rows fits" in told and "could not be compared with it" in told
     assert read_measured(run)["precision"]["value"] == "bf16" and read_measured(run)["micro_batch"]["value"] >= 1
 
 

@@ -43,7 +43,9 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
     """
     benches = find_benches()
     if name not in benches:
-        raise InputError("bench", seen=name, expected=f"one of {', '.join(benches)}", remedy="bench --list")
+        raise InputError(
+            "bench", seen=name, expected=f"one of {', '.join(benches)}", remedy="`raytrain bench --list` describes them"
+        )
     kind = benches[name].options
     if "changes" in kind.model_fields:
         overrides = _with_changes(overrides, job="job" in kind.model_fields)
@@ -55,7 +57,7 @@ def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
     """Of a bench that passes keys on, `section.key=value` become `changes`; of one of a job, its JOB.yaml `job`."""
     files = [text for text in arguments if "=" not in text] if job else []
     if len(files) > 1:
-        raise InputError("arguments", seen=" ".join(files), expected="one JOB.yaml and key=value")
+        raise InputError("arguments", seen=" ".join(files), expected="at most one JOB.yaml; keys as key=value")
     changes = [text for text in arguments if "." in text.partition("=")[0] and text not in files]
     own = [text for text in arguments if text not in files and text not in changes]
     named = [f"job={json.dumps(files[0])}"] if files else []

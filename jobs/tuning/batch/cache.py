@@ -48,7 +48,7 @@ class Cache:
         self._store = RunFolder(folder)
         self.key, self._gate = _hash_of(signature), _hash_of(gate or {})
         self.file = f"{self.key}.jsonl"
-        self.rows = [] if fresh else still_true(self._store.read_rows(self.file), budget, gate=self._gate)
+        self.rows = [] if fresh else valid_rows(self._store.read_rows(self.file), budget, gate=self._gate)
         self.known = Known(self.rows)
 
     @property
@@ -56,7 +56,7 @@ class Cache:
         """The file."""
         return f"{self._store.path}/{self.file}"
 
-    def hear(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def add_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add the rows of a sweep that are not in the cache yet."""
         self.known = self.known_with(rows)
 
@@ -65,13 +65,13 @@ class Cache:
         times = [row.get("time") for row in self.rows]
         return Known([*self.rows, *(row for row in rows if row.get("time") not in times)])
 
-    def answers(self, space: BatchSpace) -> bool:
-        """Whether nothing is left to measure."""
+    def is_complete(self, space: BatchSpace) -> bool:
+        """Whether a search over this space has nothing left to measure."""
         known = self.known
         left = next_proposals(space, known.measurements, (), known.gates, known.contests)
         return bool(known.measurements) and not left
 
-    def keep(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def store(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store new rows, except errors, unsteady times, gates that ran out of memory, and contests that did not all
         succeed: these may not recur."""
         old = [to_line(row) for row in self._store.read_rows(self.file)]
@@ -81,13 +81,13 @@ class Cache:
 
 
 Caches = Mapping[str, Cache]
-"""By the name of the kind of device; that of the only one is ""."""
+"""Caches by the name of the kind of device, "" for a single kind."""
 
 
 def cache_key(spec: JobSpec, search: BatchSearch, checked: Checked, kind: Kind) -> dict[str, Any]:
     """The facts that a measurement depends on, as far as the driver knows them.
 
-    The global batch and the memory budget are not among them.
+    The global batch and the memory budget are not included.
     """
     data = checked.data_facts
     signature = make_signature(
@@ -127,9 +127,9 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
     return steady and (contest is None or HeadToHead.from_json(contest).valid)
 
 
-def still_true(rows: Sequence[Mapping[str, Any]], budget: int | None, *, gate: str = "") -> list[dict[str, Any]]:
-    """Rows as they would come out under `budget` bytes: what took more is out of memory now, and what was out of memory
-    under a smaller budget is not known any more; of gates those that were kept under the same hash."""
+def valid_rows(rows: Sequence[Mapping[str, Any]], budget: int | None, *, gate: str = "") -> list[dict[str, Any]]:
+    """The rows that hold under a budget of `budget` bytes. A higher peak becomes out of memory; an out-of-memory under
+    a smaller budget is dropped, like a gate with another hash."""
     kept = []
     for row in rows:
         measured, before = row.get("measurement"), row.get("budget_bytes")

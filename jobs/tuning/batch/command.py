@@ -1,5 +1,4 @@
-"""The search over batch size and precision on the driver: what may be tried, what is known already, the trials, the
-answer."""
+"""The search over batch size and precision on the driver: search space, earlier measurements, trials, result."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from jobs.plan import plan_job
 from jobs.tuning.batch.cache import FOLDER, Cache, Caches, cache_key, gate_key
 from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
 from jobs.tuning.batch.loaders import LoaderSearch, find_loaders
-from jobs.tuning.batch.results import say_search, write_batch
+from jobs.tuning.batch.results import print_search, write_batch
 from jobs.tuning.command import show_only_picked
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.autotune.search.measurement import Candidate
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from jobs.tuning.command import TuneCommand
 
 PLANNED_BATCH = 4096
-"""At most so large a global batch is planned with where the search is to find it: no worker is left out for it."""
+"""Global batch to plan with at most if the search chooses the batch; large enough to keep every worker busy."""
 
 LEAVE_S = 10.0
 """Seconds that trials get to exit after a signal."""
@@ -45,12 +44,12 @@ class BatchSearch:
 
     Attributes:
         space: the candidates, for the kind of device with the least memory.
-        kinds: of the devices, each of which has a line of search of its own.
-        plan: of the run itself.
+        kinds: the kinds of devices, each of which is searched separately.
+        plan: the plan of the run itself.
         alone_spec: the job of a trial: one worker, experts in-process.
         alone_plan: its plan.
         loaders: how many processes may read the data.
-        goodput: what is looked for.
+        goodput: whether to maximise goodput instead of throughput.
     """
 
     space: BatchSpace
@@ -81,14 +80,16 @@ class BatchSearch:
     def is_complete(self, caches: Caches) -> bool:
         """Whether nothing is left to measure."""
         pairs = [(self.space_of(one), caches[one.name]) for one in self.kinds]
-        return all(cache.answers(one) and not self.loaders.ask(one, cache.known, self.goodput) for one, cache in pairs)
+        return all(
+            cache.is_complete(one) and not self.loaders.ask(one, cache.known, self.goodput) for one, cache in pairs
+        )
 
 
 def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> BatchSearch:
     """What a search without `tune.space` may try on these machines.
 
     Raises:
-        InputError: nothing is left open, or the model alone is larger than a process may be.
+        InputError: nothing is left to search, or the model alone needs more memory than a process may use.
     """
     spec = loaded.spec
     free = spec.loop.global_batch_size == "auto"
@@ -97,13 +98,13 @@ def find_search(loaded: LoadedSpec, checked: Checked, inventory: Inventory) -> B
     if dtype != "auto" and micro != "auto" and not free and not items:
         raise InputError(
             "tune",
-            seen=f"precision.dtype {dtype} and loop.micro_batch_size {micro}, both given",
-            expected="one of them auto, or keys to try in tune.space",
+            seen=f"fixed values for precision.dtype ({dtype}) and loop.micro_batch_size ({micro})",
+            expected="auto for one of them, or keys to search in tune.space",
         )
     if spec.tune.objective == "goodput" and not free:
         raise InputError(
             "tune.objective",
-            seen="goodput with a global batch that is given",
+            seen="goodput with a fixed loop.global_batch_size",
             expected="throughput, or loop.global_batch_size: auto",
         )
     facts: dict[str, Any] = {"model_facts": checked.model_facts, "data_facts": checked.data_facts}
@@ -148,7 +149,7 @@ def _with(loaded: LoadedSpec, values: dict[str, Any]) -> LoadedSpec:
 
 
 def _check_budget(plan: Plan, spec: JobSpec, budget: int | None) -> None:
-    """A model of which not even one row fits into what a process may take is refused now."""
+    """Refuse a model of which not even one row fits into the memory of a process."""
     if plan.model_facts is not None:
         limit = spec.cluster.memory_limit
         key = "cluster.memory_limit" if limit is not None and budget == limit else "cluster.memory_fraction"
@@ -166,9 +167,9 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
     """
     if address == "local":
         search = find_search(command.loaded, checked, inventory)
-        caches = _begin(command, search, checked, inventory)
+        caches = _open_caches(command, search, checked, inventory)
         gpus = search.devices if search.on_gpu else 0
-        if _is_left(command, search, caches):
+        if _has_work(command, search, caches):
             show_only_picked(command.spec, inventory)
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
@@ -178,21 +179,21 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
             command.signals.install()
             inventory = inventory_from_ray()
             search = find_search(command.loaded, checked, inventory)
-            caches = _begin(command, search, checked, inventory)
-            if _is_left(command, search, caches):
+            caches = _open_caches(command, search, checked, inventory)
+            if _has_work(command, search, caches):
                 _try(command, search, checked, cluster, caches)
     write_batch(command, search, caches)
     return command.the_sweep
 
 
-def _is_left(command: TuneCommand, search: BatchSearch, caches: Caches) -> bool:
-    """Whether anything is to be measured: also a noise scale alone, whose reading died in an earlier command."""
+def _has_work(command: TuneCommand, search: BatchSearch, caches: Caches) -> bool:
+    """Whether anything is left to measure, including a noise scale whose trial died in an earlier command."""
     died = any(row["what"] == "noise" for row in command.the_sweep.again())
     return not search.is_complete(caches) or (died and all(cache.known.noise is None for cache in caches.values()))
 
 
-def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
-    """The sweep's folder, and what earlier searches have left, by kind of device."""
+def _open_caches(command: TuneCommand, search: BatchSearch, checked: Checked, inventory: Inventory) -> Caches:
+    """Open the search folder, and the measurements of earlier searches by kind of device."""
     command.open_sweep(inventory)
     spec, sweep, caches = command.spec, command.the_sweep, {}
     for kind in search.kinds:
@@ -201,7 +202,7 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
         cache = caches[kind.name] = Cache(
             folder, key, budget=kind.budget_bytes, fresh=spec.tune.fresh, gate=gate_key(search)
         )
-        cache.hear(of_kind(sweep.standing(), kind.name))
+        cache.add_rows(of_kind(sweep.standing(), kind.name))
     noise = next((cache.known.noise for cache in caches.values() if cache.known.noise is not None), None)
     for cache in caches.values():
         cache.known.noise = noise
@@ -209,11 +210,11 @@ def _begin(command: TuneCommand, search: BatchSearch, checked: Checked, inventor
     if sweep.ended():
         return caches
     if search.is_complete(caches):
-        command.say(f"nothing is left to measure: {kept} measurements of an earlier search hold here")
+        command.print_line(f"nothing is left to measure: {kept} measurements of earlier searches apply")
         paths = " ".join(cache.path for cache in caches.values())
-        command.say(f"  {paths}; --fresh measures again; sweep folder {sweep.path}")
+        command.print_line(f"  {paths}; --fresh measures again; search folder {sweep.path}")
     elif kept:
-        command.say(f"{kept} measurements of an earlier search hold here; --fresh measures again")
+        command.print_line(f"{kept} measurements of earlier searches apply; --fresh measures again")
     return caches
 
 
@@ -221,15 +222,15 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
     import ray
     from ray import cloudpickle, tune
 
-    from jobs.tuning.batch.trial import BatchOrders, batch_trial
+    from jobs.tuning.batch.trial import BatchTrialSettings, batch_trial
     from jobs.tuning.sweep import close_channel, make_tuner, run_trials
     from raytrain.execution.driver_channel import open_channel
 
     sweep = command.the_sweep
-    say_search(command, search)
+    print_search(command, search)
     job = train_job(search.alone_spec, search.alone_plan, sweep, attempt=1)
     channel = open_channel()
-    orders = BatchOrders(
+    settings = BatchTrialSettings(
         job=ray.put(cloudpickle.dumps(job)),  # pyright: ignore[reportPrivateImportUsage]
         data=None if checked.handed is None else ray.put(checked.handed),
         folder=os.getcwd(),
@@ -245,7 +246,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
     with SweepTable(command.console, columns, title="measurements") as table:
         trials = _trials(command, search, caches, table)
         tuner = make_tuner(
-            tune.with_parameters(batch_trial, orders=orders),
+            tune.with_parameters(batch_trial, settings=settings),
             trials,
             storage=command.storage(cluster),
             resources=lambda config: tune.PlacementGroupFactory([reserved[config["kind"]]]),
@@ -260,7 +261,7 @@ def _try(command: TuneCommand, search: BatchSearch, checked: Checked, cluster: C
 
 
 def _trials(command: TuneCommand, search: BatchSearch, caches: Caches, table: SweepTable) -> KindTrials:
-    """One line of trials for each kind of device; the first one reads the noise scale, which knows no device."""
+    """The trials of each kind of device; the first kind also measures the noise scale, which is the same for all."""
     from jobs.tuning.batch.trials import BatchTrials, KindTrials, Numbers
 
     spec, numbers = command.spec, Numbers(command.the_sweep)

@@ -1,4 +1,4 @@
-"""The kinds of devices that a search is made for: each has a line of search, whose trials Ray keeps on its devices."""
+"""The kinds of devices of a search. Each kind is searched separately, and Ray runs its trials on its devices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from raytrain.plan.rules.devices import DevicePool, choose_devices
 from raytrain.plan.rules.workers import allowed_bytes, spread
 
 SLIVER = 0.001
-"""Of an accelerator type a trial takes next to nothing: it only says where it runs."""
+"""Fraction of Ray's `accelerator_type:*` resource that a trial reserves: it selects the node, and limits nothing."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Devices that are alike.
+    """Devices of one type.
 
     Attributes:
-        name: as Ray calls the type; "" where all are alike, or Ray cannot tell them apart.
-        devices: measurements that may run beside each other: one on each GPU, on CPUs one on each node.
-        workers: of the run on this kind, which may be fewer.
-        cores: what a measurement on CPUs takes of its node, so that nothing else is timed there.
-        budget_bytes: of one process; None where nobody knows.
-        device, device_bytes: its name and memory, for the cache.
+        name: Ray's accelerator type; "" if there is one kind only, or if Ray cannot tell the kinds apart.
+        devices: concurrent measurements: one on each GPU, or on each node without GPUs.
+        workers: the run's workers on this kind, possibly fewer than its devices.
+        cores: CPU cores that a measurement on CPUs reserves: those of its node, so that no other one runs there.
+        budget_bytes: memory budget of one process; None if unknown.
+        device, device_bytes: name and memory of the device, for the cache key.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Kind:
 
 
 def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: bool) -> tuple[Kind, ...]:
-    """The kinds of the devices that the workers of this job get, by name; one without a name where there is one alone,
-    or where Ray cannot keep a trial on a kind of nodes.
+    """The kinds of devices that the workers of this job use, sorted by name. A single kind has no name, and so have
+    kinds that Ray cannot tell apart.
 
     Raises:
-        InputError: GPUs of one machine are unlike: Ray gives a trial any of them.
+        InputError: a machine has GPUs of different types, of which Ray would assign any to a trial.
     """
     machines = choose_devices(spec.scale, inventory, [])
     nodes = [node for node, _ in machines.pool] if on_gpu else [node for node in inventory.nodes if node.cpus > 0]
@@ -61,7 +61,7 @@ def find_kinds(spec: JobSpec, inventory: Inventory, *, workers: int, on_gpu: boo
         own = [node for node in nodes if node.accelerator == name]
         part = replace(inventory, nodes=tuple(own))
         there = sum(counts.get(host, 0) for host in {node.host for node in own})
-        if there:  # a kind that the run does without must not decide for it
+        if there:  # a kind that the run does not use must not decide
             found.append(_kind(name, spec, part, own, workers=there, on_gpu=on_gpu))
     return tuple(found)
 
@@ -71,8 +71,9 @@ def _refuse_unlike(machines: DevicePool) -> None:
         names = sorted({device.name for device in devices})
         if len(names) > 1:
             raise InputError(
-                "scale.accelerator", seen=f"{' and '.join(names)} in {node.host}", expected="GPUs of one kind there",
-                remedy="Ray cannot tell those of one machine apart: name the kind to search on",
+                "scale.accelerator", seen=f"{' and '.join(names)} on the machine {node.host}",
+                expected="GPUs of one type per machine",
+                remedy="Ray cannot tell GPUs of one machine apart; set scale.accelerator to the type to search on",
             )  # fmt: skip
 
 
@@ -93,5 +94,5 @@ def _kind(name: str, spec: JobSpec, inventory: Inventory, nodes: Sequence[Node],
 
 
 def of_kind(rows: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Of lines of trials.jsonl those measured on this kind of device."""
+    """The rows of trials.jsonl that were measured on this kind of device."""
     return [dict(row) for row in rows if row.get("kind", "") == kind]

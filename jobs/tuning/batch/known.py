@@ -1,4 +1,4 @@
-"""What a search over batch size and precision knows, read from the rows of trials.jsonl."""
+"""The measurements that a search over batch size and precision has so far, read from the rows of trials.jsonl."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raytrain.autotune.search.precision import GateReport
 from raytrain.autotune.search.space import BatchSpace
 
 IN_TURN = "in turn"
-"""What a contest is called in the table and in trials.jsonl."""
+"""Name of a head-to-head comparison in the table and in trials.jsonl."""
 
 LOADERS = "loaders"
-"""What a reading of loader processes is."""
+"""Name of a measurement of loader processes, likewise."""
 
 
-class What(NamedTuple):
-    """What a trial measures, however many passes it takes."""
+class TrialKey(NamedTuple):
+    """Identifies what a trial measures, independently of its number of passes."""
 
     precision: str
     micro_batch_size: int
@@ -34,7 +34,7 @@ class What(NamedTuple):
 
 
 class Known:
-    """All that was measured, from rows of trials.jsonl."""
+    """All measurements so far, from rows of trials.jsonl."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ class Known:
             self.add(dict(row))
 
     def add(self, row: dict[str, Any]) -> None:
-        """One more row."""
+        """Add one row."""
         self.rows.append(row)
         if row.get("gate") is not None:
             self.gates.append(GateReport.from_json(row["gate"]))
@@ -63,32 +63,32 @@ class Known:
         self.signature = row.get("signature") or self.signature
 
 
-def weighed(space: BatchSpace, known: Known, *, goodput: bool) -> BatchSpace:
-    """The space with the noise scale in it, where that decides and is known; infinite noise wastes no row."""
+def with_noise_scale(space: BatchSpace, known: Known, *, goodput: bool) -> BatchSpace:
+    """The space with the measured noise scale if goodput decides; without it if the scale is unknown or infinite."""
     rows = known.noise.rows if goodput and known.noise is not None and math.isfinite(known.noise.rows) else None
     return replace(space, noise_rows=rows)
 
 
-def what_of(row: Mapping[str, Any]) -> What:
-    """Of a line of trials.jsonl."""
+def trial_key(row: Mapping[str, Any]) -> TrialKey:
+    """The key of a row of trials.jsonl."""
     what = row["what"]
     kinds = (what == "noise", what == "gate", what == LOADERS, what.startswith(IN_TURN))
-    return What(row["precision"], row["micro_batch_size"], *kinds)
+    return TrialKey(row["precision"], row["micro_batch_size"], *kinds)
 
 
-def still_wanted(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: Known) -> list[int]:
-    """Of trials that died, the numbers of those that a search with what is `known` wants all the same."""
+def still_needed(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: Known) -> list[int]:
+    """Numbers of the trials that died and that a search with these measurements still needs."""
     everything = replace(space, devices=len(space.precisions) * len(space.sizes))
     found = next_proposals(everything, known.measurements, (), known.gates, known.contests)
     points = ((one, one.candidate) for one in found)
     wanted = {
-        What(point.precision, point.micro_batch_size, False, one.gate_steps > 0, False, bool(one.against))
+        TrialKey(point.precision, point.micro_batch_size, False, one.gate_steps > 0, False, bool(one.against))
         for one, point in points
     }
 
-    def lacking(what: What) -> bool:
+    def lacking(what: TrialKey) -> bool:
         if what.noise or what.loaders:
             return (known.noise if what.noise else known.loaders) is None
         return what in wanted
 
-    return [row["trial"] for row in died if lacking(what_of(row))]
+    return [row["trial"] for row in died if lacking(trial_key(row))]

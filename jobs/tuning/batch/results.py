@@ -1,4 +1,4 @@
-"""What a search over batch size and precision leaves: best.yaml, tune.json, tune.png, the table and the advice."""
+"""Results of a search over batch size and precision: best.yaml, tune.json, tune.png, the table and the advice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from jobs.tuning.batch.device_kinds import of_kind
-from jobs.tuning.batch.known import Known, still_wanted, weighed
+from jobs.tuning.batch.known import Known, still_needed, with_noise_scale
 from jobs.tuning.batch.loaders import KEY, chosen_loaders
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.points import whole_mapping
-from jobs.tuning.space.results import close, draw, header_of, say_files
+from jobs.tuning.space.results import close, draw, header_of, print_files
 from jobs.tuning.table import bytes_text, number_text, print_table
 from raytrain.autotune.search.batch_size import BatchDecision, decide
 from raytrain.autotune.search.device_kinds import KindsDecision, choose_for_all
@@ -35,24 +35,26 @@ if TYPE_CHECKING:
 
 WORTH_SAYING = 0.02
 LARGER = 4
-"""The advice about a free global batch looks so many times further than the given one."""
+"""The advice about a larger global batch predicts one of this many times the given size."""
 
 
-def say_search(command: TuneCommand, search: BatchSearch) -> None:
+def print_search(command: TuneCommand, search: BatchSearch) -> None:
     """Print the search space before the search starts."""
     space = search.space
     sizes = ", ".join(map(str, space.sizes)) if len(space.sizes) <= 12 else f"{space.sizes[0]} to {space.sizes[-1]}"
     batch = "the global batch is searched too" if space.rows_per_step is None else (
-        f"{space.rows_per_step} rows of each worker's step are kept"
+        f"{space.rows_per_step} rows per worker and step are fixed"
     )  # fmt: skip
     rooms = [
-        "no memory limit is known" if one.budget_bytes is None else f"{size_text(one.budget_bytes)} a process"
+        "no memory limit is known" if one.budget_bytes is None else f"{size_text(one.budget_bytes)} for each process"
         for one in search.kinds
     ]
     named = [f"{one.devices} {one.name}, {room}" for one, room in zip(search.kinds, rooms, strict=True)]
     room = rooms[0] if len(rooms) == 1 else f"a search for each kind of device ({'; '.join(named)})"
-    command.say(f"search: {' and '.join(space.precisions)}, micro-batches of {sizes} rows; {batch}; {room}")
-    command.say(f"each in a process of its own, {search.devices} at a time; sweep folder {command.the_sweep.path}")
+    command.print_line(f"search: {' and '.join(space.precisions)}, micro-batches of {sizes} rows; {batch}; {room}")
+    command.print_line(
+        f"each trial in its own process, {search.devices} at a time; search folder {command.the_sweep.path}"
+    )
 
 
 def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> None:
@@ -63,7 +65,7 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     """
     spec, sweep, workers = command.spec, command.the_sweep, search.workers
     for kind in search.kinds:
-        caches[kind.name].keep(of_kind(sweep.ended(), kind.name))
+        caches[kind.name].store(of_kind(sweep.ended(), kind.name))
     answer = answer_of(search, caches)
     chosen, known, decision = answer.candidate, caches[answer.binding].known, answer.decisions[answer.binding]
     size = chosen.micro_batch_size
@@ -78,7 +80,7 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
     found = measured(answer, caches, search)
     memory = memory_used(found["peak_bytes"], next(k.budget_bytes for k in search.kinds if k.name == answer.binding))
     job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
-    header = "; ".join(filter(None, [header_of(command), unsteadiness(known)]))
+    header = "; ".join(filter(None, [header_of(command), unsteady_warning(known)]))
     sweep.write_text(sweep.best, best_text(job, reasons, header=header))
     advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)
     table = [
@@ -91,22 +93,26 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
                              name=spec.name, goodput=search.goodput))  # fmt: skip
     for name, one in answer.decisions.items():
         print_table(command.console, decision_table(one, kind=name))
-    command.say(f"precision   {chosen.precision}: {answer.precision.reason}")
-    command.say(f"micro-batch {size}: {answer.micro_batch_size.reason}")
+    command.print_line(f"precision   {chosen.precision}: {answer.precision.reason}")
+    command.print_line(f"micro-batch {size}: {answer.micro_batch_size.reason}")
     if memory["used"] is not None:
         peak, limit = size_text(memory["peak_bytes"]), size_text(memory["limit_bytes"])
-        command.say(f"memory      {memory['used']:.1%} used: a peak of {peak}, a process may take {limit}")
-    command.say(f"{KEY} {f'{loaders.value}: {loaders.reason}' if isinstance(loaders, Resolved) else loaders.how}")
+        command.print_line(
+            f"memory      {memory['used']:.1%} used: a peak of {peak} of the {limit} that a process may use"
+        )
+    command.print_line(
+        f"{KEY} {f'{loaders.value}: {loaders.reason}' if isinstance(loaders, Resolved) else loaders.how}"
+    )
     for line in advice:
-        command.say(line)
+        command.print_line(line)
     kinds = {name: one.to_json() for name, one in answer.decisions.items()}
     close(command, {"kind": "batch", "values": values, "decision": decision.to_json(), "kinds": kinds, "found": found,
                     "memory": memory, "loaders": loaders.to_json(), "advice": advice,
                     "from_cache": sum(len(cache.rows) for cache in caches.values())})  # fmt: skip
-    say_files(command, died=worth_again(command, search, caches))
+    print_files(command, died=trials_to_repeat(command, search, caches))
 
 
-def worth_again(command: TuneCommand, search: BatchSearch, caches: Caches) -> list[int]:
+def trials_to_repeat(command: TuneCommand, search: BatchSearch, caches: Caches) -> list[int]:
     """Numbers of the trials whose process died and that a resumed search would still run; measurements made since then
     may have made some of them unnecessary."""
     sweep = command.the_sweep
@@ -114,21 +120,21 @@ def worth_again(command: TuneCommand, search: BatchSearch, caches: Caches) -> li
     for kind in search.kinds:
         known = caches[kind.name].known_with(of_kind(sweep.standing(), kind.name))
         known.noise, known.loaders = caches[kind.name].known.noise, caches[kind.name].known.loaders
-        space = weighed(search.space_of(kind), known, goodput=search.goodput)
-        found += still_wanted(of_kind(sweep.again(), kind.name), space, known)
+        space = with_noise_scale(search.space_of(kind), known, goodput=search.goodput)
+        found += still_needed(of_kind(sweep.again(), kind.name), space, known)
     return sorted(found)
 
 
 def answer_of(search: BatchSearch, caches: Caches) -> KindsDecision:
-    """What each kind of device decides by itself, and what follows for all of them.
+    """The decision of each kind of device, and the one for all of them.
 
     Raises:
-        RunError: nothing that was measured can run, on one of them.
+        RunError: on one kind, nothing that was measured can run.
     """
     decisions: dict[str, BatchDecision] = {}
     for kind in search.kinds:
         known = caches[kind.name].known
-        space = weighed(search.space_of(kind), known, goodput=search.goodput)
+        space = with_noise_scale(search.space_of(kind), known, goodput=search.goodput)
         try:
             decisions[kind.name] = decide(space, known.measurements, known.gates, known.contests)
         except RunError as error:
@@ -145,12 +151,12 @@ def answer_of(search: BatchSearch, caches: Caches) -> KindsDecision:
 
 
 def memory_used(peak: int | None, limit: int | None) -> dict[str, Any]:
-    """The part of what a process may take that the chosen micro-batch takes; None where one of the two is not known."""
+    """Peak and limit of a process with the chosen micro-batch, and their ratio (None if either is unknown)."""
     return {"peak_bytes": peak, "limit_bytes": limit, "used": peak / limit if peak and limit else None}
 
 
 def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict[str, Any]:
-    """`tune.found`: what was measured of the chosen point, for `train` to hold its own measurement against."""
+    """`tune.found`: what was measured for the chosen point; `train` compares its own measurement with it."""
     chosen, known = answer.candidate, caches[answer.binding].known
     signatures = [cache.known.signature for name, cache in caches.items() if name != answer.binding]
     own = [one for one in known.measurements if one.candidate == chosen and one.pass_s]
@@ -176,8 +182,8 @@ def measured(answer: KindsDecision, caches: Caches, search: BatchSearch) -> dict
 
 
 def decision_table(decision: BatchDecision, *, kind: str) -> Table:
-    """Every candidate on which anything was spent, the best one marked; of one `kind` of device."""
-    word = f"best on {kind}" if kind else "taken"
+    """Every candidate that was measured on one `kind` of device, the best one marked."""
+    word = f"best on {kind}" if kind else "best"
     table = Table("precision", "rows", "passes", "rows/s (95 %)", "peak", "predicted", "", box=None, pad_edge=False,
                   header_style="bold", title=f"on {kind}" if kind else None, title_justify="left")  # fmt: skip
     for row in decision.table:
@@ -193,41 +199,41 @@ def decision_table(decision: BatchDecision, *, kind: str) -> Table:
     return table
 
 
-def unsteadiness(known: Known) -> str:
-    """A warning that not all times are to be relied on, or ""."""
+def unsteady_warning(known: Known) -> str:
+    """A warning that some times are unreliable, or ""."""
     unsteady = sum(not one.is_steady for one in known.measurements)
     if not unsteady:
         return ""
     message = f"times of {unsteady} of {len(known.measurements)} measurements vary by more than {STEADY:.0%}"
-    return f"{message}: the machine did other work. They are not kept; search again when it is quiet"
+    return f"{message}, since the machine was busy; they are not cached: search again when it is idle"
 
 
 def advice_lines(
     decision: BatchDecision, chosen: Candidate, known: Known, search: BatchSearch, asked: Any
 ) -> list[str]:
-    """What else the measurements tell: memory at half and twice the size, and what another global batch is worth."""
-    lines = [warning] if (warning := unsteadiness(known)) else []
+    """Further conclusions: peak memory at half and twice the size, and the benefit of another global batch."""
+    lines = [warning] if (warning := unsteady_warning(known)) else []
     space, size = search.space, chosen.micro_batch_size
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision]
     if any(one.peak_bytes for one in own):
         line = line_of(own)
         peaks = [f"{size_text(line.predict(round(part * size)))} at {part:g}x" for part in (0.5, 1, 2)]
-        room = "" if space.budget_bytes is None else f"; a process may take {size_text(space.budget_bytes)}"
-        lines.append(f"predicted peak: {', '.join(peaks)} of this micro-batch{room}")
+        room = "" if space.budget_bytes is None else f"; a process may use {size_text(space.budget_bytes)}"
+        lines.append(f"predicted peak: {', '.join(peaks)} this micro-batch{room}")
     if known.noise is not None:
         now = size * search.workers if asked == "auto" else int(asked)
         lines.append(goodput_advice(known.noise, global_batch=now))
     can_grow = asked != "auto" and decision.candidate == chosen
     worth = larger_batch(decision, known, search) if can_grow else None
     if worth is not None:
-        gain = f"{worth:+.0%} rows/s" if worth > WORTH_SAYING else "no more rows/s"
-        lines.append(f"loop.global_batch_size: auto lets the batch grow: {LARGER} times this one predicts {gain}")
+        gain = f"a change of {worth:+.0%} in rows/s" if worth > WORTH_SAYING else "no gain in rows/s"
+        lines.append(f"loop.global_batch_size: auto also searches the batch: {LARGER} times this one predicts {gain}")
     return lines
 
 
 def larger_batch(decision: BatchDecision, known: Known, search: BatchSearch) -> float | None:
-    """Gain in rows/s of a step of one micro-batch of `LARGER` times a worker's rows, predicted; None where nothing
-    tells."""
+    """Predicted gain in rows/s of a step that is one micro-batch of `LARGER` times a worker's rows; None if it cannot
+    be predicted."""
     chosen, rows = decision.candidate, search.space.rows_per_step
     own = [one for one in known.measurements if one.candidate.precision == chosen.precision and one.pass_s]
     if rows is None or len({one.candidate.micro_batch_size for one in own}) < 2:

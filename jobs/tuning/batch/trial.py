@@ -1,6 +1,6 @@
-"""A trial of the search over batch size and precision: one measurement, in a process and on a device of its own.
+"""A trial of the search over batch size and precision: one measurement, in its own process and on its own device.
 
-It is one worker without Ray Train, experts in-process; `train` confirms what is found in the real group.
+It is one worker without Ray Train, experts in-process; `train` confirms the result in the real process group.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 
 FREED_S = 20.0
-"""The memory of an earlier trial's process is released within this many seconds, or never."""
+"""Seconds to wait for the memory of an earlier trial's process to be released."""
 
 
 @dataclass(frozen=True)
-class BatchOrders:
+class BatchTrialSettings:
     """The settings that every trial of a sweep receives.
 
     Attributes:
         job: reference to the pickled TrainJob of one worker (it may name the user's classes).
-        data: reference to handed-over data, or None.
-        folder: the directory of the command, where users' code is.
-        prepared: the precision to prepare in, which has the master format of all candidates.
-        reference: the precision that a gate compares with.
-        budgets: kind of device -> what a process may take there; None: nobody knows.
-        workers: of the run that the figures are for.
-        goodput: the noise scale decides, and is not advice alone.
-        channel: the `DriverChannel` actor by which the driver has trials leave.
+        data: reference to data given as objects, or None.
+        folder: working directory of the command, from which users' code is imported.
+        prepared: the precision to prepare the session in; it has the master dtype of all candidates.
+        reference: the precision that the numeric gate compares with.
+        budgets: kind of device -> bytes that a process may use there; None if unknown.
+        workers: number of workers of the run that the figures are for.
+        goodput: whether the noise scale decides, or is only advice.
+        channel: the `DriverChannel` actor through which the driver asks trials to exit.
     """
 
     job: Any
@@ -61,43 +61,45 @@ class BatchOrders:
     channel: Any
 
 
-def batch_trial(config: dict[str, Any], *, orders: BatchOrders) -> None:
+def batch_trial(config: dict[str, Any], *, settings: BatchTrialSettings) -> None:
     """Ray Tune's trainable: reports {"measurement"}, {"gate"}, {"contest"}, {"noise"}, {"loaders"}, a contest with the
-    measurement of its winner's peak where that was wanted; running out of memory is a measurement."""
+    measurement of its winner's peak if requested. Running out of memory is a measurement, not an error."""
     keep_freed_memory()
-    on_stop_request(orders.channel, lambda: os._exit(1))  # an unfinished measurement is worth nothing
-    if os.path.isdir(orders.folder):
-        os.chdir(orders.folder)
-    make_importable(orders.folder)
+    on_stop_request(settings.channel, lambda: os._exit(1))  # an unfinished measurement is useless
+    if os.path.isdir(settings.folder):
+        os.chdir(settings.folder)
+    make_importable(settings.folder)
     wanted = TrialRequest.of(config)
-    job: TrainJob = cloudpickle.loads(ray.get(orders.job))
-    data: Any = None if orders.data is None else ray.get(orders.data)
+    job: TrainJob = cloudpickle.loads(ray.get(settings.job))
+    data: Any = None if settings.data is None else ray.get(settings.data)
     if job.planned("device") == "cuda":
         await_freed_memory(torch.device("cuda", 0))
     source = source_from_driver(data, job.data, context=job.model.keys.get("context"))
     session = Session(job, workers=Workers(), source=source)
-    session.prepare(orders.prepared)
-    tune.report(_measured(session, wanted, orders))
+    session.prepare(settings.prepared)
+    tune.report(_measured(session, wanted, settings))
 
 
-def _measured(session: Session, wanted: TrialRequest, orders: BatchOrders) -> dict[str, Any]:
+def _measured(session: Session, wanted: TrialRequest, settings: BatchTrialSettings) -> dict[str, Any]:
     if wanted.noise:
         size = wanted.candidate.micro_batch_size
-        few = {} if orders.goodput else {"micro_batches": 4, "draws": 6}  # an advice need not be as sure as a choice
+        few = (
+            {} if settings.goodput else {"micro_batches": 4, "draws": 6}
+        )  # advice need not be as precise as a decision
         pairs = measure_norms(session, micro_batch_size=size, **few)
         return {"noise": asdict(noise_scale(pairs))}
     if wanted.loaders is not None:
         found = measure_loaders(StepProbe(session), wanted.candidate, most=wanted.loaders, passes=wanted.passes)
         return {"loaders": found.to_json()}
     taken = run_proposal(
-        StepProbe(session), wanted.proposal, reference=orders.reference, budget=orders.budgets[wanted.kind]
+        StepProbe(session), wanted.proposal, reference=settings.reference, budget=settings.budgets[wanted.kind]
     )
     found = {name: part.to_json() for name, part in vars(taken).items() if part is not None}
-    return {**found, "signature": signature_of(session, workers=orders.workers).to_json()}
+    return {**found, "signature": signature_of(session, workers=settings.workers).to_json()}
 
 
 def await_freed_memory(device: torch.device) -> None:
-    """Wait until a process that ended has given its memory back: until what is free no longer grows."""
+    """Wait until the memory of a process that ended is released: until the free memory stops growing."""
     ends = time.monotonic() + FREED_S
     free, _ = torch.cuda.mem_get_info(device)
     while time.monotonic() < ends:

@@ -1,4 +1,4 @@
-"""The trials of a search over batch size and precision on the driver: which one is next, and their results."""
+"""The trials of a search over batch size and precision, on the driver: proposes the next one and records results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jobs.tuning.batch.device_kinds import of_kind
-from jobs.tuning.batch.known import IN_TURN, LOADERS, Known, What, weighed, what_of
+from jobs.tuning.batch.known import IN_TURN, LOADERS, Known, TrialKey, trial_key, with_noise_scale
 from jobs.tuning.batch.loaders import NONE, LoaderSearch
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
@@ -22,8 +22,8 @@ from raytrain.runs.sweep import SweepFolder
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """One trial: a proposal of the search with its number, a reading of the gradient noise scale, or one of 0 to
-    `loaders` loader processes (`passes`: of a step); on which `kind` of device, where there are several."""
+    """One trial: a proposal of the search, a measurement of the noise scale (`noise`), or one of 0 to `loaders` loader
+    processes, with `passes` per step; `kind` is the kind of device, if there are several."""
 
     number: int
     candidate: Candidate
@@ -54,7 +54,7 @@ class TrialRequest:
 
     @property
     def what(self) -> str:
-        """In a word, for the table."""
+        """What it measures, as shown in the table."""
         if self.noise:
             return "noise"
         if self.loaders is not None:
@@ -67,27 +67,27 @@ class TrialRequest:
 
 
 KINDS = ("measurement", "gate", "contest", "noise", "loaders")
-"""What a trial may report, one of them; a contest with a measurement of its winner's peak."""
+"""What a trial reports: one of these, or a contest with a measurement of its winner's peak."""
 
 
 class Numbers:
-    """The numbers of a sweep's trials."""
+    """Numbers the trials of a search, across all kinds of devices."""
 
     def __init__(self, sweep: SweepFolder) -> None:
         self.last = max((row["trial"] for row in sweep.ended()), default=0)
 
 
 class BatchTrials:
-    """`searcher.Trials` of a search.
+    """`searcher.Trials` of a search on one kind of device.
 
     Args:
-        numbers: of the sweep.
-        kind: of device, where there are several.
-        known: what earlier searches and this sweep measured, which is not measured again.
-        noise_at: the candidate whose gradients tell the noise scale; None: it is not asked for.
-        goodput: the noise scale is read first, and decides; else it is read last, as advice.
-        loaders: how many processes may read the data; measured with what was chosen.
-        most: trials of this sweep at most.
+        numbers: numbers the trials.
+        kind: the kind of device, "" for a single kind.
+        known: measurements of earlier searches and of this one, which are not repeated.
+        noise_at: the candidate with which to measure the noise scale; None: not measured.
+        goodput: measure the noise scale first, since it decides; otherwise last, as advice.
+        loaders: how many processes may read the data; measured with the chosen candidate.
+        most: limit on the number of trials.
     """
 
     def __init__(
@@ -103,39 +103,39 @@ class BatchTrials:
         self._numbers, self._kind = numbers, kind
         for row in of_kind(sweep.standing(), kind):
             table.end(row["trial"], batch_cells(row, space), batch_text(row, space))
-        self._dead = {what_of(row): row["trial"] for row in of_kind(sweep.again(), kind)}
+        self._dead = {trial_key(row): row["trial"] for row in of_kind(sweep.again(), kind)}
         self._tried_again: set[int] = set()
 
     @property
     def idle(self) -> int:
-        """Devices on which nothing is measured."""
+        """Number of idle devices."""
         return self.space.devices - len(self._running)
 
     @property
     def awaits_noise(self) -> bool:
-        """Whether a reading of the noise scale decides, and is still to come."""
+        """Whether the noise scale decides and is not measured yet."""
         return self._goodput and self._noise() is not None
 
     def propose(self) -> dict[str, Any] | str | None:
-        """What the search wants next."""
+        """The config of the next trial; see `searcher.Trials`."""
         if self.stopping:
             return DONE
         wanted = self.next()
         if wanted is None:
             return None if self._running else DONE
         self._numbers.last = max(self._numbers.last, wanted.number)
-        if self._dead.pop(_what(wanted), None) is not None:
+        if self._dead.pop(_key_of(wanted), None) is not None:
             self._tried_again.add(wanted.number)
         self._running[wanted.number] = wanted
         return wanted.to_json()
 
     def next(self) -> TrialRequest | None:
-        """The next trial; None where nothing is to be started now."""
+        """The next trial; None if nothing can be started now."""
         noise = self._noise()
         if noise is not None and self.awaits_noise:
             return None if self._running else self._numbered(noise)
         running = [one.proposal for one in self._running.values()]
-        space = weighed(self.space, self.known, goodput=self._goodput)
+        space = with_noise_scale(self.space, self.known, goodput=self._goodput)
         found = next_proposals(space, self.known.measurements, running, self.known.gates, self.known.contests)
         if found:
             return self._numbered(TrialRequest(0, **vars(found[0])))
@@ -145,7 +145,7 @@ class BatchTrials:
         return None if last is None else self._numbered(last)
 
     def _reading(self) -> TrialRequest | None:
-        """Of loader processes, with what has been chosen."""
+        """A measurement of loader processes with the chosen candidate."""
         chosen = self._loaders.ask(self.space, self.known, self._goodput)
         if chosen is None:
             return None
@@ -158,14 +158,14 @@ class BatchTrials:
         return TrialRequest(0, self._noise_at, noise=True)
 
     def _numbered(self, wanted: TrialRequest) -> TrialRequest | None:
-        """With its number: that of an earlier command's trial where that one died, else the next; None beyond the
-        most."""
-        number = self._dead.get(_what(wanted), self._numbers.last + 1)
+        """The request with a number: that of the trial it repeats if that one died in an earlier command, else the
+        next one; None beyond the limit."""
+        number = self._dead.get(_key_of(wanted), self._numbers.last + 1)
         over = self._most is not None and number > self._most
         return None if over else replace(wanted, number=number, kind=self._kind)
 
     def started(self, config: dict[str, Any]) -> None:
-        """It has its process."""
+        """Called when the trial's process has started."""
         wanted = TrialRequest.of(config)
         self._began[wanted.number] = time.time()
         one = wanted.candidate
@@ -173,7 +173,7 @@ class BatchTrials:
         self._table.start(wanted.number, [wanted.kind, *known] if wanted.kind else known)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Writes its line; a crash is a measurement as well, that says so."""
+        """Record the result of a trial; a crash is recorded as a failed measurement."""
         wanted = TrialRequest.of(config)
         self._running.pop(wanted.number, None)
         if self.stopping:
@@ -207,7 +207,7 @@ class BatchTrials:
         reason = "it ended without a result" if error is None else why(error)
         reason += ", and once before" if again else ""
         if wanted.noise:
-            self._noise_at = None  # an advice less; the search goes on
+            self._noise_at = None  # only advice is missing; the search continues
             return {"reason": reason}
         if wanted.loaders is not None:
             self._loaders = LoaderSearch(None, reason)
@@ -219,14 +219,14 @@ class BatchTrials:
 
 
 class KindTrials:
-    """`searcher.Trials` of a search on devices of several kinds: each kind proposes for itself, in turn."""
+    """`searcher.Trials` of a search on several kinds of devices, each of which proposes its own trials."""
 
     def __init__(self, trials: Mapping[str, BatchTrials]) -> None:
         self._trials = dict(trials)
 
     def propose(self) -> dict[str, Any] | str | None:
-        """Of the kind with the most idle devices that wants something. A noise scale that decides is read first, by
-        one kind for all."""
+        """The next trial of the kind with the most idle devices. A noise scale that decides is measured first, by one
+        kind for all."""
         first = next((one for one in self._trials.values() if one.awaits_noise), None)
         asked = [first] if first is not None else sorted(self._trials.values(), key=lambda one: -one.idle)
         answers = []
@@ -238,26 +238,26 @@ class KindTrials:
         return DONE if all(answer == DONE for answer in answers) else None
 
     def started(self, config: dict[str, Any]) -> None:
-        """A trial has its process."""
+        """Called when a trial's process has started."""
         self._trials[config["kind"]].started(config)
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Record its result; all kinds share a noise scale, which does not depend on the device."""
+        """Record the result of a trial; all kinds share the noise scale, which does not depend on the device."""
         own = self._trials[config["kind"]]
         own.ended(config, result, error)
         for one in self._trials.values():
             one.known.noise = one.known.noise or own.known.noise
 
     def stop(self) -> None:
-        """Propose nothing any more, and take no results."""
+        """Propose no further trials and ignore results."""
         for one in self._trials.values():
             one.stopping = True
 
 
-def _what(wanted: TrialRequest) -> What:
-    """What is measured, however many passes it takes."""
+def _key_of(wanted: TrialRequest) -> TrialKey:
+    """Identifies what is measured, independently of the number of passes."""
     point = wanted.candidate
-    return What(
+    return TrialKey(
         point.precision, point.micro_batch_size, wanted.noise, wanted.gate_steps > 0, wanted.loaders is not None,
         bool(wanted.against),
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""`tune.space`: which keys of a job are searched, and which values of them. Pure, without torch and Ray.
+"""`tune.space`: the keys of a job to search and their values. Pure, without torch and Ray.
 
 A key takes a list (`[16, 32]`), or one of `loguniform(low, high)`, `uniform(low, high)`, `randint(low, high)` (both
-ends included) and `choice(a, b, ...)`. Lists alone make a grid; beside a distribution they are drawn from. A draw is
-a function of the job's seed and the number of the trial, so that a sweep that goes on draws the same again.
+ends included) and `choice(a, b, ...)`. If all keys have lists, the trials are the grid of all combinations; otherwise
+each trial draws one value per key. A draw depends only on the job's seed and the trial's number, so that a resumed
+search draws the same values again.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from raytrain.config.yaml12 import plain_scalar
 from raytrain.errors import InputError
 
 DRAWS = 16
-"""Trials of a space with a distribution in it, unless `tune.max_trials` says otherwise."""
+"""Default of `tune.max_trials` for a space that contains a distribution."""
 
 GRAMMAR = "a list, or a string such as loguniform(1e-4, 1e-2), uniform(0, 1), randint(1, 8) or choice(a, b)"
 _CALL = re.compile(r"(loguniform|uniform|randint|choice)\(([^()]*)\)\Z")
 _KEPT = ("name", "seed", "save", "tune", "infer", "retry", "telemetry", "cluster")
-"""Sections and keys that every trial has in common."""
+"""Sections and keys that cannot differ between trials."""
 
 
 @dataclass(frozen=True)
@@ -34,33 +35,33 @@ class Choices:
 
     values: tuple[Any, ...]
 
-    def draw(self, chance: random.Random) -> Any:
-        return chance.choice(self.values)
+    def draw(self, rng: random.Random) -> Any:
+        return rng.choice(self.values)
 
     @property
     def examples(self) -> tuple[Any, ...]:
-        """Values that must each be right for the job."""
+        """Values to validate against the job: all of them."""
         return self.values
 
 
 @dataclass(frozen=True)
 class Range:
-    """A distribution between two numbers: `loguniform`, `uniform` or `randint`, whose ends are both possible."""
+    """A distribution between two numbers, both included: `loguniform`, `uniform` or `randint`."""
 
     kind: str
     low: float
     high: float
 
-    def draw(self, chance: random.Random) -> Any:
+    def draw(self, rng: random.Random) -> Any:
         if self.kind == "randint":
-            return chance.randint(int(self.low), int(self.high))
+            return rng.randint(int(self.low), int(self.high))
         if self.kind == "uniform":
-            return chance.uniform(self.low, self.high)
-        return min(self.high, max(self.low, math.exp(chance.uniform(math.log(self.low), math.log(self.high)))))
+            return rng.uniform(self.low, self.high)
+        return min(self.high, max(self.low, math.exp(rng.uniform(math.log(self.low), math.log(self.high)))))
 
     @property
     def examples(self) -> tuple[Any, ...]:
-        """The two ends, and for real numbers one between."""
+        """Values to validate against the job: the two ends and, for real numbers, one in between."""
         if self.kind == "randint":
             return (int(self.low), int(self.high))
         return (self.low, self.high, 0.5 * (self.low + self.high) + 1e-9 * (self.high - self.low))
@@ -68,7 +69,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Space:
-    """Dotted key -> what is tried of it, in the order of the file."""
+    """Dotted key -> the values to try, in the order of the file."""
 
     keys: Mapping[str, Choices | Range]
 
@@ -86,8 +87,10 @@ class Space:
         seen: list[dict[str, Any]] = []
         number, wanted = 0, most or DRAWS
         while len(seen) < wanted and number < 20 * wanted:
-            chance = random.Random(f"{seed} {number}")  # seeded by text: the same on every machine and version
-            point = {key: one.draw(chance) for key, one in self.keys.items()}
+            rng = random.Random(
+                f"{seed} {number}"
+            )  # a string as seed: the same draws on every machine and Python version
+            point = {key: one.draw(rng) for key, one in self.keys.items()}
             number += 1
             if point not in seen:
                 seen.append(point)
@@ -95,25 +98,25 @@ class Space:
 
 
 def parse_space(space: Mapping[str, Any]) -> Space:
-    """`tune.space` as written, keys dotted or nested, as a `Space`.
+    """Parse `tune.space`, whose keys may be dotted or nested.
 
     Raises:
-        InputError: an empty space, a key that trials cannot differ in, what is no list and no distribution.
+        InputError: the space is empty, a key cannot differ between trials, or a value is no list and no distribution.
     """
     flat = dict(_flattened(space, ""))
     if not flat:
         raise InputError(
             "tune.space",
-            seen="nothing in it",
-            expected="key -> values, such as optim.lr: [1e-3, 1e-2]",
+            seen="an empty mapping",
+            expected="keys with the values to try, such as {optim.lr: [1e-3, 1e-2]}",
             remedy="leave it out to search batch size and precision",
         )
     for key in flat:
         if key.split(".")[0] in _KEPT:
             raise InputError(
                 f"tune.space.{key}",
-                seen="a key that is the same for all trials",
-                expected="a key of what is trained, such as optim.lr or loop.global_batch_size",
+                seen="a key that cannot differ between trials",
+                expected="a key that changes the training, such as optim.lr or loop.global_batch_size",
             )
     return Space({key: _parsed(key, value) for key, value in flat.items()})
 
@@ -134,7 +137,7 @@ def _parsed(key: str, value: Any) -> Choices | Range:
     found = _CALL.match(value.strip()) if isinstance(value, str) else None
     if found is None:
         broken = isinstance(value, str) and "(" in value and ")" not in value
-        remedy = "put it in quotes: a comma ends a value between { and }" if broken else ""
+        remedy = "put it in quotes: inside {...} a comma ends the value" if broken else ""
         raise InputError(name, seen=describe(value), expected=GRAMMAR, remedy=remedy)
     kind, arguments = found[1], [plain_scalar(part.strip()) for part in found[2].split(",")]
     if kind == "choice":

@@ -1,4 +1,4 @@
-"""The trials of `tune.space`, checked one by one before anything starts: each is a whole job that could be trained."""
+"""The trials of `tune.space`, each of which is a complete job; all are validated before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jobs.driver.build import build, opened
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.plan import plan_job
 from jobs.tuning.space.keys import Space, parse_space
-from jobs.tuning.table import values_text
+from jobs.tuning.table import counted, values_text
 from raytrain.config.decode import apply_overrides, decode, encode
 from raytrain.config.messages import render
 from raytrain.config.user_code import resolve
@@ -38,9 +38,9 @@ class Point:
     Attributes:
         number: from 1, in the order of the space.
         values: dotted key -> value of this trial.
-        overrides: `section.key=value` of all that it changes in the job.
-        gpus, cores: what its processes take.
-        max_steps: of its run; None where only the data can tell.
+        overrides: `section.key=value` for everything that it changes in the job.
+        gpus, cores: resources of its processes.
+        max_steps: length of its run; None if it depends on the data.
     """
 
     number: int
@@ -53,13 +53,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Points:
-    """All trials of a sweep; `left_out` says why a combination is none."""
+    """All trials of a search; `left_out` has the infeasible combinations with their reasons."""
 
     trials: tuple[Point, ...]
     left_out: tuple[tuple[dict[str, Any], str], ...]
 
     def at_a_time(self, *, gpus: int, cpus: int, alone: bool) -> int:
-        """Trials that fit beside each other; `alone`: those on CPUs measure time, so one at a time."""
+        """Number of concurrent trials; `alone`: on CPUs one at a time, since their speed is measured."""
         most_gpus, most_cores = max(one.gpus for one in self.trials), max(one.cores for one in self.trials)
         if most_gpus:
             return max(1, gpus // most_gpus)
@@ -70,10 +70,10 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
     """Every trial of the job's `tune.space` that these machines can run, and whose model can be built.
 
     Args:
-        shapes: what the job's data tells a builder, where it has been opened already.
+        shapes: facts about the job's data for the builder, if the data was opened already.
 
     Raises:
-        InputError: a key that no job has, a value that is wrong for its key, a space without a feasible point.
+        InputError: unknown key, value that is wrong for its key, or space without a feasible point.
     """
     tune = loaded.spec.tune
     space = parse_space(tune.space or {})
@@ -91,7 +91,7 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
         values, why = left_out[0]
         raise InputError(
             "tune.space",
-            seen=f"no feasible point among {len(left_out)}",
+            seen=f"a space where none of {counted(len(left_out), 'combination')} can run",
             expected="at least one",
             remedy=f"{values_text(values)}: {why}",
         )
@@ -101,19 +101,19 @@ def find_points(loaded: LoadedSpec, inventory: Inventory, *, shapes: Mapping[str
 
 
 def _check_each_is_tried(space: Space, trials: list[Point], left_out: list[tuple[dict[str, Any], str]]) -> None:
-    """A listed value that no trial can have is a mistake, and not a smaller grid."""
+    """Refuse a listed value that is infeasible in every trial, rather than silently shrinking the grid."""
     for key, tried in space.keys.items():
         for value in tried.examples:
             why = next((reason for values, reason in left_out if values[key] == value), None)
             if why is not None and not any(one.values[key] == value for one in trials):
-                raise InputError(f"tune.space.{key}", seen=render(value), expected="values that can be had", remedy=why)
+                raise InputError(f"tune.space.{key}", seen=render(value), expected="values that can run", remedy=why)
 
 
 def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
-    """That each value alone is right for its key.
+    """Check each value on its own against its key.
 
     Raises:
-        InputError: the first that is not, with the nearest key where there is none of that name.
+        InputError: the first wrong value or unknown key, with the nearest key.
     """
     for key, tried in space.keys.items():
         for value in tried.examples:
@@ -129,30 +129,30 @@ def check_values(space: Space, mapping: Mapping[str, Any]) -> None:
 
 
 def _check_metric(spec: JobSpec) -> None:
-    """That there is something to judge trials by, and to end them early by."""
+    """Check that the job has what the metric and the scheduler compare trials by."""
     tune, loop = spec.tune, spec.loop
     evaluates = spec.data.eval is not None or spec.data.eval_fraction > 0
     if tune.metric == "eval_loss" and not evaluates:
         raise InputError(
             "tune.metric",
-            seen="eval_loss where nothing is evaluated",
-            expected="samples_per_s",
-            remedy="data.eval_fraction above 0 keeps data for evaluation",
+            seen="eval_loss without an evaluation",
+            expected="samples_per_s, or an evaluation",
+            remedy="set data.eval_fraction above 0 to hold out data for evaluation",
         )
     if tune.scheduler == "none":
         return
     if not evaluates:
-        raise InputError("tune.scheduler", seen=f"{tune.scheduler} where nothing is evaluated", expected="none")
+        raise InputError("tune.scheduler", seen=f"{tune.scheduler} without an evaluation", expected="none")
     if isinstance(loop.eval_every, int) and loop.max_steps is not None and loop.eval_every >= loop.max_steps:
         raise InputError(
             "tune.scheduler",
-            seen=f"{tune.scheduler} with one evaluation, at the end of a trial",
+            seen=f"{tune.scheduler} with a single evaluation at the end of each trial",
             expected=f"loop.eval_every below loop.max_steps, {loop.max_steps}",
         )
 
 
 def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: Inventory, builds: Builds) -> Point:
-    """Raises InputError where the job with these values cannot be had on these machines."""
+    """Raises InputError if the job with these values cannot run on these machines."""
     own = [f"{key}={render(value)}" for key, value in values.items()]
     trial = load_spec(mapping=loaded.mapping, overrides=own)
     refuse_later(trial.spec, "train")
@@ -181,10 +181,10 @@ def _point(number: int, values: dict[str, Any], loaded: LoadedSpec, inventory: I
 
 
 def _check_called(spec: JobSpec) -> None:
-    """That the trial's builder and dataset function are there and take its keys; neither is called.
+    """Check that the trial's builder and dataset function exist and accept its keys; neither is called.
 
     Raises:
-        InputError: one cannot be imported, or does not take a key.
+        InputError: one cannot be imported, or does not accept a key.
     """
     sections = [name for name in JobSpec.model_fields if name not in ("model", "data")]
     if spec.model.builder is not None:
@@ -199,8 +199,7 @@ def _value(plan: Plan, name: str) -> Any:
 
 
 def whole_mapping(loaded: LoadedSpec, spec: JobSpec) -> dict[str, Any]:
-    """The job as given, with the paths of its model and data as `spec` has them: absolute, for whoever runs it
-    elsewhere."""
+    """The job as given, with the absolute model and data paths of `spec`, so that it runs from any directory."""
     sections, model = encode(spec), loaded.mapping["model"]
     paths = {key: sections["model"][key] for key in ("init_from", "path") if key in model}
     data = {key: sections["data"][key] for key in loaded.mapping.get("data") or {}}

@@ -1,4 +1,4 @@
-"""What a sweep leaves: best.yaml, tune.json, tune.png, the final table and the lines below it."""
+"""Results of a search: best.yaml, tune.json, tune.png, the final table and the lines below it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table: SweepTable) -> None:
-    """Of a sweep over `tune.space`.
+    """Write and print the result of a search over `tune.space`.
 
     Raises:
-        RunError: no trial ran to its end.
+        RunError: no trial completed.
     """
     sweep, rows = command.the_sweep, list(trials.rows.values())
     found = trials.best()
     print_table(command.console, table.drawn(marked=found[0]["trial"] if found else None))
     if found is None:
         reasons = "; ".join(f"trial {row['trial']}: {row['reason']}" for row in rows[:3])
-        raise RunError(f"none of {counted(len(rows), 'trial')} ran to its end ({reasons}); see {sweep.trials}")
+        raise RunError(f"none of {counted(len(rows), 'trial')} completed ({reasons}); see {sweep.trials}")
     best, reason = found
     reasons = dict.fromkeys(best["values"], "")
     reasons[next(iter(reasons))] = reason
@@ -41,8 +41,8 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     draw(command, whole_spec(rows, curves_of(rows), best=best["trial"], metric=trials.metric, name=command.spec.name))
     close(command, {"kind": "space", "metric": trials.metric, "best": best, "reason": reason,
                     "left_out": [{"values": values, "reason": why} for values, why in points.left_out]})  # fmt: skip
-    command.say(f"best: trial {best['trial']}, {values_text(best['values'])}; {reason}")
-    say_files(command, died=[row["trial"] for row in sweep.again()])
+    command.print_line(f"best: trial {best['trial']}, {values_text(best['values'])}; {reason}")
+    print_files(command, died=[row["trial"] for row in sweep.again()])
 
 
 def header_of(command: TuneCommand) -> str:
@@ -51,7 +51,7 @@ def header_of(command: TuneCommand) -> str:
 
 
 def close(command: TuneCommand, record: dict[str, Any]) -> None:
-    """tune.json, written last: a sweep that has one is done."""
+    """Write tune.json, which marks the search as done."""
     sweep = command.the_sweep
     wall = time.time() - command.began
     sweep.append_event(event("driver_end", status="done"))
@@ -60,29 +60,29 @@ def close(command: TuneCommand, record: dict[str, Any]) -> None:
 
 
 def draw(command: TuneCommand, spec: dict[str, Any]) -> None:
-    """tune.png from a plot spec, which is kept beside it."""
+    """Draw tune.png from a plot spec, which is saved as tune_plot.json."""
     from raytrain.report.plots import figure, png
 
     command.the_sweep.write_json("tune_plot.json", spec)
     command.the_sweep.write_bytes(command.the_sweep.picture, png(figure(spec)))
 
 
-def say_files(command: TuneCommand, *, died: Sequence[int]) -> None:
-    """The last lines: where things are, and what to do with them.
+def print_files(command: TuneCommand, *, died: Sequence[int]) -> None:
+    """Print the last lines: the files, and the commands that use them.
 
     Args:
-        died: trials that a sweep which goes on would make once more.
+        died: trials that a resumed search would repeat.
     """
     sweep = command.the_sweep
-    command.say(f"trials  {sweep.trials}")
-    command.say(f"picture {sweep.picture}")
-    command.say(f"train   raytrain train {sweep.best}")
+    command.print_line(f"trials  {sweep.trials}")
+    command.print_line(f"picture {sweep.picture}")
+    command.print_line(f"train   raytrain train {sweep.best}")
     if died:
-        command.say(f"died    trial {', '.join(map(str, died))}; once more: raytrain tune --resume {sweep.path}")
+        command.print_line(f"died    trial {', '.join(map(str, died))}; to repeat: raytrain tune --resume {sweep.path}")
 
 
 def curves_of(rows: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:
-    """(step, loss) of the evaluations of trials that are whole runs, by trial, as far as each one counts."""
+    """(step, loss) of the evaluations of each trial, up to the step at which a scheduler stopped it."""
     runs = {row["trial"]: RunFolder(row["run"]).read_rows("metrics.jsonl") for row in rows if row.get("run")}
     ends = {row["trial"]: row["steps"] for row in rows if row["outcome"] == "stopped"}
     return {

@@ -1,4 +1,4 @@
-"""Ray Tune's schedulers, which end trials early whose evaluations are behind at equal steps."""
+"""Ray Tune's schedulers, which stop trials early whose evaluations are worse than others' at equal steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jobs.tuning.space.points import LOOKS, Points
 
 @dataclass(frozen=True)
 class EndedTrial:
-    """The attributes that a scheduler reads of a trial whose results it receives."""
+    """The attributes of a trial that a scheduler reads."""
 
     trial_id: str
 

@@ -1,5 +1,7 @@
-"""A trial that is a whole run: a `TorchTrainer` with a run folder of its own, inside a Ray Tune trial that reserves
-next to nothing, since the trainer reserves for its workers itself (a trial that held them too would wait for ever).
+"""A trial that is a complete run: a `TorchTrainer` with its own run folder, inside a Ray Tune trial.
+
+The trial itself reserves almost nothing, since the trainer reserves the resources of its workers; a trial that reserved
+them too would wait forever.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from raytrain.runs.sweep import SweepFolder
 LOOK_EVERY_S = 0.25
 STOP_S = 60.0
 OLD_OWNER_S = 60.0
-"""Seconds within which a killed command and the workers of its trial have exited."""
+"""Seconds to wait for a killed command and the workers of its trial to exit."""
 
 
 @dataclass(frozen=True)
-class WholeOrders:
+class WholeTrialSettings:
     """The settings that every trial of a sweep receives.
 
     Attributes:
-        mapping: the job, paths of its data absolute.
-        sweep: path of the sweep's folder.
-        folder: the directory of the command, where users' code is.
-        visible: CUDA_VISIBLE_DEVICES of the command; None where it is not set. Ray hides the GPUs from a trial.
-        channel: the `DriverChannel` actor by which the driver asks trials to stop.
+        mapping: the job, with absolute data paths.
+        sweep: path of the search folder.
+        folder: working directory of the command, from which users' code is imported.
+        visible: CUDA_VISIBLE_DEVICES of the command; None if unset. Ray hides the GPUs from a trial.
+        channel: the `DriverChannel` actor through which the driver asks trials to stop.
     """
 
     mapping: dict[str, Any]
@@ -52,26 +54,26 @@ class WholeOrders:
 
 
 class WholeTrial(tune.Trainable):
-    """Ray Tune's trainable: each `step` waits for the next evaluation of the run, the last one tells what came of it.
+    """Ray Tune's trainable: each `step` waits for the next evaluation of the run, the last one returns its result.
 
-    A class and not a function, since a scheduler that ends it early then waits for `cleanup`, in which the run ends in
-    order: a trainer whose process is killed leaves its placement group behind, and the next trial waits for ever.
+    It is a class, not a function, so that a scheduler that stops it early waits for `cleanup`, in which the run shuts
+    down: a trainer whose process is killed leaves its placement group behind, and the next trial would wait forever.
     """
 
-    def setup(self, config: dict[str, Any], orders: WholeOrders | None = None) -> None:
-        """Begin to train."""
-        assert orders is not None, "it comes with tune.with_parameters"
-        _as_on_the_driver(orders)
-        self._orders = orders
-        self._trial = _Trial(orders, int(config["number"]), list(config["overrides"]))
+    def setup(self, config: dict[str, Any], settings: WholeTrialSettings | None = None) -> None:
+        """Start training."""
+        assert settings is not None, "it comes with tune.with_parameters"
+        _as_on_the_driver(settings)
+        self._settings = settings
+        self._trial = _Trial(settings, int(config["number"]), list(config["overrides"]))
         self._rows = self._trial.evaluations()
-        on_stop_request(orders.channel, self._trial.signals.asked.set)
+        on_stop_request(settings.channel, self._trial.signals.asked.set)
 
     def step(self) -> dict[str, Any]:
-        """{"step", "eval_loss"} of the next evaluation; at the end with all there is to know.
+        """{"step", "eval_loss"} of the next evaluation; at the end, the complete result.
 
         Raises:
-            RunError: the run failed; that ends this trial alone.
+            RunError: the run failed; only this trial ends.
         """
         row = next(self._rows, None)
         if row is not None:
@@ -87,14 +89,14 @@ class WholeTrial(tune.Trainable):
         self._trial.stop()
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Nothing: the run has checkpoints of its own."""
+        """Does nothing: the run writes its own checkpoints."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Nothing: see `save_checkpoint`."""
+        """Does nothing: see `save_checkpoint`."""
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """What trials are compared by, from the rows of a run: its least evaluation loss, its pace once warm."""
+    """The figures that trials are compared by: lowest evaluation loss, and median samples/s without the first row."""
     paces = [row["samples_per_s"] for row in result.history if row["kind"] == "train" and row.get("samples_per_s")]
     losses = [row["loss"] for row in result.history if row["kind"] == "eval" and row["loss"] == row["loss"]]
     return {
@@ -106,12 +108,12 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 class _Trial:
-    """The run in a thread of its own, looked at from Ray's."""
+    """A run in its own thread, observed from Ray's thread."""
 
-    def __init__(self, orders: WholeOrders, number: int, overrides: Sequence[str]) -> None:
-        self.sweep = SweepFolder(orders.sweep)
+    def __init__(self, settings: WholeTrialSettings, number: int, overrides: Sequence[str]) -> None:
+        self.sweep = SweepFolder(settings.sweep)
         self.name = f"trial-{number:04d}"
-        self.mapping, self.overrides = orders.mapping, overrides
+        self.mapping, self.overrides = settings.mapping, overrides
         self.signals = StopSignals()
         self.last: dict[str, Any] = {"step": 0, "eval_loss": float("nan")}
         self._outcome: dict[str, Any] = {}
@@ -125,7 +127,7 @@ class _Trial:
         return self._outcome["result"]
 
     def stop(self) -> None:
-        """Ask the run to save and return, and wait until it has, for a while."""
+        """Ask the run to save and return, and wait for it up to `STOP_S` seconds."""
         self.signals.asked.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
@@ -164,14 +166,14 @@ class _Trial:
             self._outcome["error"] = error
 
     def _before(self) -> Resumed | None:
-        """This trial's run of an earlier command, to go on with; waits until that one's processes are gone."""
+        """The run of this trial that an earlier command started, to resume; waits until its processes have exited."""
         path, ends = self.sweep.run_of(self.name), time.monotonic() + OLD_OWNER_S
         while path is not None:
             try:
                 return open_resumed(path, None, [])
             except InputError:
                 run = RunFolder(path)
-                if not run.exists(run.job_mapping):  # it was killed before it had begun
+                if not run.exists(run.job_mapping):  # it was killed before it started
                     return None
                 if not run.alive() or time.monotonic() > ends:
                     raise
@@ -179,11 +181,11 @@ class _Trial:
         return None
 
 
-def _as_on_the_driver(orders: WholeOrders) -> None:
-    """Users' code is found as the command finds it, and every GPU is seen by whoever plans the run."""
-    if os.path.isdir(orders.folder):
-        os.chdir(orders.folder)
-    make_importable(orders.folder)
+def _as_on_the_driver(settings: WholeTrialSettings) -> None:
+    """Set the working directory, import path and visible GPUs of this process to those of the command."""
+    if os.path.isdir(settings.folder):
+        os.chdir(settings.folder)
+    make_importable(settings.folder)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    if orders.visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = orders.visible
+    if settings.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.visible

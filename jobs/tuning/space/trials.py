@@ -1,4 +1,4 @@
-"""The trials of `tune.space` on the driver: which are left, what came of each, and which is the best."""
+"""The trials of `tune.space`, on the driver: proposes the remaining ones, records results, picks the best."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class WholeTrials:
     def __init__(
         self, points: Sequence[Point], *, sweep: SweepFolder, table: SweepTable, metric: str, private: bool
     ) -> None:
-        """`private`: nobody else uses the Ray cluster."""
+        """`private`: no other program uses the Ray cluster."""
         self._sweep, self._table, self.metric, self._private = sweep, table, metric, private
         self._running: set[int] = set()
-        self._litter = False
+        self._has_stale_reservations = False
         self._points = {one.number: one for one in points}
         self._keys = tuple(points[0].values)
         self.rows: dict[int, dict[str, Any]] = {}
@@ -44,27 +44,27 @@ class WholeTrials:
         """The next point's number and overrides."""
         if not self._left or self.stopping:
             return DONE
-        if self._litter and self._running:
+        if self._has_stale_reservations and self._running:
             return None  # reservations of a dead trial are distinguishable only after the running trials end
-        if self._litter:
+        if self._has_stale_reservations:
             remove_reservations()
-            self._litter = False
+            self._has_stale_reservations = False
         point = self._left.pop(0)
         return {"number": point.number, "overrides": list(point.overrides)}
 
     def started(self, config: dict[str, Any]) -> None:
-        """It has its process."""
+        """Called when the trial's process has started."""
         point = self._points[config["number"]]
         self._began[point.number] = time.time()
         self._running.add(point.number)
         self._table.start(point.number, whole_cells({"values": point.values}, self._keys)[: len(self._keys)])
 
     def ended(self, config: dict[str, Any], result: dict[str, Any], error: BaseException | None) -> None:
-        """Writes its line; a trial that was asked to stop has none, and goes on with the sweep."""
+        """Record the result of a trial, except one that was asked to stop: a resumed search continues it."""
         point = self._points[config["number"]]
         self._running.discard(point.number)
         if self._private and has_died(error):
-            self._litter = True
+            self._has_stale_reservations = True
         if self.stopping or result.get("status") == "interrupted":
             return
         outcome, reason, deaths = "ok", "", 0
@@ -98,12 +98,12 @@ class WholeTrials:
         self._table.end(point.number, whole_cells(row, self._keys), whole_text(row))
 
     def best(self) -> tuple[dict[str, Any], str] | None:
-        """(row of the best trial, why); None where none ran to its end."""
+        """(row of the best trial, why); None if no trial completed."""
         return best_of(list(self.rows.values()), metric=self.metric)
 
 
 def remove_reservations() -> None:
-    """Remove what trainers that died have left reserved; nothing else may run on the cluster but Ray Tune."""
+    """Remove the reservations of trainers that died; nothing but Ray Tune may run on the cluster."""
     for key, group in placement_group_table().items():
         own = all(bundle == TRIAL_RESOURCES for bundle in group["bundles"].values())
         if group["state"] != "REMOVED" and not own:
@@ -111,14 +111,14 @@ def remove_reservations() -> None:
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], *, metric: str) -> tuple[dict[str, Any], str] | None:
-    """(the row with the least eval loss, or the most samples a second; why), of those that ran to their end."""
+    """(the row with the lowest eval loss, or the most samples/s; why), of the trials that completed."""
     whole = sorted((dict(row) for row in rows if row["outcome"] == "ok"), key=lambda row: row[metric])
     if metric == "samples_per_s":
         whole.reverse()
     if not whole:
         return None
     first = whole[0]
-    words = "least eval loss" if metric == "eval_loss" else "most samples/s"
+    words = "lowest eval loss" if metric == "eval_loss" else "most samples/s"
     reason = f"{words} of {counted(len(rows), 'trial')}: {first[metric]:.6g}"
     if len(whole) > 1:
         second = whole[1]

@@ -146,7 +146,7 @@ class Ranking:
         if curve is self.lead:
             return "; ".join(reasons) or f"nothing but {curve.precision} to compare"
         if chosen_size(self.lead) is None:
-            return "; ".join([*reasons, f"so that {curve.precision} could not be held against it: watch its loss"])
+            return "; ".join([*reasons, f"so that {curve.precision} could not be compared with it: watch its loss"])
         checked = "" if curve.precision not in self.gates else ", loss and gradient norm agree"
         gain = f"{self._against(curve, self.lead)}, "
         if self.cannot_win(self.lead):  # so that not all of its sizes were measured

@@ -70,4 +70,4 @@ def measure_layers(session: Session, precision: str) -> tuple[Resolved, list[Lay
             return LayerProbe(session.step, session.layers, micro, precision=precision).run(names)
         except OutOfMemory as error:
             rows, why = rows // 2, str(error)
-    return Resolved([], f"not one row has room in fp32 to hold layers against ({why}): watch the loss"), []
+    return Resolved([], f"not one row fits in fp32 to compare layers with ({why}): watch the loss"), []

@@ -82,7 +82,7 @@ class PrecisionChoice(DeferredChoice):
                 use_fitting_rows(self.calibration)
             except NothingFits:
                 continue
-            chosen = Resolved(name, f"in fp32 {why}; {name} fits, and could not be held against it: watch its loss")
+            chosen = Resolved(name, f"in fp32 {why}; {name} fits, and could not be compared with it: watch its loss")
             layers = LayersChoice(self.calibration, precisions=[name])
             if layers.applies():  # recorded for the next attempt, which could not measure them either
                 record = {"value": [], "reason": chosen.reason, "trials": {"precision": name, "layers": []}}

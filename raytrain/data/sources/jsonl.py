@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from raytrain.config.messages import suggestion
-from raytrain.data.sources.keys import NEAREST
 from raytrain.data.sources.tables import check_classes
 from raytrain.errors import InputError
 from raytrain.runs.storage import read_bytes
@@ -54,7 +53,7 @@ def _value(row: Mapping[str, Any], name: str, field: str, *, where: str) -> Any:
             f"data.{name}",
             seen=f"'{field}', which is missing in {where}",
             expected=f"one of {', '.join(row) or 'some fields'}",
-            remedy=suggestion(field, row, form=NEAREST),
+            remedy=suggestion(field, row),
         )
     value = row[field]
     if name == "label_field":

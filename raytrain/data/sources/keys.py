@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raytrain.config.messages import suggestion
+from raytrain.config.messages import describe, suggestion
 from raytrain.data.sources.stdlib import STDLIB_MAX_BYTES
 from raytrain.errors import InputError
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
 
 #: Remedy for an unknown name.
-NEAREST = "nearest: {}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def check_source(source: str) -> None:
             "data.source",
             seen=source,
             expected=f"one of {', '.join(SOURCES)}, or module:function",
-            remedy=suggestion(source, SOURCES, form=NEAREST),
+            remedy=suggestion(source, SOURCES),
         )
 
 
@@ -147,20 +146,20 @@ def check_keys(keys: Mapping[str, Any], known: Mapping[str, Key], *, owner: str)
         if name not in known:
             raise InputError(
                 f"data.{name}",
-                seen="a key that does not exist",
-                expected=f"for {owner}: {', '.join(known) or 'no other key'}",
-                remedy=suggestion(name, known, form=NEAREST),
+                seen=f"an unknown key of the source {owner}",
+                expected=f"one of {', '.join(known)}" if known else "no other key",
+                remedy=suggestion(name, known),
             )
     values = {name: keys.get(name, key.default) for name, key in known.items()}
     for name, key in known.items():
         if key.required and name not in keys:
             seen = "no value"
         elif name in keys and not key.accepts(keys[name]):
-            seen = f"{keys[name]!r} ({type(keys[name]).__name__})"
+            seen = describe(keys[name])
         else:
             continue
         raise InputError(
-            f"data.{name}", seen=seen, expected=key.expected, remedy=f"keys of {owner}: {', '.join(known)}"
+            f"data.{name}", seen=seen, expected=key.expected, remedy=f"keys of the source {owner}: {', '.join(known)}"
         )
     return values
 
@@ -185,15 +184,13 @@ def source_keys(data: DataConfig) -> dict[str, Any]:
     """
     if data.train is not None:
         if data.source is not None:
-            raise InputError(
-                "data.source", seen=f"{data.source} together with data.train", expected="only one of the two"
-            )
+            raise InputError("data.source", seen=f"{data.source} together with data.train", expected="only one of them")
         if isinstance(data.train, bytes) and not isinstance(data.eval, (bytes, type(None))):
             raise InputError("data.eval", seen=f"a {type(data.eval).__name__}", expected="bytes, like data.train")
         return check_keys(data.keys, memory_keys(data.train), owner=f"a {type(data.train).__name__} in memory")
     if data.eval is not None:
         raise InputError(
-            "data.eval", seen="an object without data.train", expected="data.train as well, or data.source instead"
+            "data.eval", seen="an object without data.train", expected="data.train with it, or data.source instead"
         )
     if data.source is None:
         raise InputError(
@@ -211,7 +208,7 @@ def idx_files(keys: Mapping[str, Any]) -> tuple[str, str, str | None, str | None
     if any(given.values()) and not all(given.values()):
         missing = next(name for name, present in given.items() if not present)
         raise InputError(
-            f"data.{missing}", seen="no value", expected="a path: eval_images and eval_labels must be given together"
+            f"data.{missing}", seen="no value", expected="a path, since eval_images and eval_labels belong together"
         )
     images, labels, eval_images, eval_labels = (as_paths(keys[name])[:1] for name in SOURCES["idx"])
     return images[0], labels[0], next(iter(eval_images), None), next(iter(eval_labels), None)

@@ -10,7 +10,6 @@ import numpy as np
 
 from raytrain.config.messages import abbreviated, suggestion
 from raytrain.data.rows.contract import IGNORED_LABEL, nonfinite
-from raytrain.data.sources.keys import NEAREST
 from raytrain.errors import InputError
 from raytrain.runs.storage import file_size, locate, unreadable
 
@@ -130,7 +129,7 @@ def choose_columns(schema: Any, *, features: Sequence[str] | None, label: str | 
                 origin,
                 seen=f"'{wanted}', which is not in {key}",
                 expected=f"columns among {abbreviated(names, NAMED_AT_MOST)}",
-                remedy=suggestion(wanted, names, form=NEAREST),
+                remedy=suggestion(wanted, names),
             )
     used = [name for name in (names if features is None else features) if name != label]
     kinds = {name: column_kind(schema.field(name).type) for name in used}

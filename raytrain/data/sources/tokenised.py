@@ -326,7 +326,7 @@ def _resolve_tokenizer(given: str, model: ModelConfig) -> str:
     path = model.keys.get("path")
     if isinstance(path, str):
         return path
-    raise InputError("data.tokenizer", seen="auto, and the model has no folder (model.path)",
+    raise InputError("data.tokenizer", seen="auto for a model without a folder (model.path)",
                      expected="a folder with a tokenizer")  # fmt: skip
 
 

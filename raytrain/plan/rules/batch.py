@@ -38,12 +38,12 @@ def choose_global_batch(loop: LoopConfig, data_facts: DataFacts | None) -> int:
         )  # fmt: skip
     if data_facts is not None:
         if data_facts.train_rows < 1:
-            raise InputError("data", seen="no training row", expected="at least one", remedy=data_facts.reason)
+            raise InputError("data", seen="no training rows", expected="at least one", remedy=data_facts.reason)
         if loop.global_batch_size > data_facts.train_rows:
             raise InputError(
                 "loop.global_batch_size", seen=str(loop.global_batch_size),
-                expected=f"at most the {data_facts.train_rows} training rows",
-                remedy=f"set loop.global_batch_size={data_facts.train_rows} or less, or give more rows "
+                expected=f"at most {data_facts.train_rows}, the number of training rows",
+                remedy=f"set loop.global_batch_size={data_facts.train_rows} or less, or add data "
                 f"({data_facts.reason})",
             )  # fmt: skip
     return loop.global_batch_size

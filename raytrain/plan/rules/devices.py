@@ -81,8 +81,8 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
     numbered = re.fullmatch(r"cuda:(\d+)", text)
     if numbered and len(inventory.nodes) > 1:
         raise InputError(
-            "scale.accelerator", seen=text, expected=f"a kind of device on {len(inventory.nodes)} nodes",
-            remedy=f"an index names one device of one machine; there are: {inventory.describe()}",
+            "scale.accelerator", seen=text, expected=f"a device type, since there are {len(inventory.nodes)} machines",
+            remedy=f"available: {inventory.describe()}",
         )  # fmt: skip
 
     def wanted(device: Device) -> bool:
@@ -96,8 +96,8 @@ def _pool(text: str, inventory: Inventory) -> tuple[tuple[Node, tuple[Device, ..
     pool = tuple((node, devices) for node, devices in pairs if devices)
     if not pool and text != "auto":
         raise InputError(
-            "scale.accelerator", seen=text, expected="a device that exists",
-            remedy=f"there are: {inventory.describe()}",
+            "scale.accelerator", seen=text, expected="a device of these machines",
+            remedy=f"available: {inventory.describe()}",
         )  # fmt: skip
     return pool
 

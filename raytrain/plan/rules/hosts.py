@@ -202,24 +202,24 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
 def _auto(machines: DevicePool, inventory: Inventory) -> Resolved:
     if not machines.on_gpu:
         if inventory.cpus < CPU_HOSTS:
-            return Resolved(0, "one core: every worker holds all experts")
-        return Resolved(CPU_HOSTS, "on CPUs two processes hold the experts")
+            return Resolved(0, "one core only: every worker holds all experts")
+        return Resolved(CPU_HOSTS, "the default on CPUs")
     if len(machines.gpus) == 1:
         return Resolved(0, "one GPU holds the full model")
     return Resolved(
-        "colocated", f"{len(machines.gpus)} GPUs: each holds its share of the experts and a copy of the rest"
+        "colocated", f"each of {len(machines.gpus)} GPUs holds a part of the experts and a copy of the rest"
     )
 
 
 def _check_cores(requested: int, inventory: Inventory) -> None:
     if requested > CPU_OVERLOAD * max(1, inventory.cpus):
         expected = f"at most {CPU_OVERLOAD * inventory.cpus}, {CPU_OVERLOAD} per CPU core"
-        remedy = f"lower experts.hosts; there are: {inventory.describe()}"
+        remedy = f"lower experts.hosts; available: {inventory.describe()}"
         raise InputError("experts.hosts", seen=str(requested), expected=expected, remedy=remedy)
 
 
 def _check_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inventory) -> None:
-    there = f"there are: {inventory.describe()}"
+    there = f"available: {inventory.describe()}"
     if not machines.on_gpu:
         raise InputError(
             "experts.hosts", seen=host_kinds_text(requested), expected="a number, as this run is on CPUs", remedy=there
@@ -234,7 +234,7 @@ def _check_kinds(requested: dict[str, int], machines: DevicePool, inventory: Inv
         if mixed:
             raise InputError(
                 "experts.hosts", seen=f"{number} {kind} with {mixed[0]}, which has GPUs of several kinds",
-                expected="a number", remedy="Ray knows only one accelerator type per machine",
+                expected="a number", remedy="Ray knows one accelerator type per machine",
             )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def _check_left(
         left = there - requested
     if left >= least:
         return
-    takers = "a worker needs one" if scale.workers == "auto" else f"the workers take {least}"
+    takers = "a worker needs one" if scale.workers == "auto" else f"the workers need {least}"
     keys = "experts.hosts" if scale.workers == "auto" else "experts.hosts or scale.workers"
     most = f"at most {there - least}" if there > least else "0 or colocated"
     expected = "fewer, or colocated" if isinstance(requested, dict) else most
@@ -258,7 +258,7 @@ def _check_left(
     title = host_kinds_text(requested) if isinstance(requested, dict) else str(requested)
     raise InputError(
         "experts.hosts", seen=title if scale.workers == "auto" else f"{title} with {workers} workers",
-        expected=f"{expected}: {gpus}, each host takes one, and {takers}",
+        expected=f"{expected}: {gpus}, each expert host needs one, and {takers}",
         remedy=f"lower {keys}, or set experts.hosts colocated, which needs no GPU of its own"
         f" ({inventory.describe()})",
     )  # fmt: skip
@@ -268,6 +268,6 @@ def _refuse_strategy(scale: ScaleConfig, what: str) -> None:
     if scale.strategy == "expert_parallel":
         raise InputError(
             "scale.strategy", seen=f"expert_parallel with {what}", expected="data_parallel or auto",
-            remedy="experts.models:moe_gpt and experts.models:moe_mlp have experts, and so has your own builder"
-            " if experts.num_experts gives their number",
+            remedy="models with experts: experts.models:moe_gpt, experts.models:moe_mlp, and your own builder with"
+            " experts.num_experts set",
         )  # fmt: skip

@@ -131,7 +131,7 @@ def estimate_bytes(
     if held and place != "colocated":
         process = 0 if on_gpu else HOST_PROCESS_BYTES
         used = {**named(fullest, dtype), "activations": workers * kept // len(held), "process": process}
-        host_memory = Resolved(sum(used.values()), f"{parts_text(used)}, the fullest of {len(held)}")
+        host_memory = Resolved(sum(used.values()), f"{parts_text(used)}: the largest of {len(held)} expert hosts")
     whole = trained_bytes(model_facts.parameters, optim, dtype=dtype, trainable=trainable)
     saved = f"weights and {moments(optim)} optimizer moments"
     frozen = "" if trainable == model_facts.parameters else f"; {trainable:,} of them trained"

@@ -109,7 +109,7 @@ def predict_step(
         planned = found["fsdp"] = _sharded_seconds(work, rates, workers=workers, passes=accumulation, collectives=calls)
     each = ", ".join(f"{name} {_text(spent)}" for name, spent in found.items())
     source = _rates(machines, inventory, dtype, processes=workers, unequal=unequal).source
-    reason = f"an estimate, not measured: {each}; {source}; {LEFT_OUT}"
+    reason = f"estimated, not measured: {each}; {source}; {LEFT_OUT}"
     return Resolved(f"about {_text(planned)} at assumed rates", reason)
 
 

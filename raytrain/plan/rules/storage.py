@@ -59,8 +59,10 @@ class DataRoom:
     def text(self) -> str:
         """`left` and how it is computed."""
         if self.model_bytes is None:
-            return f"{size_text(self.left)}, half of what a worker may use: the model is not known yet"
-        part = f"{size_text(self.left)}, {'nine tenths' if self.whole else 'half'} of what remains"
+            return (
+                f"{size_text(self.left)}, half of the memory of a worker, since the size of the model is not known yet"
+            )
+        part = f"{size_text(self.left)}: {'90' if self.whole else '50'} % of what is left"
         return f"{part} of {size_text(self.allowed or 0)} after {size_text(self.model_bytes)} for the model"
 
 
@@ -103,7 +105,7 @@ def _by_bytes(facts: DataFacts | None, room: DataRoom, *, loaders: Choice) -> di
     if room.allowed is None:
         reason = f"{size_text(need)} of data; the device's free memory is unknown"
         return {"storage": Resolved(streamed, reason)}
-    numbers = f"{size_text(need)} of data against {room.text()}"
+    numbers = f"{size_text(need)} of data, room for {room.text()}"
     if need < room.left:
         return {"storage": Resolved("resident", numbers)}
     rows = min(facts.train_rows, int(room.left / (facts.row_bytes * OVERHEAD))) if facts.row_bytes else 0

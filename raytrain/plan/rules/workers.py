@@ -43,12 +43,12 @@ def count_workers(
         count, reason = len(machines.gpus), "one per GPU"
     else:
         count = max(1, sum(node.cpus > 0 for node in inventory.nodes))
-        reason = "on CPU one worker with all threads of a node is as fast as several"
+        reason = "on CPUs one worker with all threads is as fast as several workers"
         if count > 1:
-            reason = f"one per node; {reason}"
+            reason = f"one per machine; {reason}"
     if count > global_batch:
         warnings.append(
-            f"{count} workers could run, but a global batch of {global_batch} rows feeds {global_batch};"
+            f"{count} workers could run, but a global batch of {global_batch} rows is enough for {global_batch} only;"
             " raise loop.global_batch_size"
         )
         return Resolved(global_batch, f"one per row of the global batch; {count} could run")
@@ -59,7 +59,7 @@ def _check_requested(
     requested: int, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, global_batch: int
 ) -> None:
     """Raises `InputError`, naming the machines found, if they cannot run `scale.workers` workers."""
-    there = f"there are: {inventory.describe()}"
+    there = f"available: {inventory.describe()}"
     gpus = len(machines.gpus)
     if requested > 1 and scale.mode == "single_gpu":
         expected, remedy = "1 with scale.mode single_gpu", f"set scale.mode or scale.workers; {there}"

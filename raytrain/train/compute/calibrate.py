@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from cluster.devices.calibration import MachineRates, CalibrationFile, ProductRates, RatesAtThreads
+from cluster.devices.calibration import CalibrationFile, MachineRates, ProductRates, RatesAtThreads
 from cluster.devices.limits import cpu_description, usable_cores
 from raytrain.train.precision.policy import policy_for
 

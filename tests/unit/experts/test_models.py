@@ -247,14 +247,14 @@ def test_the_models_build_and_run_under_autocast_and_on_the_meta_device() -> Non
 
 
 def test_mistakes_name_their_key() -> None:
-    with pytest.raises(InputError, match=r"experts\.top_k: seen 5, expected at most experts\.num_experts, 4"):
+    with pytest.raises(InputError, match=r"experts\.top_k: got 5, expected at most experts\.num_experts, 4"):
         moe_gpt(**SIZES, experts=ExpertsConfig(top_k=5))
-    with pytest.raises(InputError, match=r"experts\.capacity_factor: seen 1\.25, expected null"):
+    with pytest.raises(InputError, match=r"experts\.capacity_factor: got 1\.25, expected null"):
         moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig(capacity_factor=1.25))
     with pytest.raises(ValueError, match="num_features"):
         moe_mlp(experts=ExpertsConfig())
     with pytest.raises(
-        InputError, match=r"data\.source: seen batches with the keys \['attention_mask', 'input_ids', 'labels'\]"
+        InputError, match=r"data\.source: got batches with the keys \['attention_mask', 'input_ids', 'labels'\]"
     ):
         made = moe_mlp(num_features=8, num_classes=3, experts=ExpertsConfig())
         made.loss(made.module, padded())

@@ -44,10 +44,10 @@ def test_help_names_every_verb() -> None:
 def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
     assert split_arguments(("a.b=c", "job.yaml", "d=e=f")) == (Path("job.yaml"), ["a.b=c", "d=e=f"])
     assert split_arguments(()) == (None, [])
-    with pytest.raises(InputError, match="seen one two, expected one JOB"):
+    with pytest.raises(InputError, match="got one two, expected at most one JOB"):
         split_arguments(("one", "two"))
     for key in ("optim.lr", "seed", "data.source"):
-        with pytest.raises(InputError, match=f"{key}: seen a key without a value, expected {key}=VALUE"):
+        with pytest.raises(InputError, match=f"{key}: got a key without a value, expected {key}=VALUE"):
             split_arguments(("job.yaml", key))
     assert split_arguments(("data.yaml",)) == (Path("data.yaml"), [])
 
@@ -87,7 +87,7 @@ def test_a_verb_of_a_later_version_is_refused_by_name_after_its_job_was_read(ver
     ("raised", "code", "words"),
     [
         (RunError("the disk is full"), 1, "error: the disk is full"),
-        (InputError("data.path", seen="x", expected="y"), 2, "error: data.path: seen x, expected y"),
+        (InputError("data.path", seen="x", expected="y"), 2, "error: data.path: got x, expected y"),
         (Interrupted("SIGTERM"), 130, "interrupted"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

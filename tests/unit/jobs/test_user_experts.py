@@ -67,12 +67,12 @@ def why(plan: Plan) -> str:
 
 
 def test_a_builder_that_ignores_the_hosts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:ignores.* auto or 0") as caught:
+    with pytest.raises(InputError, match=r"experts\.hosts: got 2 with own_experts:ignores.* auto or 0") as caught:
         check("ignores", 2, tmp_path, monkeypatch)
     assert "experts.distribute.distribute" in str(caught.value)
-    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:dense, which keeps its experts"):
+    with pytest.raises(InputError, match=r"experts\.hosts: got 2 with own_experts:dense, which keeps its experts"):
         check("dense", 2, tmp_path, monkeypatch, number=None)
-    with pytest.raises(InputError, match=r"experts\.hosts: seen colocated with own_experts:ignores"):
+    with pytest.raises(InputError, match=r"experts\.hosts: got colocated with own_experts:ignores"):
         check("ignores", "colocated", tmp_path, monkeypatch)
     check("ignores", 0, tmp_path, monkeypatch)
     check("ignores", "auto", tmp_path, monkeypatch)
@@ -86,7 +86,7 @@ def test_a_builder_that_hands_its_experts_over_passes(tmp_path: Path, monkeypatc
 def test_a_builder_that_is_not_told_the_number_of_experts_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=r"experts\.num_experts: seen 4 with own_experts:dense, which does not"):
+    with pytest.raises(InputError, match=r"experts\.num_experts: got 4 with own_experts:dense, which does not"):
         check("dense", "auto", tmp_path, monkeypatch)
     check("dense", "auto", tmp_path, monkeypatch, number=None)
 
@@ -95,8 +95,8 @@ def test_plan_says_what_it_does_not_know_of_a_builder_and_sees_it_with_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = job("ignores", 2, tmp_path, monkeypatch)
-    assert "whether own_experts:ignores supports remote experts is known after the start" in why(plan_job(asked))
-    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with own_experts:ignores"):
+    assert "whether own_experts:ignores supports remote experts is checked at the start" in why(plan_job(asked))
+    with pytest.raises(InputError, match=r"experts\.hosts: got 2 with own_experts:ignores"):
         plan_job(asked, build=True)
     joins = plan_job(job("joins", 2, tmp_path, monkeypatch), build=True)
     assert isinstance(joins.hosts, Resolved) and (joins.hosts.value, joins.hosts.reason) == (2, "experts.hosts")
@@ -105,5 +105,5 @@ def test_plan_says_what_it_does_not_know_of_a_builder_and_sees_it_with_build(
 
 
 def test_experts_of_another_kind_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"model\.builder: seen Identity as the experts of a MoELayer"):
+    with pytest.raises(InputError, match=r"model\.builder: got Identity as the experts of a MoELayer"):
         check("odd", 2, tmp_path, monkeypatch)

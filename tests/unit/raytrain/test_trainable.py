@@ -161,7 +161,7 @@ def test_a_result_without_a_scalar_loss_is_an_input_error(result: Any, seen: str
 
 def test_batch_keys_that_do_not_fit_forward_are_named() -> None:
     made = Trainable.from_module(Classifier())
-    with pytest.raises(InputError, match=r"data\.source: seen the batch keys \['pixels'\]") as caught:
+    with pytest.raises(InputError, match=r"data\.source: got the batch keys \['pixels'\]") as caught:
         made.loss(made.module, {"pixels": torch.zeros(2, 4), "labels": torch.zeros(2)})
     assert "no batch keys ['x'] that Classifier.forward needs" in str(caught.value)
     assert "among ['labels', 'x']" in str(caught.value)
@@ -170,7 +170,7 @@ def test_batch_keys_that_do_not_fit_forward_are_named() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(InputError, match=r"model\.builder: seen a dict, expected a torch\.nn\.Module"):
+    with pytest.raises(InputError, match=r"model\.builder: got a dict, expected a torch\.nn\.Module"):
         Trainable.from_module({})  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.devices.calibration import MachineRates, CalibrationFile, RatesAtThreads
+from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 
 ONE = RatesAtThreads(1, {"fp32": ((64, 100.0), (128, 200.0))}, 10.0, 2e-6)
 FOUR = RatesAtThreads(4, {"fp32": ((64, 300.0), (128, 500.0)), "bf16": ((64, 900.0),)}, 30.0, 3e-6)

@@ -136,19 +136,19 @@ def added(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callabl
 
 MOE = "block_sparse_moe"
 BROKEN = {
-    "a missing expert": (dropped(f"{MOE}.experts.2.w3.weight"), r"experts\.2\.w3\.weight: seen no such tensor"),
-    "a missing first expert": (dropped(f"{MOE}.experts.0.w1.weight"), r"experts\.0\.w1\.weight: seen no such tensor"),
-    "a missing router": (dropped(f"{MOE}.gate.weight"), r"gate\.weight: seen no such tensor, expected .*router"),
-    "one expert too many": (added(f"{MOE}.experts.3.w1.weight", F, D), r"experts\.3\.w1\.weight: seen expert 3"),
+    "a missing expert": (dropped(f"{MOE}.experts.2.w3.weight"), r"experts\.2\.w3\.weight: got no such tensor"),
+    "a missing first expert": (dropped(f"{MOE}.experts.0.w1.weight"), r"experts\.0\.w1\.weight: got no such tensor"),
+    "a missing router": (dropped(f"{MOE}.gate.weight"), r"gate\.weight: got no such tensor, expected .*router"),
+    "one expert too many": (added(f"{MOE}.experts.3.w1.weight", F, D), r"experts\.3\.w1\.weight: got expert 3"),
     "a doubled expert": (added(f"{MOE}.experts.01.w1.weight", F, D), r"expert 1 twice, also in .*experts\.01\.w1"),
     "experts singly and fused": (added(f"{MOE}.experts.gate_up_proj", E, 2 * F, D), r"expert 0 twice, .*gate_up"),
-    "a layer twice": (added("mlp.experts.gate_up_proj", E, 2 * F, D), r"mlp\.experts.* seen layer 1 twice"),
-    "another width": (added(f"{MOE}.experts.1.w2.weight", D, F + 1), r"w2\.weight: seen 8 x 6 .*expected 8 x 5"),
-    "a vector": (added(f"{MOE}.experts.0.w1.weight", D), r"experts\.0\.w1\.weight: seen 8 of torch.float32"),
-    "whole numbers": (added(f"{MOE}.experts.0.w1.weight", F, D, dtype=torch.int8), r"seen 5 x 8 of torch.int8"),
-    "another router": (added(f"{MOE}.gate.weight", E + 1, D), r"gate\.weight: seen 4 x 8"),
-    "what has no place": (added(f"{MOE}.experts.0.w1.weight_scale", 1), r"weight_scale: seen a tensor that"),
-    "one layer more": (added(f"{MOE}.gate.weight", E, D), r"layers\.\*: seen 3 layers .*, numbers 0, 1, 7"),
+    "a layer twice": (added("mlp.experts.gate_up_proj", E, 2 * F, D), r"mlp\.experts.* got layer 1 twice"),
+    "another width": (added(f"{MOE}.experts.1.w2.weight", D, F + 1), r"w2\.weight: got 8 x 6 .*expected 8 x 5"),
+    "a vector": (added(f"{MOE}.experts.0.w1.weight", D), r"experts\.0\.w1\.weight: got 8 of torch.float32"),
+    "whole numbers": (added(f"{MOE}.experts.0.w1.weight", F, D, dtype=torch.int8), r"got 5 x 8 of torch.int8"),
+    "another router": (added(f"{MOE}.gate.weight", E + 1, D), r"gate\.weight: got 4 x 8"),
+    "what has no place": (added(f"{MOE}.experts.0.w1.weight_scale", 1), r"weight_scale: got a tensor that"),
+    "one layer more": (added(f"{MOE}.gate.weight", E, D), r"layers\.\*: got 3 layers .*, numbers 0, 1, 7"),
 }
 
 
@@ -165,29 +165,29 @@ def test_a_broken_model_is_refused_by_the_tensors_name(name: str) -> None:
 
 def test_a_single_layer_with_sizes_that_do_not_fit_each_other_is_refused() -> None:
     state = to_layout(layer(), "mixtral")
-    with pytest.raises(InputError, match=r"experts\.2\.w2\.weight: seen 8 x 4 "):
+    with pytest.raises(InputError, match=r"experts\.2\.w2\.weight: got 8 x 4 "):
         from_layout(state | {"experts.2.w2.weight": torch.zeros(D, 4)}, "mixtral", top_k=2, renormalize=True)
     fused = to_layout(layer(), "mixtral", fused=True) | {"experts.gate_up_proj": torch.zeros(E, 2 * F + 1, D)}
-    with pytest.raises(InputError, match=r"gate_up_proj: seen 3 x 11 x 8 .*expected 3 x 10 x 8"):
+    with pytest.raises(InputError, match=r"gate_up_proj: got 3 x 11 x 8 .*expected 3 x 10 x 8"):
         from_layout(fused, "mixtral", top_k=2, renormalize=True)
-    with pytest.raises(InputError, match=r"renormalize: seen false, expected true, as Mixtral"):
+    with pytest.raises(InputError, match=r"renormalize: got false, expected true, as Mixtral"):
         from_layout(state, "mixtral", top_k=2, renormalize=False)
     with pytest.raises(ValueError, match="top_k is 4"):
         from_layout(state, "mixtral", top_k=4, renormalize=True)
-    with pytest.raises(InputError, match=r"layout: seen 'mistral', expected one of mixtral, qwen2_moe, qwen3_moe"):
+    with pytest.raises(InputError, match=r"layout: got 'mistral', expected one of mixtral, qwen2_moe, qwen3_moe"):
         from_layout(state, "mistral", top_k=2, renormalize=True)
 
 
 @pytest.mark.parametrize(
     ("layout", "section", "says"),
     [
-        ("mixtral", {"activation": "gelu"}, r"experts\.activation: seen gelu, expected swiglu"),
-        ("mixtral", {"bias": True}, r"experts\.bias: seen true"),
-        ("mixtral", {"score": "sigmoid"}, r"experts\.score: seen sigmoid"),
-        ("mixtral", {"renormalize": False}, r"experts\.renormalize: seen false"),
+        ("mixtral", {"activation": "gelu"}, r"experts\.activation: got gelu, expected swiglu"),
+        ("mixtral", {"bias": True}, r"experts\.bias: got true"),
+        ("mixtral", {"score": "sigmoid"}, r"experts\.score: got sigmoid"),
+        ("mixtral", {"renormalize": False}, r"experts\.renormalize: got false"),
         ("mixtral", {"hidden": [5, 5, 6]}, r"experts\.hidden"),
-        ("qwen3_moe", {"shared_expert": True}, r"experts\.shared_expert: seen true, expected false"),
-        ("qwen2_moe", {"shared_gate": False}, r"experts\.shared_gate: seen false, expected true"),
+        ("qwen3_moe", {"shared_expert": True}, r"experts\.shared_expert: got true, expected false"),
+        ("qwen2_moe", {"shared_gate": False}, r"experts\.shared_gate: got false, expected true"),
     ],
 )
 def test_what_a_layout_cannot_say_is_refused_by_its_key(layout: str, section: dict[str, object], says: str) -> None:

@@ -49,7 +49,7 @@ def gpu(name: str, experts: float) -> Device:
 def test_a_model_is_refused_before_the_start() -> None:
     facts = ExpertFacts(((SHAPE.numel(0),) * 6,) * 2, 0, 0, 0, 0)
     small, large, unknown = gpu("T4", 0.5), gpu("A100", 20), Device("cuda", "GPU", 0, None, None, 0)
-    with pytest.raises(InputError, match=r"experts\.hosts: seen layer 0 expert 0 of \d+ bytes"):
+    with pytest.raises(InputError, match=r"experts\.hosts: got layer 0 expert 0 of \d+ bytes"):
         check_room(facts, ExpertsConfig(), [small, small], hosts=2)
     check_room(facts, ExpertsConfig(), [small, large], hosts=1)
     check_room(facts, ExpertsConfig(), [unknown, small], hosts=2)

@@ -84,14 +84,14 @@ def test_mistakes_are_found_by_the_plan_already() -> None:
     def facts(experts: ExpertsConfig | None = None, **keys: object) -> object:
         return expert_facts("experts.models:moe_gpt", keys, {"vocab_size": 11}, experts or ExpertsConfig())
 
-    with pytest.raises(InputError, match=r"experts\.top_k: seen 5"):
+    with pytest.raises(InputError, match=r"experts\.top_k: got 5"):
         facts(ExpertsConfig(num_experts=4, top_k=5), **LANGUAGE)
     rows = {"num_features": 9, "num_classes": 4}
-    with pytest.raises(InputError, match=r"experts\.capacity_factor: seen 1\.0, expected null"):
+    with pytest.raises(InputError, match=r"experts\.capacity_factor: got 1\.0, expected null"):
         expert_facts("experts.models:moe_mlp", {}, rows, ExpertsConfig(capacity_factor=1.0))
     with pytest.raises(InputError, match=r"model\.widht: .*did you mean model\.width\?"):
         facts(**LANGUAGE, widht=3)
-    with pytest.raises(InputError, match=r"model\.width: seen 15, expected a multiple of heads \(2\)"):
+    with pytest.raises(InputError, match=r"model\.width: got 15, expected a multiple of heads \(2\)"):
         facts(**LANGUAGE | {"width": 15})
     assert expert_facts("my.own:build", {}, {}, ExpertsConfig()) is None
     assert expert_facts("experts.models:moe_gpt", LANGUAGE, {}, ExpertsConfig()) is None

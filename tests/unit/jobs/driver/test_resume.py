@@ -66,7 +66,7 @@ def test_a_finished_run_that_shall_be_longer_is_not_finished(tmp_path: Path) -> 
 )  # fmt: skip
 def test_what_decides_the_numbers_may_not_change(tmp_path: Path, override: str, key: str) -> None:
     run = run_in(tmp_path)
-    with pytest.raises(InputError, match="with --resume") as refused:
+    with pytest.raises(InputError, match="cannot change on resume") as refused:
         open_resumed(run.path, None, [override])
     assert refused.value.key == key
 

@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "job.yaml").write_text(MINIMAL)
-    expected = {"none.yaml": "no such file", "latin.yaml": "UTF-8", "empty.yaml": "nothing in it",
+    expected = {"none.yaml": "no such file", "latin.yaml": "UTF-8", "empty.yaml": "an empty file",
             ".": "a folder", "run": "--resume"}  # fmt: skip
     for name, words in expected.items():
         error = mistake(tmp_path / name)

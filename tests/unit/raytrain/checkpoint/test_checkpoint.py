@@ -277,7 +277,7 @@ def change_the_manifest(folder: Path) -> None:
 
 DAMAGE = {
     "a flipped byte": (flip_a_byte, r"model\.safetensors: damaged.*SHA-256"),
-    "a truncated file": (truncate, r"optimizer\.safetensors: damaged, seen 100 bytes"),
+    "a truncated file": (truncate, r"optimizer\.safetensors: got 100 bytes"),
     "a missing file": (lambda folder: (folder / "state.json").unlink(), r"state\.json: missing"),
     "a torn manifest": (tear_the_manifest, r"manifest\.json: damaged"),
     "a changed manifest": (change_the_manifest, r"manifest\.json: damaged"),

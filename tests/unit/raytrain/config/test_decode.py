@@ -86,8 +86,8 @@ def test_an_alias_is_a_copy() -> None:
         ("a: 1\n---\nb: 2", "job.yaml", "document"),
         ("- 1\n- 2", "job.yaml", "[1, 2] (a list)"),
         ("just words", "job.yaml", "a mapping"),
-        ("", "job.yaml", "nothing in it"),
-        ("# only a comment\n", "job.yaml", "nothing in it"),
+        ("", "job.yaml", "an empty file"),
+        ("# only a comment\n", "job.yaml", "an empty file"),
         ("a: !!python/object/apply:os.system ['true']", "a", "python/object"),
         ("a: !!binary aGk=", "a", "the tag"),
         ("a: !mine 3", "a", "!mine"),
@@ -228,16 +228,16 @@ def test_a_key_like_no_other_gets_the_list_and_no_guess() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"max_steps": "7"}, 'loop.max_steps: seen "7" (a string), expected an integer >= 1 or null; '
+        ({"max_steps": "7"}, 'loop.max_steps: got "7" (a string), expected an integer >= 1 or null; '
                              "write it without quotes"),
-        ({"max_steps": True}, "loop.max_steps: seen true (a boolean), expected an integer >= 1 or null"),
-        ({"log_every": None}, "loop.log_every: seen null, expected an integer >= 0; "
+        ({"max_steps": True}, "loop.max_steps: got true (a boolean), expected an integer >= 1 or null"),
+        ({"log_every": None}, "loop.log_every: got null, expected an integer >= 0; "
                               "leave it out for the default, 10"),
-        ({"compile": "defalt"}, 'loop.compile: seen "defalt" (a string), expected off, default, '
+        ({"compile": "defalt"}, 'loop.compile: got "defalt" (a string), expected off, default, '
                                 "reduce-overhead or max-autotune; did you mean default?"),
-        ({"min_delta": math.inf}, "loop.min_delta: seen inf (a number), expected a number >= 0; "
+        ({"min_delta": math.inf}, "loop.min_delta: got inf (a number), expected a number >= 0; "
                                   "it must be finite"),
-        ({"epochs": [1]}, "loop.epochs: seen [1] (a list), expected an integer >= 1 or null"),
+        ({"epochs": [1]}, "loop.epochs: got [1] (a list), expected an integer >= 1 or null"),
     ],
 )  # fmt: skip
 def test_one_sentence_says_what_was_seen_and_what_was_expected(values: dict[str, Any], text: str) -> None:
@@ -247,7 +247,7 @@ def test_one_sentence_says_what_was_seen_and_what_was_expected(values: dict[str,
 def test_the_first_mistake_of_the_file_is_told_and_the_others_are_counted() -> None:
     error = mistake(LoopConfig, {"epochs": 1, "stps": 3, "max_steps": 0, "log_every": "x"})
     assert error.key == "loop.stps"
-    assert "2 more to fix: loop.max_steps, loop.log_every" in str(error)
+    assert "also wrong: loop.max_steps, loop.log_every" in str(error)
     assert mistake(LoopConfig, {"log_every": "x", "stps": 3}).key == "loop.log_every"
 
 

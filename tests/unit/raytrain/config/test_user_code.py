@@ -54,11 +54,11 @@ def test_the_working_directory_is_importable_but_last(folder: Path) -> None:
         ("mine_registry", "'mine_registry', expected module:function"),
         ("mine_registry:", "expected module:function"),
         ("mine registry:build", "expected module:function"),
-        (7, "seen 7, expected module:function"),
-        ("mine_registry:bulid", r"has no bulid.*did you mean build\?"),
+        (7, "got 7, expected module:function"),
+        ("mine_registry:bulid", r"does not define.*did you mean build\?"),
         ("mine_registry:NUMBER", "a int, expected a function or a class"),
-        ("nowhere_registry:build", "there is no module nowhere_registry"),
-        ("mine_registry.inner:build", "there is no module mine_registry.inner"),
+        ("nowhere_registry:build", "module nowhere_registry does not exist"),
+        ("mine_registry.inner:build", "module mine_registry.inner does not exist"),
         ("needs_registry:build", "imports the missing module not_installed_here"),
         ("broken_registry:build", "whose import raises SyntaxError"),
         ("fails_registry:build", "whose import raises RuntimeError: no config"),
@@ -79,7 +79,7 @@ def test_code_that_shadows_our_packages_is_named(folder: Path, name: str) -> Non
     (folder / name / "default.yaml").write_text("{}\n")
     check_shadowing()  # a folder without code shadows nothing
     (folder / name / "__init__.py").touch()
-    with pytest.raises(InputError, match=f"shadows the package {name}") as caught:
+    with pytest.raises(InputError, match=f"hides the package {name}") as caught:
         resolve("mine_registry:build", "model.builder")
     assert caught.value.key == str(folder / name)
 

@@ -73,7 +73,7 @@ def test_observers_are_found_by_name_and_built_without_arguments() -> None:
     found = {"mine:Both": Both, "mine:function": print}
     built = load_observers(list(found), lambda name, key: found[name])
     assert isinstance(built[0], Both) and built[1] is print
-    with pytest.raises(InputError, match=r"telemetry\.observers: seen mine:Needs .*something.*takes no arguments"):
+    with pytest.raises(InputError, match=r"telemetry\.observers: got mine:Needs .*something.*takes no arguments"):
         load_observers(["mine:Needs"], lambda name, key: Needs)
 
 

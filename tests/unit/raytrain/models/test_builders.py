@@ -252,9 +252,9 @@ def test_what_cannot_be_built_is_refused_by_name(function: Any, keys: dict[str, 
 
 def test_data_of_another_kind_is_an_input_error() -> None:
     made = mlp(num_features=4)
-    with pytest.raises(InputError, match=r"data\.source: seen batches with the keys \['input_ids'"):
+    with pytest.raises(InputError, match=r"data\.source: got batches with the keys \['input_ids'"):
         made.loss(made.module, language())
-    with pytest.raises(InputError, match=r"model\.num_classes: seen one output and whole-number labels"):
+    with pytest.raises(InputError, match=r"model\.num_classes: got one output and whole-number labels"):
         made.loss(made.module, {"x": torch.zeros(2, 4), "labels": torch.tensor([0, 1])})
     long = gpt(**{**SIZES, "context": 6})
     with pytest.raises(ValueError, match="12 tokens is longer than the context of 6"):

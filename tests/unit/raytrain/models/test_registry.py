@@ -48,7 +48,7 @@ def test_a_function_with_keywords_takes_every_key_but_no_section_by_itself() -> 
             r"one of depth, size, vocab_size; did you mean model\.depth\?",
         ),
         ({"size": 1, "zzz": 3}, "model.zzz", "expected one of depth, size, vocab_size$"),
-        ({"depth": 3}, "model.size", "seen no value.*plain requires it"),
+        ({"depth": 3}, "model.size", "got no value.*plain requires it"),
     ],
 )
 def test_unknown_and_missing_keys_are_named(keys: dict[str, Any], key: str, text: str) -> None:
@@ -71,15 +71,15 @@ def test_the_builders_own_value_and_type_errors_are_input_errors() -> None:
             raise InputError("model.size", seen="1", expected="2")
         raise ValueError("13 is unlucky") if size == 13 else KeyError(size)
 
-    with pytest.raises(InputError, match=r"model: seen ValueError from .*picky: 13 is unlucky"):
+    with pytest.raises(InputError, match=r"model: got ValueError from .*picky: 13 is unlucky"):
         call_builder(picky, {"size": 13}, sections={})
-    with pytest.raises(InputError, match=r"model\.size: seen 0, expected more"):
+    with pytest.raises(InputError, match=r"model\.size: got 0, expected more"):
         call_builder(picky, {"size": 0}, sections={})
-    with pytest.raises(InputError, match=r"^model\.size: seen 1, expected 2$"):
+    with pytest.raises(InputError, match=r"^model\.size: got 1, expected 2$"):
         call_builder(picky, {"size": 1}, sections={})
     with pytest.raises(KeyError):  # a bug of the builder's keeps its own traceback
         call_builder(picky, {"size": 5}, sections={})
-    with pytest.raises(InputError, match="model: seen TypeError"):
+    with pytest.raises(InputError, match="model: got TypeError"):
         call_builder(lambda *, size: size + 1, {"size": "3"}, sections={})
 
 

@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit_are_one_message(models: Path, tmp_path: Path) -
     ("keys", "key", "says"),
     [
         ({"path": "nowhere"}, "model.path", "no folder at nowhere"),
-        ({"path": 3}, "model.path", "seen 3"),
+        ({"path": 3}, "model.path", "got 3"),
         ({"init": "zeros"}, "model.init", "weights or random"),
         ({"context": 65}, "model.context", "at most 64"),
         ({"freeze": ["layers.*"]}, "model.freeze", "which no parameter matches, expected names such as model.embed"),
@@ -223,7 +223,7 @@ def test_weights_that_do_not_fit_are_one_message(models: Path, tmp_path: Path) -
         ({"vocab_size": 400}, "data.tokenizer", "400 tokens in the data"),
         ({"builder": CLASSIFIER, "num_labels": 2, "num_classes": 3}, "model.num_labels", "at least 3"),
         ({"builder": CLASSIFIER}, "model.num_labels", "a number of classes"),
-        ({"layers": 3}, "model.layers", "does not take"),
+        ({"layers": 3}, "model.layers", "does not accept"),
     ],
 )
 def test_a_mistake_names_its_key(models: Path, keys: dict[str, Any], key: str, says: str) -> None:
@@ -245,7 +245,7 @@ def test_a_folder_of_another_kind_is_refused(models: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="no model_type in"):
         causal_lm(path=str(tmp_path))
-    with pytest.raises(InputError, match=r"model.path: seen .*distilbert"):
+    with pytest.raises(InputError, match=r"model.path: got .*distilbert"):
         causal_lm(path=str(models / "distilbert"))
     with pytest.raises(InputError, match="that this version of transformers knows"):
         causal_lm(path=broken(models, tmp_path, model_type="unheard_of"))

@@ -170,7 +170,7 @@ def test_device_strings(text: str | None, inventory: Inventory, device: str, wor
     [
         ("cuda:7", ONE_GPU, "cuda:0 NVIDIA A100-SXM4-80GB"), ("cuda", CPU, "8 CPU cores, no GPU"),
         ("H100", FOUR_GPUS, "A100"), ("A10", ONE_GPU, "A100"), ("gpu", CPU, "no GPU"),
-        ("cuda:0", FOUR_GPUS, "an index names one device of one machine"),
+        ("cuda:0", FOUR_GPUS, "a device type, since there are"),
     ],
 )  # fmt: skip
 def test_a_device_that_does_not_exist_is_refused_with_what_does(text: str, inventory: Inventory, said: str) -> None:
@@ -452,8 +452,8 @@ def test_storage_by_bytes_of_device_and_data() -> None:
     assert value(plan(ONE_GPU, data_facts=facts(55 * GIB)), "storage") == "resident"
     made = plan(small, data_facts=facts(8 * GIB))
     taken = value(plan(small, data={"storage": "stream"}), "memory")
-    room = f"{size_text(0.9 * (9 * GIB - taken))}, nine tenths of what remains of 9 GiB after {size_text(taken)}"
-    assert f"8.8 GiB of data against {room}" in reason(made, "storage")
+    room = f"{size_text(0.9 * (9 * GIB - taken))}: 90 % of what is left of 9 GiB after {size_text(taken)}"
+    assert f"8.8 GiB of data, room for {room}" in reason(made, "storage")
     unknown = plan(small, data_facts=facts(5 * GIB), model_facts=None)
     assert value(unknown, "storage") == "stream"
     assert "4.5 GiB, half of what a worker may use: the model is not known yet" in reason(unknown, "storage")
@@ -476,7 +476,7 @@ def test_what_does_not_fit_a_gpu_is_kept_in_part_and_the_rest_streamed() -> None
 
 def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
     facts = DataFacts(1000, 0, 1, None, 9 * GIB, None, "a test")
-    with pytest.raises(InputError, match=r"data\.storage: seen resident for 9\.9 GiB of data, expected at most 8\.5"):
+    with pytest.raises(InputError, match=r"data\.storage: got resident for 9\.9 GiB of data, expected at most 8\.5"):
         plan(machines(node(memory=10 * GIB)), data={"storage": "resident"}, data_facts=facts)
     larger = plan(machines(node(memory=16 * GIB)), data={"storage": "resident"}, data_facts=facts)
     assert value(larger, "storage") == "resident"
@@ -557,7 +557,7 @@ def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
     """The process, 16 MB of weights, gradients and moments, and half of the row's 1 MiB: 417 + 15.3 + 0.5 MiB."""
     needed = LEAST_PROCESS_BYTES + 16_000_000 + (1 << 19)
     told = (
-        r"cluster.memory_limit: seen 300 MiB for each process, expected more than 433 MiB, the least that a worker "
+        r"cluster.memory_limit: got 300 MiB for each process, expected more than 433 MiB, the least that a worker "
         r"needs: the process 418 MiB \+ weights 3.81 MiB \+ gradients 3.81 MiB \+ optimizer 7.63 MiB \+ one row 512"
         r" KiB; 480 MiB are estimated for one row; null uses"
     )
@@ -679,7 +679,7 @@ def test_a_worker_does_not_hold_what_hosts_do() -> None:
 def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() -> None:
     made = mixture(2)
     told = reason(made, "step_time")
-    assert value(made, "step_time").endswith(" at assumed rates") and "an estimate, not measured" in told
+    assert value(made, "step_time").endswith(" at assumed rates") and "estimated, not measured" in told
     assert "without elementwise work" in told
     assert "data_parallel" in told and "2 hosts" in told and "GFLOP/s per core in fp32" in told
     on_gpu = mixture("colocated", FOUR_GPUS)
@@ -692,7 +692,7 @@ def test_a_step_is_estimated_for_each_strategy_with_the_source_of_its_rates() ->
 
 def seconds(made: Plan) -> dict[str, float]:
     """Of each strategy, in ms, as the reason tells them."""
-    told = reason(made, "step_time").removeprefix("an estimate, not measured: ").partition(";")[0]
+    told = reason(made, "step_time").removeprefix("estimated, not measured: ").partition(";")[0]
     pieces = [part.rsplit(" ", 2) for part in told.split(", ")]
     return {name: float(number) * {"s": 1e3, "ms": 1.0}[unit] for name, number, unit in pieces}
 
@@ -744,12 +744,12 @@ def test_experts_live_on_two_hosts_on_cpus_and_are_shared_out_over_gpus() -> Non
 
 
 def test_hosts_that_cannot_be_had_are_refused_with_both_keys() -> None:
-    with pytest.raises(InputError, match=r"experts\.hosts: seen 2 with 4 workers") as caught:
+    with pytest.raises(InputError, match=r"experts\.hosts: got 2 with 4 workers") as caught:
         plan(FOUR_GPUS, experts_hosts=2, scale={"workers": 4})
     assert "scale.workers" in str(caught.value) and "colocated" in str(caught.value)
     with pytest.raises(InputError, match=r"scale\.strategy"):
         plan(experts_hosts=2, scale={"strategy": "data_parallel"})
-    with pytest.raises(InputError, match=r"scale\.strategy: seen expert_parallel with a model without experts"):
+    with pytest.raises(InputError, match=r"scale\.strategy: got expert_parallel with a model without experts"):
         plan(scale={"strategy": "expert_parallel"})
 
 
@@ -772,12 +772,12 @@ def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
 @pytest.mark.parametrize(
     ("inventory", "asked", "scale", "says"),
     [
-        (TWO_KINDS, {"H100": 1}, {}, ("seen 1 H100", "an accelerator type of these machines", "T4")),
-        (TWO_KINDS, {"T4": 9}, {}, ("seen 9 T4", "at most 8")),
-        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("12 GPUs, each host takes one, and a worker needs one",)),
-        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 with 7 workers", "the workers take 7", "scale.workers")),
+        (TWO_KINDS, {"H100": 1}, {}, ("got 1 H100", "an accelerator type of these machines", "T4")),
+        (TWO_KINDS, {"T4": 9}, {}, ("got 9 T4", "at most 8")),
+        (TWO_KINDS, {"A100": 4, "T4": 8}, {}, ("12 GPUs, each expert host needs one, and a worker needs one",)),
+        (TWO_KINDS, {"T4": 6}, {"workers": 7}, ("6 T4 with 7 workers", "the workers need 7", "scale.workers")),
         (machines(node(gpus=[gpu(0, "A100"), gpu(1, "T4")])), {"T4": 1}, {}, ("GPUs of several kinds", "a number")),
-        (CPU, {"A100": 2}, {}, ("seen 2 A100", "on CPUs")),
+        (CPU, {"A100": 2}, {}, ("got 2 A100", "on CPUs")),
     ],
 )
 def test_hosts_by_accelerator_that_cannot_be_had_are_refused(
@@ -837,10 +837,10 @@ def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> Non
 @pytest.mark.parametrize(
     ("asked", "scale", "says"),
     [
-        (100, {}, "seen 100, expected at most 7: there are 8 GPUs, each host takes one, and a worker needs one"),
-        (8, {"workers": 4}, "seen 8 with 4 workers, expected at most 4: there are 8 GPUs, each host"),
-        (1, {"workers": 8}, "seen 1 with 8 workers, expected 0 or colocated: there are 8 GPUs, each host"),
-        ({"A100": 10**9}, {}, "seen 1000000000 A100, expected at most 4"),
+        (100, {}, "got 100, expected at most 7: there are 8 GPUs, each expert host needs one, and a worker needs one"),
+        (8, {"workers": 4}, "got 8 with 4 workers, expected at most 4: there are 8 GPUs, each expert host"),
+        (1, {"workers": 8}, "got 1 with 8 workers, expected 0 or colocated: there are 8 GPUs, each expert host"),
+        ({"A100": 10**9}, {}, "got 1000000000 A100, expected at most 4"),
     ],
 )
 def test_too_many_hosts_are_told_what_there_is_and_who_takes_it(asked: Any, scale: dict[str, Any], says: str) -> None:

@@ -38,10 +38,10 @@ def kept(folder: Path, gate: dict[str, Any]) -> list[int]:
 
 
 def test_a_gate_holds_for_the_learning_rate_it_was_run_with_and_times_for_every_one(tmp_path: Path) -> None:
-    Cache(str(tmp_path), {}, budget=1000, fresh=False, gate=SLOW).keep([timed(1), gated(2)])
+    Cache(str(tmp_path), {}, budget=1000, fresh=False, gate=SLOW).store([timed(1), gated(2)])
     assert kept(tmp_path, SLOW) == [1, 2]
     assert kept(tmp_path, FAST) == [1]
-    Cache(str(tmp_path), {}, budget=1000, fresh=False, gate=FAST).keep([gated(3, skipped=9)])
+    Cache(str(tmp_path), {}, budget=1000, fresh=False, gate=FAST).store([gated(3, skipped=9)])
     assert (kept(tmp_path, SLOW), kept(tmp_path, FAST)) == ([1, 2], [1, 3])
 
 
@@ -49,7 +49,7 @@ def test_a_gate_that_had_no_memory_refuses_in_its_own_search_alone(tmp_path: Pat
     short = gated(2, error="no room", out_of_memory=True)
     assert gate_refusal(GateReport.from_json(short["gate"])) == "no room"
     cache = Cache(str(tmp_path), {}, budget=1000, fresh=False, gate=SLOW)
-    cache.keep([timed(1), short, gated(3, error="no kernel")])
+    cache.store([timed(1), short, gated(3, error="no kernel")])
     assert kept(tmp_path, SLOW) == [1, 3]
 
 

@@ -80,12 +80,12 @@ def test_what_is_no_list_and_no_distribution_is_refused(value: Any, expected: st
         ({"optim.learning_rate": [1e-3]}, "tune.space.optim.learning_rate", "did you mean optim.lr?"),
         ({"optim.lr": [1e-3, -1.0]}, "tune.space.optim.lr", "a number > 0"),
         ({"loop.global_batch_size": "uniform(4, 9)"}, "tune.space.loop.global_batch_size", "an integer >= 1"),
-        ({"save.dir": ["a", "b"]}, "tune.space.save.dir", "a key that is the same for all trials"),
+        ({"save.dir": ["a", "b"]}, "tune.space.save.dir", "a key that cannot differ between trials"),
         ({"lop.max_steps": [1]}, "tune.space.lop", "did you mean loop"),
         ({}, "tune.space", "leave it out to search batch size and precision"),
         ({"scale.workers": [1, 500]}, "tune.space.scale.workers", "at most 16, 4 per CPU core"),
-        ({"scale.workers": [500]}, "tune.space", "no feasible point among 1"),
-        ({"loop.micro_batch_size": [5]}, "tune.space", "no feasible point among 1"),
+        ({"scale.workers": [500]}, "tune.space", "none of 1 combination"),
+        ({"loop.micro_batch_size": [5]}, "tune.space", "none of 1 combination"),
     ],
 )
 def test_a_space_that_cannot_be_tried_is_refused_before_anything_starts(
@@ -174,9 +174,9 @@ def test_a_scheduler_that_has_heard_of_those_that_ended_stops_the_hopeless(name:
 @pytest.mark.parametrize(
     ("space", "seen"),
     [
-        ({"model.widht": [1, 2]}, "does not take"),
-        ({"data.rows": [1, 2]}, "does not take"),
-        ({"model.builder": ["no_such_module:build"]}, "no module no_such_module"),
+        ({"model.widht": [1, 2]}, "does not accept"),
+        ({"data.rows": [1, 2]}, "does not accept"),
+        ({"model.builder": ["no_such_module:build"]}, "module no_such_module does not exist"),
     ],
 )
 def test_what_a_users_function_does_not_take_is_refused_before_a_trial_starts(

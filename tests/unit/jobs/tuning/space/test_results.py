@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, run_tune
-from jobs.tuning.batch.cache import Cache, still_true
+from jobs.tuning.batch.cache import Cache, valid_rows
 from jobs.tuning.batch.known import Known
 from jobs.tuning.best import best_mapping, best_text
 from raytrain.autotune.search.batch_size import decide
@@ -60,24 +60,26 @@ def test_times_taken_beside_other_work_are_not_kept_for_later_searches(tmp_path:
     cache = Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False)
     rushed = row(2)
     rushed["measurement"]["pass_s"] = (0.01, 0.012, 0.02)
-    cache.keep([row(1), rushed])
+    cache.store([row(1), rushed])
     broken_off = [row(1)["measurement"], row(2, outcome="error")["measurement"]]
-    cache.keep([{**row(3), "measurement": None, "contest": broken_off}])
+    cache.store([{**row(3), "measurement": None, "contest": broken_off}])
     assert [one["trial"] for one in Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False).rows] == [1]
 
 
 def test_the_cache_gives_back_what_was_measured_for_the_same_signature_alone(tmp_path: Path) -> None:
     folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
     empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
-    assert empty.rows == [] and not empty.answers(space)
+    assert empty.rows == [] and not empty.is_complete(space)
     in_turn = {**row(3), "measurement": None, "contest": [row(size)["measurement"] for size in (2, 1)]}
-    empty.keep([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
-    assert not Cache(folder, {"model": "a"}, budget=1000, fresh=False).answers(space), "the two were not yet in turn"
-    empty.keep([in_turn])
+    empty.store([row(1, peak=100), row(2, peak=110), row(4, outcome="error")])
+    assert not Cache(folder, {"model": "a"}, budget=1000, fresh=False).is_complete(space), (
+        "the two were not yet in turn"
+    )
+    empty.store([in_turn])
     again = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
     assert [one["trial"] for one in again.rows] == [1, 2, 3], "errors may not come again"
-    assert again.answers(space) and len(again.known.measurements) == 2 and len(again.known.contests) == 1
-    again.keep([row(1, peak=100)])
+    assert again.is_complete(space) and len(again.known.measurements) == 2 and len(again.known.contests) == 1
+    again.store([row(1, peak=100)])
     assert len(Cache(folder, {"model": "a"}, budget=1000, fresh=False).rows) == 3
     assert Cache(folder, {"model": "b"}, budget=1000, fresh=False).rows == []
     assert Cache(folder, {"model": "a"}, budget=1000, fresh=True).rows == []
@@ -85,10 +87,10 @@ def test_the_cache_gives_back_what_was_measured_for_the_same_signature_alone(tmp
 
 def test_another_budget_turns_what_is_too_large_now_into_out_of_memory_and_forgets_what_was_too_large_then() -> None:
     rows = [row(1, peak=100), row(8, peak=500), row(64, outcome="out_of_memory")]
-    assert still_true(rows, 1000) == rows
-    smaller = Known(still_true(rows, 400)).measurements
+    assert valid_rows(rows, 1000) == rows
+    smaller = Known(valid_rows(rows, 400)).measurements
     assert [one.outcome for one in smaller] == ["ok", "out_of_memory", "out_of_memory"]
-    assert [one.candidate.micro_batch_size for one in Known(still_true(rows, 5000)).measurements] == [1, 8]
+    assert [one.candidate.micro_batch_size for one in Known(valid_rows(rows, 5000)).measurements] == [1, 8]
 
 
 def test_the_best_of_whole_runs_is_one_that_ran_to_its_end() -> None:
@@ -163,5 +165,5 @@ def test_the_advice_tells_the_peak_at_half_once_and_twice_the_micro_batch_and_th
     known.measurements += [peak(2), peak(8)]
     search: Any = SimpleNamespace(space=space, workers=1)
     lines = advice_lines(decide(space, known.measurements), Candidate("fp32", 8), known, search, 16)
-    told = "predicted peak: 140 MiB at 0.5x, 180 MiB at 1x, 260 MiB at 2x of this micro-batch"
-    assert f"{told}; a process may take 300 MiB" in lines
+    told = "predicted peak: 140 MiB at 0.5x, 180 MiB at 1x, 260 MiB at 2x this micro-batch"
+    assert f"{told}; a process may use 300 MiB" in lines

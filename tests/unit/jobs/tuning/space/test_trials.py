@@ -15,7 +15,7 @@ from cluster.devices.inventory import Device, Inventory, Node
 from jobs.job.spec import load_spec
 from jobs.plan import plan_job
 from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
-from jobs.tuning.batch.known import Known, still_wanted
+from jobs.tuning.batch.known import Known, still_needed
 from jobs.tuning.batch.loaders import LoaderSearch, chosen_loaders, find_loaders
 from jobs.tuning.batch.results import answer_of
 from jobs.tuning.batch.trials import BatchTrials, KindTrials, Numbers
@@ -94,12 +94,12 @@ def test_of_the_trials_that_died_only_those_are_told_again_that_a_search_still_w
     sweep = SweepFolder(str(tmp_path))
     run(batch_trials(sweep), deadly=4)
     dead, standing = sweep.again(), Known(sweep.standing())
-    assert still_wanted(dead, SPACE, standing) == [row["trial"] for row in dead]
+    assert still_needed(dead, SPACE, standing) == [row["trial"] for row in dead]
     run(batch_trials(sweep))
     standing = Known(sweep.standing())
-    assert still_wanted(dead, SPACE, standing) == [], "it was measured meanwhile, if not by this sweep"
-    assert still_wanted([died(7, 2), died(8, 4, what="in turn")], SPACE, standing) == []
-    assert still_wanted([died(9, 1, what="noise")], SPACE, standing) == [9]
+    assert still_needed(dead, SPACE, standing) == [], "it was measured meanwhile, if not by this sweep"
+    assert still_needed([died(7, 2), died(8, 4, what="in turn")], SPACE, standing) == []
+    assert still_needed([died(9, 1, what="noise")], SPACE, standing) == [9]
 
 
 def test_loader_processes_are_measured_last_with_what_was_chosen_and_once(tmp_path: Path) -> None:
@@ -147,11 +147,11 @@ def test_loader_processes_are_searched_where_a_run_would_have_any() -> None:
         return search.most, search.reason
 
     assert found() == (4, ""), "each of two workers has half of the cores"
-    assert found(cpus=1) == (None, "not searched, there are fewer cores than workers")
+    assert found(cpus=1) == (None, "not searched, since there are fewer cores than workers")
     assert found(kind="memory") == (None, "not searched, rows are in memory")
     assert found(kind="groups") == (None, "not searched, row groups are read by a thread")
     assert found(storage="resident")[1] == "not searched, every item is read once, before the first step"
-    assert found(loader_workers=3) == (None, "3, given")
+    assert found(loader_workers=3) == (None, "3, set by the job")
 
 
 def test_out_of_memory_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
@@ -259,8 +259,8 @@ def test_unlike_gpus_of_one_machine_are_not_searched_as_if_they_were_alike() -> 
     large, small = (node("a", name, gib=gib, gpus=2) for name, gib in (("NVIDIA A100", 80), ("NVIDIA T4", 16)))
     devices = (*large.devices, *(replace(one, index=2 + one.index) for one in small.devices))
     mixed = replace(large, devices=devices, accelerator="A100")
-    with pytest.raises(InputError, match=r"scale.accelerator: seen NVIDIA A100 and NVIDIA T4 in a"):
+    with pytest.raises(InputError, match=r"scale.accelerator: got NVIDIA A100 and NVIDIA T4 on the machine a"):
         kinds_of(mixed)
-    with pytest.raises(InputError, match="NVIDIA T4 in a"):
+    with pytest.raises(InputError, match="NVIDIA T4 on the machine a"):
         kinds_of(mixed, node("b", "H100", gib=80, gpus=1))
     assert kinds_of(mixed, accelerator="T4") == [("", 2, 16)] and kinds_of(mixed, accelerator="A100") == [("", 2, 80)]

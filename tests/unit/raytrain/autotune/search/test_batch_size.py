@@ -579,7 +579,7 @@ def test_where_fp32_does_not_fit_the_other_is_taken_and_nobody_says_that_it_was_
     space, machine = two(0.5)
     found = searched(space, Large(machine.seconds)).decision
     assert found.candidate.precision == "bf16"
-    assert "bf16 could not be held against it" in found.precision.reason
+    assert "bf16 could not be compared with it" in found.precision.reason
 
 
 def test_a_precision_that_is_slower_in_one_round_is_not_taken_for_the_median() -> None:

@@ -177,7 +177,7 @@ def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, upload
     loader = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
     with pytest.raises(RunError, match=r"data.train failed while rows .*17.* were read: ValueError: no picture 17\n"):
         windows(loader, 5)
-    with pytest.raises(InputError, match=r"data\.train: seen an item that is a list"):
+    with pytest.raises(InputError, match=r"data\.train: got an item that is a list"):
         windows(feed_of(pools(Items(breaks={17: "odd"}))), 5)
     with pytest.raises(RunError, match=r"(?s)data.train failed while rows .*17.* were read.*lambda"):
         windows(feed_of(pools(Items(breaks={17: "unsendable"}))), 5)

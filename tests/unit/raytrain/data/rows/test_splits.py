@@ -99,7 +99,7 @@ def test_tokens_of_every_type_come_out_whole(dtype: type) -> None:
 
 
 def test_a_text_shorter_than_one_window_is_refused() -> None:
-    with pytest.raises(InputError, match=r"data.path: seen a text of 16 tokens, expected at least 17.*model.context"):
+    with pytest.raises(InputError, match=r"data.path: got a text of 16 tokens, expected at least 17.*model.context"):
         text(16, 16)
 
 
@@ -297,7 +297,7 @@ def test_a_dataset_that_fetches_many_items_at_once_is_asked_once() -> None:
     ],
 )
 def test_items_that_make_no_batch_are_named(items: list[Any], message: str) -> None:
-    with pytest.raises(InputError, match=rf"data.train: seen .*{message}"):
+    with pytest.raises(InputError, match=rf"data.train: got .*{message}"):
         DatasetSplit(items).gather(np.arange(len(items)))
 
 

@@ -67,14 +67,14 @@ def test_the_ranks_share_a_window_by_tokens_and_its_divisor_stays_exact(world_si
 
 def test_rows_without_known_tokens_and_rows_beyond_the_budget_are_refused() -> None:
     plain = object_split({"x": torch.zeros(4, 2)}, key="data.train")
-    unknown = r"data\.tokens_per_batch: seen 8 tokens, and train rows whose tokens are not known"
+    unknown = r"data\.tokens_per_batch: got 8 tokens, and train rows whose tokens are not known"
     with pytest.raises(InputError, match=unknown):
         check_budget(plain, None, 8)
     long = object_split({"input_ids": [torch.zeros(3), torch.zeros(12)]}, key="data.train")
     with pytest.raises(InputError, match="expected at least 12, the tokens of row 1, the longest"):
         check_budget(long, None, 8)
     items = object_split([{"input_ids": torch.zeros(3)}], key="data.eval")
-    with pytest.raises(InputError, match="seen 12 tokens, and eval rows whose tokens are not known"):
+    with pytest.raises(InputError, match="got 12 tokens, and eval rows whose tokens are not known"):
         check_budget(long, items, 12)
     check_budget(long, long, 12)
     check_budget(plain, items, None)

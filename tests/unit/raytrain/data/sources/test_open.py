@@ -98,7 +98,7 @@ def test_characters_are_numbered_by_code_point_over_all_texts(tmp_path: Path) ->
     assert source.decode(source.encode("zoo ☃")) == "zoo ☃"
     assert source.decode(source.eval.tokens.tolist()) == "zebra\n" * 20
     assert source.decode(source.train.tokens.tolist()) == "héllo ☃ 𐎀\n" * 20
-    with pytest.raises(InputError, match=r"data.vocabulary: seen the character 'q'"):
+    with pytest.raises(InputError, match=r"data.vocabulary: got the character 'q'"):
         source.encode("qq")
     assert pickle.loads(pickle.dumps(source.decode))([0]) == "\n"
 
@@ -144,7 +144,7 @@ def test_files_that_cannot_be_text(tmp_path: Path) -> None:
     assert refused(source="text", path=good, eval_path=str(tmp_path / "no")).key == "data.eval_path"
     assert refused(source="text", path=good, context=None).key == "model.context"
     (tmp_path / "latin").write_bytes(b"caf\xe9 " * 50)
-    with pytest.raises(InputError, match=r"data.vocabulary: seen chars, and byte 3 of .*latin is not valid UTF-8"):
+    with pytest.raises(InputError, match=r"data.vocabulary: got chars, and byte 3 of .*latin is not valid UTF-8"):
         opened(source="text", path=str(tmp_path / "latin"), vocabulary="chars")
 
 
@@ -154,7 +154,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.
 
     path = write_text(tmp_path, "t.txt", "x" * 100)
     monkeypatch.setattr("builtins.open", denied)  # root may read everything, so the mode bits prove nothing
-    with pytest.raises(InputError, match=r"data.path: seen no permission to read .*t.txt"):
+    with pytest.raises(InputError, match=r"data.path: got no permission to read .*t.txt"):
         read_bytes(path, key="data.path")
 
 
@@ -164,7 +164,7 @@ def test_a_path_may_be_a_uri(tmp_path: Path) -> None:
         opened(source="text", path=f"file://{path}").train.tokens,
         opened(source="text", path=path).train.tokens,
     )
-    with pytest.raises(InputError, match=r"data.path: seen nowhere://bucket/file .*expected a local path or a URI"):
+    with pytest.raises(InputError, match=r"data.path: got nowhere://bucket/file .*expected a local path or a URI"):
         locate("nowhere://bucket/file", key="data.path")
 
 
@@ -225,7 +225,7 @@ def test_idx_takes_a_second_pair_for_evaluation(tmp_path: Path) -> None:
     assert describe_source(DataConfig(**section), context=None) == source.facts
     assert refused(**{**section, "eval_labels": None}).key == "data.eval_labels"
     other = write_idx(tmp_path, "other", images(8, size=(5, 5))[0])
-    with pytest.raises(InputError, match=r"data.eval_images: seen images of \(1, 5, 5\)"):
+    with pytest.raises(InputError, match=r"data.eval_images: got images of \(1, 5, 5\)"):
         opened(**{**section, "eval_images": other})
 
 
@@ -243,11 +243,11 @@ def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
     assert text.key == "data.images" and "68656c6c" in text.seen
     assert "shape (0, 4, 5)" in refused(**{**section, "images": write_idx(tmp_path, "none", pixels[:0])}).seen
     (tmp_path / "cut").write_bytes(Path(good).read_bytes()[:-7])
-    with pytest.raises(InputError, match=r"data.images: seen 393 bytes of values.*expected 400"):
+    with pytest.raises(InputError, match=r"data.images: got 393 bytes of values.*expected 400"):
         opened(**{**section, "images": str(tmp_path / "cut")})
     zipped = Path(write_idx(tmp_path, "z.gz", pixels, zipped=True)).read_bytes()
     (tmp_path / "z.gz").write_bytes(zipped[: len(zipped) // 2])
-    with pytest.raises(InputError, match=r"data.images: seen a damaged gzip file"):
+    with pytest.raises(InputError, match=r"data.images: got a damaged gzip file"):
         opened(**{**section, "images": str(tmp_path / "z.gz")})
 
 
@@ -371,17 +371,17 @@ def test_wrong_functions_of_the_users_are_named(own: str, function: str, keys: d
 @pytest.mark.parametrize(
     ("section", "key", "words"),
     [
-        ({"source": "txt"}, "data.source", "nearest: text"),
+        ({"source": "txt"}, "data.source", "did you mean text?"),
         ({"source": "text"}, "data.path", "a path or a list of paths"),
-        ({"source": "text", "path": 7}, "data.path", "7 (int)"),
-        ({"source": "text", "path": []}, "data.path", "[] (list)"),
-        ({"source": "text", "path": None}, "data.path", "None (NoneType)"),
-        ({"source": "text", "paths": "x"}, "data.paths", "nearest: path"),
+        ({"source": "text", "path": 7}, "data.path", "7 (an integer)"),
+        ({"source": "text", "path": []}, "data.path", "[] (a list)"),
+        ({"source": "text", "path": None}, "data.path", "got null"),
+        ({"source": "text", "paths": "x"}, "data.paths", "did you mean path?"),
         ({"source": "text", "path": "x", "vocabulary": "words"}, "data.vocabulary", "bytes or chars"),
-        ({"source": "stdlib", "max_bytes": True}, "data.max_bytes", "True (bool)"),
-        ({"source": "idx", "images": "x"}, "data.labels", "keys of idx: images, labels"),
+        ({"source": "stdlib", "max_bytes": True}, "data.max_bytes", "true (a boolean)"),
+        ({"source": "idx", "images": "x"}, "data.labels", "keys of the source idx: images, labels"),
         ({"source": "csv", "path": "x", "features": "a"}, "data.features", "a list of column names"),
-        ({"source": "parquet", "path": "x", "label": 3}, "data.label", "3 (int)"),
+        ({"source": "parquet", "path": "x", "label": 3}, "data.label", "3 (an integer)"),
         ({}, "data.source", "module:function"),
         ({"source": "text", "path": "x", "train": {"x": torch.ones(2)}}, "data.source", "together with data.train"),
         ({"eval": {"x": torch.ones(2)}}, "data.eval", "without data.train"),

@@ -206,18 +206,18 @@ def test_the_order_is_by_groups_from_a_size_on_whatever_the_machine(folder: Path
     assert opened(folder, order="auto").facts.kind == "memory"
     monkeypatch.setattr(parquet_folder, "GROUPS_FROM_BYTES", 1000)
     assert opened(folder, order="auto").facts.kind == "groups"
-    with pytest.raises(InputError, match=r"data\.order: seen 'odd'"):
+    with pytest.raises(InputError, match=r'data\.order: got "odd"'):
         opened(folder, order="odd")
 
 
 def test_mistakes_name_the_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"data\.path: seen no \*\.parquet in .*empty"):
+    with pytest.raises(InputError, match=r"data\.path: got no \*\.parquet in .*empty"):
         opened(tmp_path / "empty")
     broken = opened(folder, eval_fraction=0.0).train
     wrong = pa.table({"a": [1.0, float("nan")], "b": [1.0, 2.0], "tokens": [[1], [2]], "y": ["cat", "dog"]})
     parquet.write_table(wrong, folder / "part-3.parquet")
-    with pytest.raises(InputError, match=r"row group 0 of .*part-3\.parquet: seen NaN in column 'a' row 1"):
+    with pytest.raises(InputError, match=r"row group 0 of .*part-3\.parquet: got NaN in column 'a' row 1"):
         split = opened(folder, eval_fraction=0.0).train
         split.gather(np.array([len(split) - 1]))
     (folder / "part-2.parquet").write_bytes(b"gone")
@@ -229,11 +229,11 @@ def test_mistakes_name_the_file(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ([date(2020, 1, 1)] * 8, r"data\.label: seen column 'y' of type date32\[day\], expected whole numbers or str"),
-        ([[1]] * 8, r"data\.label: seen column 'y' of type list<.*>, expected whole numbers or strings"),
-        ([b"a"] * 8, r"data\.label: seen column 'y' of type binary"),
-        ([1] * 4 + [None] * 4, r"data\.path, row group 1 of .*: seen a missing value in column 'y' row 0"),
-        ([1] * 7 + [None], r"data\.path, row group 1 of .*: seen a missing value in column 'y' row 3"),
+        ([date(2020, 1, 1)] * 8, r"data\.label: got column 'y' of type date32\[day\], expected whole numbers or str"),
+        ([[1]] * 8, r"data\.label: got column 'y' of type list<.*>, expected whole numbers or strings"),
+        ([b"a"] * 8, r"data\.label: got column 'y' of type binary"),
+        ([1] * 4 + [None] * 4, r"data\.path, row group 1 of .*: got a missing value in column 'y' row 0"),
+        ([1] * 7 + [None], r"data\.path, row group 1 of .*: got a missing value in column 'y' row 3"),
     ],
 )
 def test_labels_that_are_none_are_refused_at_the_opening(

@@ -153,18 +153,18 @@ def test_a_number_that_is_none_is_named_by_column_and_row(tmp_path: Path, kind: 
     with pytest.raises(InputError) as caught:
         opened(source=kind, path=path, label="y")
     assert caught.value.key == "data.path"
-    assert str(caught.value).startswith(f"data.path: seen {seen}, expected finite numbers")
+    assert str(caught.value).startswith(f"data.path: got {seen}, expected finite numbers")
 
 
 def test_nan_inside_lists_and_labels_is_named(tmp_path: Path) -> None:
     lists = [[1.0], [2.0, float("nan")], []]
-    with pytest.raises(InputError, match="seen NaN in column 'v' row 1"):
+    with pytest.raises(InputError, match="got NaN in column 'v' row 1"):
         opened(train=pa.table({"v": lists}))
-    with pytest.raises(InputError, match="seen a missing value in column 'v' row 2"):
+    with pytest.raises(InputError, match="got a missing value in column 'v' row 2"):
         opened(train=pa.table({"v": [[1], [], [None, 2]]}))
-    with pytest.raises(InputError, match="seen a missing value in column 'y' row 1"):
+    with pytest.raises(InputError, match="got a missing value in column 'y' row 1"):
         opened(train=pa.table({"a": [1.0, 2.0], "y": ["cat", None]}), label="y")
-    with pytest.raises(InputError, match=r"data.label: seen the class -1 in column 'y' row 0"):
+    with pytest.raises(InputError, match=r"data.label: got the class -1 in column 'y' row 0"):
         opened(train=pa.table({"a": [1.0, 2.0], "y": [-1, 1]}), label="y")
 
 
@@ -172,7 +172,7 @@ def test_nan_inside_lists_and_labels_is_named(tmp_path: Path) -> None:
     ("keys", "key", "words"),
     [
         ({"label": "Y"}, "data.label", "columns among a, b, flag, y"),
-        ({"features": ["a", "flagg"], "label": "y"}, "data.features", "nearest: flag"),
+        ({"features": ["a", "flagg"], "label": "y"}, "data.features", "did you mean flag?"),
         ({"features": ["y"], "label": "y"}, "data.features", "no column"),
     ],
 )
@@ -189,11 +189,11 @@ def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any
 
 def test_columns_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     path = write(bad(city=["Rome"] * 40), tmp_path / "t.csv")
-    with pytest.raises(InputError, match=r"data.features: seen column 'city' of type string"):
+    with pytest.raises(InputError, match=r"data.features: got column 'city' of type string"):
         opened(source="csv", path=path, label="y")
     assert opened(source="csv", path=path, label="y", features=["a", "b"]).train.columns["x"].shape[1] == 2
     dated = pa.table({"a": [1.0], "when": pa.array([0], type=pa.timestamp("s"))})
-    with pytest.raises(InputError, match=r"data.label: seen column 'when' of type timestamp"):
+    with pytest.raises(InputError, match=r"data.label: got column 'when' of type timestamp"):
         opened(train=dated, label="when")
 
 
@@ -201,15 +201,15 @@ def test_a_second_file_must_have_the_columns_of_the_first(tmp_path: Path) -> Non
     path = write(bad(), tmp_path / "t.csv")
     section = {"source": "csv", "path": path, "label": "y"}
     fewer = write(bad().drop_columns(["b"]), tmp_path / "fewer.csv")
-    with pytest.raises(InputError, match=r"data.eval_path: seen no column 'b'"):
+    with pytest.raises(InputError, match=r"data.eval_path: got no column 'b'"):
         opened(**section, eval_path=fewer)
-    with pytest.raises(InputError, match=r"data.path: seen the columns a, flag, y in .*expected a, b, flag, y as in"):
+    with pytest.raises(InputError, match=r"data.path: got the columns a, flag, y in .*expected a, b, flag, y as in"):
         opened(**{**section, "path": [path, fewer]})
     fractions = write(bad(y=np.linspace(0, 1, 40)), tmp_path / "f.csv")
-    with pytest.raises(InputError, match=r"data.eval_path: seen 'labels' as float32, expected int64"):
+    with pytest.raises(InputError, match=r"data.eval_path: got 'labels' as float32, expected int64"):
         opened(**section, eval_path=fractions)
     words = write(bad(a=["x"] * 40), tmp_path / "w.csv")
-    with pytest.raises(InputError, match=r"data.eval_path: seen column 'a' of type string"):
+    with pytest.raises(InputError, match=r"data.eval_path: got column 'a' of type string"):
         opened(**section, eval_path=words)
 
 
@@ -239,7 +239,7 @@ def test_files_of_another_kind_are_named(tmp_path: Path, kind: str, content: byt
 
 def test_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
     path = write(table(0), tmp_path / "t.parquet")
-    with pytest.raises(InputError, match=r"data.path: seen 0 rows"):
+    with pytest.raises(InputError, match=r"data.path: got 0 rows"):
         describe_source(DataConfig(source="parquet", path=path), context=None)
 
 

@@ -173,8 +173,8 @@ def test_a_mistake_is_found_before_anything_starts(folder: Path, lines: Path, mi
 LINES = {
     "no JSON": ('{"text": "a"}\nnonsense\n', "line 2 of .* which is not valid JSON"),
     "no object": ("[1]\n", "line 1 of .* is a list"),
-    "no text": ('{"text": 3}\n', "seen 3 as 'text' in line 1"),
-    "no such field": ('{"text": "a"}\n{"txt": "b"}\n', "seen 'text', which is missing in line 2 .* nearest: txt"),
+    "no text": ('{"text": 3}\n', "got 3 as 'text' in line 1"),
+    "no such field": ('{"text": "a"}\n{"txt": "b"}\n', "got 'text', which is missing in line 2 .* did you mean txt"),
     "nothing to learn": ('{"text": ""}\n', "no row with a label to learn"),
     "no row": ("\n\n", "0 rows"),
 }
@@ -190,11 +190,11 @@ def test_a_bad_line_is_named(folder: Path, tmp_path: Path, kind: str) -> None:
 
 def test_labels_of_two_kinds_are_refused(folder: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "mixed.jsonl", [{"text": "a", "y": 1}, {"text": "b", "y": "x"}])
-    with pytest.raises(InputError, match=r"data.label_field: seen both whole numbers and strings"):
+    with pytest.raises(InputError, match=r"data.label_field: got both whole numbers and strings"):
         opened(folder, {**GOOD, "label_field": "y", "path": str(path)}, builder=CLASSIFIER)
 
 
 def test_a_folder_with_a_broken_tokenizer_says_so(tmp_path: Path, lines: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"nothing": True}))
-    with pytest.raises(InputError, match=r"data.tokenizer: seen .*, expected a local folder with a tokenizer"):
+    with pytest.raises(InputError, match=r"data.tokenizer: got .*, expected a local folder with a tokenizer"):
         opened(tmp_path, {**GOOD, "path": str(lines), "tokenizer": str(tmp_path)}, builder="raytrain.models.gpt:gpt")

@@ -46,7 +46,7 @@ def test_several_files_with_an_index_are_one_set_of_weights(tmp_path: Path) -> N
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert find_weights(str(tmp_path), key=KEY).shapes == {"a": (2,), "b": (2, 3)}
     (tmp_path / places["b"]).unlink()
-    with pytest.raises(InputError, match=r"model.init_from: seen no model-00002-of-00002.safetensors in"):
+    with pytest.raises(InputError, match=r"model.init_from: got no model-00002-of-00002.safetensors in"):
         find_weights(str(tmp_path), key=KEY)
 
 
@@ -103,7 +103,7 @@ def test_a_folder_without_weights_says_what_it_has(tmp_path: Path, name: str | N
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(InputError, match=r"model.init_from: seen no file at nowhere/model.safetensors"):
+    with pytest.raises(InputError, match=r"model.init_from: got no file at nowhere/model.safetensors"):
         find_weights("nowhere/model.safetensors", key=KEY)
 
 

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_one_message_with_counts_and_the_first_five(tmp_pat
     with pytest.raises(InputError) as error:
         StartingWeights.at(str(path)).check(module)
     assert str(error.value) == (
-        f"model.init_from: seen {path}: 3 missing (0.bias, 1.weight, 1.bias); "
+        f"model.init_from: got {path}: 3 missing (0.bias, 1.weight, 1.bias); "
         "7 unexpected (layer0.weight, layer1.weight, layer2.weight, layer3.weight, layer4.weight and 2 more); "
         "1 misshapen (0.weight [3, 3] for [2, 2]), expected the names and shapes of this model; "
         "the weights belong to another model or to other sizes"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.devices.calibration import MachineRates, CalibrationFile, RatesAtThreads
+from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 from cluster.devices.limits import usable_cores
 from raytrain.train.compute import calibrate as measuring
 from raytrain.train.compute.calibrate import calibrate, calibration_of_machine, loopback, product_flops
