@@ -66,7 +66,7 @@ def _keys_option(sections: tuple[str, ...]) -> Any:
             from jobs.job.keys import key_entries
 
             with formatter.section("Keys with their defaults, as section.key=value"):
-                formatter.write_dl(key_entries(sections), col_max=34)
+                formatter.write_dl(key_entries(sections), col_max=38)
 
     return VerbCommand
 
@@ -78,7 +78,7 @@ ALL = (
 )  # fmt: skip
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="raytrain", prog_name="raytrain")
 def main() -> None:
     """Train any PyTorch model on a Ray cluster, or on this machine."""

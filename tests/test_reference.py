@@ -37,8 +37,8 @@ BUILDERS = (
 
 
 def keys_table() -> str:
-    """Every key that a job can hold, with what it takes, its default and its meaning."""
-    lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    """Every key that a job can hold, with what it accepts, its default and its meaning."""
+    lines = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
     for row in key_rows(JobSpec):
         cells = (f"`{row.key}`", row.expected, f"`{row.default}`", row.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -46,7 +46,7 @@ def keys_table() -> str:
 
 
 def builders_table() -> str:
-    """Every built-in builder with the keys of `model` it takes and their defaults."""
+    """Every built-in builder with the keys of `model` it accepts and their defaults."""
     lines = ["| `model.builder` | keys |", "|---|---|"]
     for builder in BUILDERS:
         module, _, name = builder.partition(":")
@@ -65,7 +65,7 @@ def _parameter(one: inspect.Parameter) -> str:
 
 def sources_table() -> str:
     """Every built-in source with its own keys of `data`; those with the same keys stand together."""
-    lines = ["| `data.source` | key | takes | default |", "|---|---|---|---|"]
+    lines = ["| `data.source` | key | accepts | default |", "|---|---|---|---|"]
     alike: dict[int, list[str]] = {}
     for source, keys in SOURCES.items():
         alike.setdefault(id(keys), []).append(f"`{source}`")

@@ -230,7 +230,7 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
         feed_forward=layer_activations(width, experts),
     )
     flops = moe_gpt_flops(**sizes, experts=experts, window=keys["window"])
-    reason = f"formula of moe_gpt, {check_experts(experts)} experts a layer"
+    reason = f"formula of moe_gpt, {check_experts(experts)} experts per layer"
     found = facts(parameters, activations, flops, reason)
     return replace(found, experts=expert_part(layers, width, experts, tokens=context))
 
@@ -243,7 +243,7 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     parameters = (features + 1) * width + layers * layer + (width + 1) * classes
     kept = features + 2 * width + layers * (2 * width + layer_activations(width, experts)) + classes
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
-    reason = f"formula of moe_mlp, {check_experts(experts)} experts a layer"
+    reason = f"formula of moe_mlp, {check_experts(experts)} experts per layer"
     found = facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
     return replace(found, experts=expert_part(layers, width, experts, tokens=1))
 

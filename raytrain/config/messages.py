@@ -91,7 +91,7 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
     if kind == "array":
         return [f"a list, each {' or '.join(_words(schema.get('items', {})))}"]
     if kind == "string" and schema.get("minLength"):
-        return ["a string that is not empty"]
+        return ["a non-empty string"]
     bounds = " and ".join(f"{sign} {schema[name]:.10g}" for name, sign in _BOUNDS.items() if name in schema)
     return [f"{_KINDS.get(kind, 'a Python object, given from Python')} {bounds}".rstrip()]
 

@@ -29,13 +29,13 @@ def scheduler_of(name: str, points: Points, *, curves: Mapping[int, Sequence[tup
     """The scheduler of this name (`tune.scheduler`); None for "none".
 
     Args:
-        curves: (step, loss) of the evaluations of trials that have ended, by trial; it hears of them first, so that a
-            sweep that goes on judges as if it had never stopped.
+        curves: (step, loss) of the evaluations of trials that have ended, by trial; passed to the scheduler first, so
+            that a resumed search decides as if it had not been interrupted.
     """
     most = max((one.max_steps or 0 for one in points.trials), default=0) or 10**9
     first = max(1, most // LOOKS)
     compare: dict[str, Any] = {"time_attr": "step", "metric": "eval_loss", "mode": "min"}
-    if name == "asha":  # at its max_t it would end a trial before that tells its result
+    if name == "asha":  # at max_t it would stop a trial before the trial reports its result
         scheduler: Any = ASHAScheduler(max_t=most + 1, grace_period=first, reduction_factor=2, **compare)
     elif name == "median":
         scheduler = PatientMedian(grace_period=first, min_samples_required=2, **compare)

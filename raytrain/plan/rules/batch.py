@@ -189,5 +189,5 @@ def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
     if save.every != "auto":
         return Resolved(save.every, "save.every")
     last = max_steps.value_or(None)
-    how = "from the measured stall of the first checkpoint"
-    return Deferred(how, (1, last), "saving may take up to 3 % of the time")
+    how = "set from the measured cost of the first checkpoint"
+    return Deferred(how, (1, last), "saving takes at most 3 % of the time")

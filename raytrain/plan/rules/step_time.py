@@ -32,7 +32,7 @@ GPU_FLOPS = {
 GPU_SHARE = 0.4
 """Fraction of its peak that training reaches on a GPU: a usual model FLOPs utilisation."""
 
-LEFT_OUT = "without elementwise work and the launch of each operation, where small models spend most of a step"
+LEFT_OUT = "elementwise operations and kernel launches, which dominate small models, are not included"
 """What makes a step longer than the estimate, mostly on CPUs: the default recipe took 215 ms on two cores of such a CPU
 with two hosts; the estimate was 65 ms."""
 

@@ -171,7 +171,7 @@ def test_open_sections_differ_where_their_keys_do() -> None:
         (ExpertsConfig, "inflight", "1, 2 or auto"),
         (ModelConfig, "builder", "module:function or null"),
         (ModelConfig, "module", "a Python object, given from Python"),
-        (TelemetryConfig, "observers", "a list, each a string that is not empty"),
+        (TelemetryConfig, "observers", "a list, each a non-empty string"),
         (ClusterConfig, "memory_fraction", "a number > 0 and <= 1"),
     ],
 )
