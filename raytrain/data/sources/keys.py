@@ -14,8 +14,6 @@ from raytrain.errors import InputError
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
 
-#: Remedy for an unknown name.
-
 
 @dataclass(frozen=True)
 class Key:

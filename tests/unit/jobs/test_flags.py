@@ -442,7 +442,7 @@ def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
         seen["trials"] = [one.overrides for one in points.trials]
         seen["at a time"] = points.at_a_time(gpus=0, cpus=BOX.cpus, alone=alone)
     row = {"trial": 1, "outcome": "ok", "budget_bytes": None}
-    Cache(str(place.folder), {}, budget=None, fresh=False).keep([row])
+    Cache(str(place.folder), {}, budget=None, fresh=False).store([row])
     seen["known"] = len(Cache(str(place.folder), {}, budget=None, fresh=loaded.spec.tune.fresh).rows)
     return seen
 

@@ -349,7 +349,7 @@ def test_the_machines_shown_in_the_readme_and_in_the_help_can_be_read(tmp_path: 
 
     shown = CliRunner().invoke(main, ["plan", "--help"]).output
     helped = textwrap.dedent(shown.partition("are optional:\n")[2].partition("\n\n")[0])
-    readme = (ROOT / "jobs/README.md").read_text().partition("`gpus` and `capability` may be left out:\n\n```yaml\n")[2]
+    readme = (ROOT / "jobs/README.md").read_text().partition("`gpus` and `capability` are optional:\n\n```yaml\n")[2]
     found = [inventory_from_file(write(tmp_path / "nodes.yaml", text)) for text in (helped, readme.partition("```")[0])]
     assert found[0] == found[1] and len(found[0].devices()) == 4
     assert [node.host for node in found[0].nodes] == ["a", "b"]

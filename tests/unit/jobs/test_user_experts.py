@@ -100,7 +100,7 @@ def test_plan_says_what_it_does_not_know_of_a_builder_and_sees_it_with_build(
         plan_job(asked, build=True)
     joins = plan_job(job("joins", 2, tmp_path, monkeypatch), build=True)
     assert isinstance(joins.hosts, Resolved) and (joins.hosts.value, joins.hosts.reason) == (2, "experts.hosts")
-    assert "stay in every worker" in why(plan_job(job("ignores", "auto", tmp_path, monkeypatch)))
+    assert "every worker holds the experts" in why(plan_job(job("ignores", "auto", tmp_path, monkeypatch)))
     assert "experts.num_experts is null" in why(plan_job(job("dense", "auto", tmp_path, monkeypatch, number=None)))
 
 

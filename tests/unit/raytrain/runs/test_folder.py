@@ -113,7 +113,7 @@ def test_a_save_dir_that_cannot_be_written_is_wrong_input(place, tmp_path):
 
 
 def test_opening_nothing_is_wrong_input(tmp_path, save_dir):
-    with pytest.raises(InputError, match="nothing there"):
+    with pytest.raises(InputError, match="which does not exist"):
         RunFolder.open(f"{save_dir}/none")
 
 
