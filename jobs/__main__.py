@@ -20,7 +20,7 @@ class _Verbs(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         signal.signal(signal.SIGTERM, _leave)  # until a verb installs its own handlers
-        from jobs.driver.runtime import Interrupted
+        from jobs.driver.signals import Interrupted
 
         try:
             return super().main(*args, **{**extra, "standalone_mode": False})

@@ -18,7 +18,8 @@ from cluster.devices.inventory import Inventory, inventory_from_ray, local_inven
 from jobs.driver.result import Result, close_run, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.run_folder import OpenRun, open_run
-from jobs.driver.runtime import Interrupted, StopSignals, cluster_address, cluster_size, connected
+from jobs.driver.runtime import cluster_address, cluster_size, connected
+from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from jobs.plan import plan_job, visible_devices

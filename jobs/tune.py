@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jobs.driver.runtime import Interrupted, StopSignals
+from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import RunFolder

@@ -1,24 +1,21 @@
-"""Starts and stops Ray for a command, and turns signals into stop requests. Driver side."""
+"""Starts and stops Ray for a command. Driver side."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
-import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from cluster.environment import ray_environment
-from raytrain.errors import InputError
+from cluster.private_ray import end_daemons, private_ray
+from raytrain.errors import InputError, RunError, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
@@ -27,9 +24,13 @@ from raytrain.plan.rules.hosts import separate_hosts
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-#: Signals less than this many seconds apart count as one.
-SAME_SIGNAL_S = 0.5
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Ray's time limits for the second attempt to start a private cluster, in its own units.
+PATIENT = {
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_gcs_server_request_timeout_seconds": "120",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_raylet_client_connect_timeout_milliseconds": "10000",
+}
 
 
 @dataclass(frozen=True)
@@ -75,70 +76,120 @@ def cluster_size(plan: Plan | None) -> tuple[int, int]:
 def connected(address: str, *, num_cpus: int, num_gpus: int, verbose: bool) -> Iterator[Cluster]:
     """Connect to `address`, or start a private cluster if it is "local"; shut down at the end.
 
-    A local cluster listens only on loopback; its token and files are in a new directory that only this user can read.
-    Call it in the main thread, since Ray ties the cluster's lifetime to the thread that started it.
+    A local cluster is private (`cluster.private_ray`). Call it in the main thread, since Ray ties the cluster's
+    lifetime to the thread that started it.
 
     Args:
         num_cpus, num_gpus: logical resources that a local cluster declares.
 
     Raises:
         InputError: the address cannot be reached.
+        RunError: a private cluster did not start, or Ray failed while it was used.
     """
     if address == "connected":
         yield from _already_connected(verbose=verbose)
         return
-    local = address == "local"
-    for name, value in ray_environment(local_cluster=local, quiet=not verbose).items():
+    for name, value in ray_environment(local_cluster=address == "local", quiet=not verbose).items():
         os.environ.setdefault(name, value)
-    folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
-    options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
-    if local:
-        options |= {
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
-            "include_dashboard": False,
-            "_temp_dir": os.path.join(folder, "r"),
-            "_node_ip_address": "127.0.0.1",
-        }
-    cluster = Cluster(local, address, folder)
-    try:
-        if local:
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ["RAY_AUTH_TOKEN_PATH"] = _write_token(folder)
-            os.environ.pop("RAY_AUTH_TOKEN", None)
-        _start(address, options, verbose=verbose)
-        yield cluster
-    finally:
-        cluster.ended.set()
-        with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
-            if "ray" in sys.modules:
-                sys.modules["ray"].shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    options = {"log_to_driver": verbose, "logging_level": "info" if verbose else "error"}
+    with contextlib.ExitStack() as stack:
+        if address == "local":
+            private = stack.enter_context(private_ray())
+            private.set_environment(os.environ)
+            folder = private.folder
+            options |= {"num_cpus": num_cpus, "num_gpus": num_gpus, **private.options}
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rt-", ignore_cleanup_errors=True))
+        cluster = Cluster(address == "local", address, folder)
+        try:
+            _start(cluster, options, verbose=verbose)
+            with _ray_errors_explained():
+                yield cluster
+        finally:
+            cluster.ended.set()
+            with contextlib.suppress(KeyboardInterrupt):  # a second signal: the exit of the process cleans up the rest
+                if "ray" in sys.modules:
+                    sys.modules["ray"].shutdown()
 
 
-def _start(address: str, options: dict[str, Any], *, verbose: bool) -> None:
-    import ray
-
-    from raytrain.execution.ray_private import own_process_groups, reread_environment
-
-    reread_environment()
+def _start(cluster: Cluster, options: dict[str, Any], *, verbose: bool) -> None:
     # while Ray's daemons start, import pandas, the slowest import of Ray Train; it does not import Ray
     meanwhile = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True, name="imports")
-    try:
-        meanwhile.start()
-        with own_process_groups():
-            ray.init(address=address, ignore_reinit_error=True, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if address == "local":
-            raise
-        raise InputError(
-            "cluster.address", seen=f"{address} ({error})", expected="the address of a running Ray cluster"
-        ) from error
+    meanwhile.start()
+    if cluster.local:
+        _start_private(cluster.folder, options)
+    else:
+        try:
+            _init(cluster.address, options)
+        except Exception as error:  # Ray raises plain `Exception` too
+            raise InputError(
+                "cluster.address",
+                seen=f"{cluster.address} ({first_line(error)})",
+                expected="the address of a running Ray cluster",
+                remedy="if it uses token authentication, set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
+            ) from error
     meanwhile.join()
     from raytrain.execution.trainer import quiet_ray
 
     if not verbose:
         quiet_ray()
+
+
+def _start_private(folder: str, options: dict[str, Any]) -> None:
+    """Start the private cluster; if that fails, try once more with longer time limits.
+
+    Raises:
+        RunError: both attempts failed.
+    """
+    try:
+        _init("local", options)
+        return
+    except Exception as error:  # Ray raises plain `Exception` when a daemon does not start in time
+        first = error
+    _abandon(folder)
+    for name, value in PATIENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        _init("local", options | {"_temp_dir": os.path.join(folder, "r2")})
+    except Exception as error:
+        _abandon(folder)
+        raise RunError(
+            f"Ray did not start on this machine in two attempts (1: {first_line(first)} 2: {first_line(error)}): the "
+            "machine may be overloaded, or out of memory, processes or disk space. Free some, then start the command "
+            "again or resume the run; --verbose shows Ray's own messages"
+        ) from error
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    import ray
+
+    from raytrain.execution.ray_private import only_needed_daemons, own_process_groups, reread_environment
+
+    reread_environment()
+    with own_process_groups(), only_needed_daemons(logs=options["log_to_driver"]):
+        ray.init(address=address, ignore_reinit_error=True, **options)
+
+
+def _abandon(folder: str) -> None:
+    """End what is left of a cluster that failed to start."""
+    import ray
+
+    ray.shutdown()
+    end_daemons(folder)
+
+
+@contextlib.contextmanager
+def _ray_errors_explained() -> Iterator[None]:
+    """Raise errors of Ray itself, which no other layer handled, as one `RunError`."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        raise RunError(
+            f"Ray failed during the command ({type(error).__name__}: {first_line(error)}). Resume the run, after "
+            "starting the cluster again if it has died; --verbose shows Ray's own messages"
+        ) from error
 
 
 def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
@@ -155,95 +206,3 @@ def _already_connected(*, verbose: bool) -> Iterator[Cluster]:
         yield Cluster(local=loopback, address=context.gcs_address, folder=folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-#: One secret for all local clusters of this process, since Ray reads it only once.
-_TOKEN = secrets.token_hex(32)
-
-
-def _write_token(folder: str) -> str:
-    path = os.path.join(folder, "token")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(_TOKEN)
-    return path
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal arrived before anything has to be saved. Ray's calls only let a KeyboardInterrupt propagate."""
-
-
-class StopSignals:
-    """Handles SIGTERM and SIGINT while a command runs.
-
-    Before `training` is set, a signal ends the command at once by raising `Interrupted`. Afterwards the first signal
-    sets `asked` (the workers save and return), and the second ends the command at once. Outside the main thread (a
-    notebook's executor), signals are not handled.
-
-    The interpreter discards an exception raised by a signal handler inside a finalizer or a fork hook, and `ray.init`
-    replaces the handler of SIGTERM. A thread therefore counts the signals on the interpreter's wake-up pipe, which
-    misses none. Discarded exceptions are not printed, nor are the errors that follow from them, such as those of a
-    library's fork hooks of which the exception skipped the first.
-    """
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.training = False
-        self.times = 0
-        self._last = self._raised = float("-inf")
-        self._previous: dict[int, Any] = {}
-        self._writer: int | None = None
-        self._unraisable: Any = None
-
-    def install(self) -> None:
-        """Install the handlers; called again after `ray.init`, which replaces the handler of SIGTERM.
-
-        Raises:
-            Interrupted: a signal arrived in the meantime whose exception was lost.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if self._writer is None:
-            reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            threading.Thread(target=self._count, args=(reader,), daemon=True, name="stop-signals").start()
-            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-        for number in _SIGNALS:
-            previous = signal.signal(number, self._arrived)
-            self._previous.setdefault(number, previous)
-        if self.asked.is_set() and not self.training:
-            raise Interrupted("before the first step")
-
-    def restore(self) -> None:
-        """Restore the previous handlers."""
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-        self._previous = {}
-        if self._writer is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._writer)
-            self._writer = None
-            sys.unraisablehook = self._unraisable
-
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        again, self._raised = now - self._raised <= SAME_SIGNAL_S, now
-        if not self.training and not again:
-            raise Interrupted(signal.Signals(number).name)
-
-    def _on_unraisable(self, unraisable: Any) -> None:
-        leaving = self._raised > float("-inf") and not self.training
-        if not leaving and not issubclass(unraisable.exc_type, KeyboardInterrupt | SystemExit):
-            self._unraisable(unraisable)
-
-    def _count(self, reader: int) -> None:
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
-            while numbers := pipe.read(64):
-                now = time.monotonic()
-                if not any(number in _SIGNALS for number in numbers):
-                    continue
-                if now - self._last > SAME_SIGNAL_S:  # `timeout` and shells signal both the process and its group
-                    self.times += 1
-                self._last = now
-                self.asked.set()

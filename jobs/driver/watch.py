@@ -15,7 +15,8 @@ from experts.hosts.reserve import connect
 from jobs.driver.checks import train_job
 from jobs.driver.progress import TrainingDisplay
 from jobs.driver.run_folder import OpenRun
-from jobs.driver.runtime import Cluster, Interrupted, StopSignals
+from jobs.driver.runtime import Cluster
+from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import AttemptResult

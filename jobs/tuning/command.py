@@ -12,7 +12,8 @@ from cluster.devices.inventory import Inventory, inventory_from_ray, local_inven
 from cluster.devices.nvidia import narrow_visible
 from cluster.environment import environment_record
 from jobs.driver.checks import Checked, check_on_driver
-from jobs.driver.runtime import Cluster, Interrupted, StopSignals, cluster_address, connected
+from jobs.driver.runtime import Cluster, cluster_address, connected
+from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec
 from jobs.tuning.space.points import Points, find_points, whole_mapping

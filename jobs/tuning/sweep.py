@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 from ray import tune
 
-from jobs.driver.runtime import Interrupted, StopSignals
+from jobs.driver.signals import Interrupted, StopSignals
 from jobs.tuning.searcher import EndedTrials, ProposingSearcher, Trials
 from raytrain.errors import RunError
 from raytrain.runs.sweep import SweepFolder

@@ -111,7 +111,7 @@ def check_attempts(broken: Any) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("moment", "number"), [("imports", signal.SIGINT), ("ray starts", signal.SIGTERM), ("workers start", signal.SIGINT)]
+    ("moment", "number"), [("imports", signal.SIGINT), ("ray starts", signal.SIGTERM), ("workers start", signal.SIGHUP)]
 )
 def test_a_signal_during_start_up_ends_the_command_at_once(
     start_cli: Callable[..., Any], guest_job: Job, place: Any, moment: str, number: int

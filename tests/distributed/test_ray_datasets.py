@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -58,10 +61,14 @@ def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.Monke
     said = ['{"written": false}', '{"mixed": "a dict for eval together with a Ray Dataset"}']
     failed = [False, False, True]
 
-    seen: list[set[str]] = []
+    environments: list[dict[str, str]] = []
+    clusters: list[dict[str, Any]] = []
 
     def run(command: list[str], **named: Any) -> Any:
-        seen.append({name for name in named["env"] if name.startswith("RAY_")})
+        environments.append({name: value for name, value in named["env"].items() if name.startswith("RAY_")})
+        clusters.append(json.loads(command[-1])["cluster"])
+        folder = os.path.dirname(clusters[-1].get("_temp_dir", ""))
+        assert not folder or stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         bad = failed.pop(0)
         return subprocess.CompletedProcess(command, int(bad), "" if bad else said.pop(0), "ValueError: no such bucket")
 
@@ -76,5 +83,10 @@ def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(InputError, match="ray_words:plain, which failed: ValueError: no such bucket"):
         open_source(data, context=None, seed=1)
-    own, given = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}, {"RAY_ADDRESS"}
-    assert not seen[0] & (own | given) and not seen[1] & own and seen[2] >= own | given
+    for environment, cluster in zip(environments[:2], clusters[:2], strict=True):
+        folder = os.path.dirname(cluster["_temp_dir"])
+        assert cluster["address"] == "local" and cluster["_node_ip_address"] == "127.0.0.1"
+        assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "on every interface"
+        assert environment["RAY_AUTH_MODE"] == "token" and environment["RAY_AUTH_TOKEN_PATH"].startswith(f"{folder}/")
+        assert not os.path.exists(folder)
+    assert clusters[2] == {"address": "127.0.0.1:1"} and environments[2]["RAY_AUTH_TOKEN_PATH"] == "token"

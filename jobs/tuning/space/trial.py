@@ -19,7 +19,7 @@ from rich.console import Console
 
 from jobs.driver.result import Result, result_of
 from jobs.driver.resume import Resumed, open_resumed
-from jobs.driver.runtime import StopSignals
+from jobs.driver.signals import StopSignals
 from jobs.job.spec import load_spec
 from jobs.train import train_loaded
 from raytrain.config.user_code import make_importable

@@ -4,12 +4,13 @@ An exact resume needs an order fixed by a seed and a way to start in the middle 
 neither; row groups on shared storage have both (`raytrain.data.sources.row_groups`). The files are kept under a name
 derived from the function and its keys, so that a resumed run reads the same rows in the same order.
 
-A separate process calls the function (`python -m raytrain.data.sources.ray_dataset`), in a small cluster on this
+A separate process calls the function (`python -m raytrain.data.sources.ray_dataset`), in a private cluster on this
 machine or in the cluster of RAY_ADDRESS: Ray Data starts Ray on first use, before the run's own cluster exists.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.private_ray import private_ray
 from raytrain.errors import InputError
 
 FOLDER = "datasets"
@@ -84,16 +86,23 @@ def written_datasets(
 
 
 def _write_in_process(source: str, keys: Mapping[str, Any], folder: str, *, seed: int) -> bool:
-    try:
-        request = json.dumps({"source": source, "keys": dict(keys), "folder": folder, "seed": seed})
-    except TypeError as error:
-        raise InputError(
-            "data", seen=f"a value that JSON cannot represent ({error})", expected="plain values"
-        ) from error
-    command = [sys.executable, "-m", "raytrain.data.sources.ray_dataset", request]
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    environment = _environment() | {"PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    request = {"source": source, "keys": dict(keys), "folder": folder, "seed": seed}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    with contextlib.ExitStack() as stack:
+        if address := os.environ.get("RAY_ADDRESS"):
+            cluster = {"address": address}
+        else:
+            private = stack.enter_context(private_ray())
+            private.set_environment(environment)
+            cluster = {"address": "local", **private.options}
+        try:
+            text = json.dumps({**request, "cluster": cluster})
+        except TypeError as error:
+            raise InputError(
+                "data", seen=f"a value that JSON cannot represent ({error})", expected="plain values"
+            ) from error
+        command = [sys.executable, "-m", "raytrain.data.sources.ray_dataset", text]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     answer = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if done.returncode or answer is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -104,13 +113,6 @@ def _write_in_process(source: str, keys: Mapping[str, Any], folder: str, *, seed
     return bool(result["written"])
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment variables. For a local cluster, Ray's authentication variables are removed: an earlier
-    run in this process may have left the path of a token file that was deleted."""
-    own = not os.environ.get("RAY_ADDRESS")
-    return {name: value for name, value in os.environ.items() if not (own and name.startswith("RAY_AUTH_"))}
-
-
 def _main(request: dict[str, Any]) -> dict[str, Any]:
     """In the separate process: call the function and write the Ray Datasets that it returns."""
     import ray
@@ -119,9 +121,7 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
     from raytrain.models.registry import call_builder
 
     make_importable(os.getcwd())
-    address = os.environ.get("RAY_ADDRESS")
-    local: dict[str, Any] = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(address=address or "local", log_to_driver=False, **local)
+    ray.init(log_to_driver=False, **request["cluster"])
     function = resolve(request["source"], key="data.source")
     result = call_builder(function, request["keys"], sections={"seed": request["seed"]}, key="data")
     parts = {name: value for name, value in result.items() if value is not None} if isinstance(result, dict) else {}

@@ -37,7 +37,8 @@ from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
 from jobs.driver.checks import check_on_driver, train_job
-from jobs.driver.runtime import Cluster, StopSignals
+from jobs.driver.runtime import Cluster
+from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.plan import plan_job
 from jobs.tuning.batch.cache import Cache

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.__main__ import main, split_arguments
-from jobs.driver.runtime import Interrupted
+from jobs.driver.signals import Interrupted
 from jobs.job.job_file import RECIPES
 from raytrain.errors import InputError, RunError
 

@@ -1,28 +1,21 @@
-"""Which Ray a command talks to, the token of a local one, and what a signal does at which moment."""
+"""Which Ray a command uses, how it starts a private cluster, and what it reports if Ray fails."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import stat
+import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jobs.driver.runtime import (
-    JOB_ENVIRONMENT,
-    SAME_SIGNAL_S,
-    Interrupted,
-    StopSignals,
-    _write_token,
-    cluster_address,
-    connected,
-)
+from cluster.environment import ray_environment
+from jobs.driver.runtime import JOB_ENVIRONMENT, PATIENT, cluster_address, connected
+from raytrain.errors import InputError, RunError
 
 
 @pytest.mark.parametrize(
@@ -64,6 +57,7 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
         nodes=list,
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=RuntimeError))
     monkeypatch.setattr("jobs.driver.runtime._start", lambda *given, **more: None)
     monkeypatch.setitem(sys.modules, "raytrain.execution.trainer", SimpleNamespace(quiet_ray=lambda: None))
     address = "10.0.0.4:6379" if ours else "connected"
@@ -72,123 +66,94 @@ def test_threads_can_tell_that_ray_has_ended(monkeypatch: pytest.MonkeyPatch, ou
     assert ended_flags == ([True] if ours else []) and cluster.ended.is_set() is ours
 
 
-def test_a_token_is_nobody_elses(tmp_path: Path) -> None:
-    before = os.umask(0)  # independent of the user's mask
-    try:
-        path = Path(_write_token(str(tmp_path)))
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert len(path.read_text()) == 64 and int(path.read_text(), 16) > 0
-    with pytest.raises(FileExistsError):
-        _write_token(str(tmp_path))  # never over somebody's file
+NOTHING_PRIVATE = {
+    "reread_environment": lambda: None,
+    "own_process_groups": contextlib.nullcontext,
+    "only_needed_daemons": lambda *, logs: contextlib.nullcontext(),
+}
 
 
-class Clock:
-    """Goes on by `each` seconds with every look at it."""
+class FailingRay:
+    """Replaces `ray`: the first `failures` calls of `init` raise."""
 
-    def __init__(self, each: float) -> None:
-        self.now, self.each, self.looks = 100.0, each, 0
+    def __init__(self, *failures: Exception) -> None:
+        self.failures, self.calls, self.shutdowns = list(failures), [], 0
 
-    def __call__(self) -> float:
-        self.looks += 1
-        self.now += self.each
-        return self.now
+    def init(self, **options: Any) -> None:
+        self.calls.append((options, {name: os.environ.get(name) for name in PATIENT}))
+        if self.failures:
+            raise self.failures.pop(0)
 
+    def shutdown(self) -> None:
+        self.shutdowns += 1
 
-def becomes(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within five seconds: signals are counted by a thread."""
-    never = threading.Event()
-    return any(condition() or never.wait(0.01) for _ in range(500)) or condition()
+    def is_initialized(self) -> bool:
+        return False
 
 
 @pytest.fixture
-def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignals]:
-    """Installed; no two signals are so close together that they are one."""
-    monkeypatch.setattr("jobs.driver.runtime.time.monotonic", Clock(each=1.0))
-    made = StopSignals()
-    made.install()
-    yield made
-    made.restore()
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FailingRay]:
+    """Installs a `FailingRay`; the environment is restored at the end."""
+
+    def install(*failures: Exception) -> FailingRay:
+        ray = FailingRay(*failures)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayError=LookupError))
+        monkeypatch.setitem(sys.modules, "raytrain.execution.trainer", SimpleNamespace(quiet_ray=lambda: None))
+        monkeypatch.setitem(sys.modules, "raytrain.execution.ray_private", SimpleNamespace(**NOTHING_PRIVATE))
+        return ray
+
+    for name in (*PATIENT, *ray_environment(), "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in PATIENT:
+        monkeypatch.delenv(name)
+    return install
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_before_training_a_signal_ends_the_command_at_once(signals: StopSignals, number: int) -> None:
-    with pytest.raises(Interrupted, match=signal.Signals(number).name):
-        signal.raise_signal(number)
-    assert becomes(lambda: signals.times == 1) and signals.asked.is_set()
-    assert not issubclass(Interrupted, Exception), "a library that catches everything must not swallow it"
+def test_a_private_cluster_that_fails_to_start_gets_a_second_attempt_with_longer_limits(failing: Any) -> None:
+    ray = failing(Exception("The current node timed out during startup."))
+    daemon: list[subprocess.Popen[bytes]] = []
+
+    def init_and_leave_a_daemon(**options: Any) -> None:
+        if not daemon:
+            code = "import sys; sys.stdin.read()"
+            daemon.append(subprocess.Popen([sys.executable, "-c", code, options["_temp_dir"]], stdin=subprocess.PIPE))
+        FailingRay.init(ray, **options)
+
+    ray.init = init_and_leave_a_daemon
+    with connected("local", num_cpus=1, num_gpus=0, verbose=False) as cluster:
+        (first, limits), (second, longer) = ray.calls
+        assert limits == dict.fromkeys(PATIENT) and longer == PATIENT
+        assert first["_temp_dir"] != second["_temp_dir"] and os.path.dirname(second["_temp_dir"]) == cluster.folder
+        with daemon[0] as left:
+            assert left.wait(60) == -signal.SIGKILL, "a daemon of the first attempt would stay until the end"
 
 
-def test_while_training_the_first_asks_and_the_second_is_counted(signals: StopSignals) -> None:
-    signals.training = True
-    signal.raise_signal(signal.SIGTERM)
-    assert becomes(lambda: signals.times == 1) and signals.asked.is_set()
-    signal.raise_signal(signal.SIGINT)
-    assert becomes(lambda: signals.times == 2)
+def test_two_failed_attempts_are_one_error_with_both_causes_and_a_remedy(failing: Any) -> None:
+    ray = failing(Exception("The node timed out.\nlong"), RuntimeError("Failed to start GCS"))
+    with pytest.raises(RunError) as caught, connected("local", num_cpus=1, num_gpus=0, verbose=False):
+        raise AssertionError("no cluster")
+    text = str(caught.value)
+    assert "The node timed out." in text and "Failed to start GCS" in text and "long" not in text
+    assert "--verbose" in text and len(ray.calls) == 2
+    assert not os.path.exists(os.path.dirname(ray.calls[0][0]["_temp_dir"])), "the private folder stays"
 
 
-def test_one_stop_that_arrives_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` signals the process and its group."""
-    monkeypatch.setattr("jobs.driver.runtime.time.monotonic", clock := Clock(each=SAME_SIGNAL_S / 10))
-    made = StopSignals()
-    made.install()
-    made.training = True
-    try:
-        signal.raise_signal(signal.SIGTERM)
-        assert becomes(lambda: made.times == 1)
-        seen = clock.looks
-        signal.raise_signal(signal.SIGTERM)
-        assert becomes(lambda: clock.looks >= seen + 2) and made.times == 1
-        clock.each = 1.0
-        signal.raise_signal(signal.SIGTERM)
-        assert becomes(lambda: made.times == 2)
-    finally:
-        made.restore()
+@pytest.mark.parametrize("error", [ConnectionError("no GCS"), Exception("timed out"), ValueError("bad address")])
+def test_a_cluster_that_cannot_be_reached_is_a_wrong_address(failing: Any, error: Exception) -> None:
+    ray = failing(error)
+    with (
+        pytest.raises(InputError, match=rf"cluster\.address.*10\.0\.0\.4:6379.*{error}.*RAY_AUTH_TOKEN"),
+        connected("10.0.0.4:6379", num_cpus=0, num_gpus=0, verbose=False),
+    ):
+        raise AssertionError("no cluster")
+    assert len(ray.calls) == 1
 
 
-def test_a_signal_that_nobody_heard_is_heard_at_the_next_install(signals: StopSignals) -> None:
-    """`ray.init` takes SIGTERM over while it runs; what arrives then must not be lost."""
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.raise_signal(signal.SIGTERM)
-    assert becomes(signals.asked.is_set)
-    with pytest.raises(Interrupted):
-        signals.install()
-
-
-def test_handlers_are_given_back_also_after_a_second_install() -> None:
-    """`ray.init` puts its own in between."""
-    mine = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    made = StopSignals()
-    made.install()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    made.install()
-    assert signal.getsignal(signal.SIGTERM) == made._arrived
-    made.restore()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
-
-
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
-    mine = signal.getsignal(signal.SIGTERM)
-    made = StopSignals()
-    thread = threading.Thread(target=made.install)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is mine
-    made.restore()
-    assert signal.getsignal(signal.SIGTERM) is mine
-
-
-def test_what_fails_beside_a_fork_once_a_signal_came_is_not_printed_and_everything_else_is() -> None:
-    signals, printed = StopSignals(), []
-    signals._unraisable = printed.append
-    failed = SimpleNamespace(exc_type=IndexError)
-    signals._on_unraisable(failed)
-    with pytest.raises(Interrupted):
-        signals._arrived(signal.SIGTERM, None)
-    signals._on_unraisable(failed)
-    signals._on_unraisable(SimpleNamespace(exc_type=Interrupted))
-    assert printed == [failed], "the first, before any signal"
-    signals.training = True
-    signals._on_unraisable(failed)
-    assert printed == [failed, failed], "during training, signals raise nothing, so a failure is a real error"
+def test_an_error_of_ray_that_nobody_handled_is_a_failed_run(failing: Any) -> None:
+    failing()
+    with (
+        pytest.raises(RunError, match=r"LookupError: the GCS is gone.*[Rr]esume"),
+        connected("local", num_cpus=1, num_gpus=0, verbose=False),
+    ):
+        raise LookupError("the GCS is gone")  # stands for a RayError

@@ -54,6 +54,46 @@ def test_daemons_start_in_process_groups_of_their_own_or_in_ours(monkeypatch: py
         assert not hasattr(services(), "ConsolePopen")
 
 
+@pytest.mark.parametrize("logs", [True, False])
+def test_daemons_that_a_private_cluster_does_not_need_are_not_started(
+    monkeypatch: pytest.MonkeyPatch, logs: bool
+) -> None:
+    started: list[str] = []
+
+    class Node:
+        def start_monitor(self) -> None:
+            started.append("monitor")
+
+        def start_log_monitor(self) -> None:
+            started.append("logs")
+
+        def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+            started.append("server")
+
+        def start_gcs_server(self) -> None:
+            started.append("gcs")
+
+    def start_all() -> list[str]:
+        started.clear()
+        for name in ("start_gcs_server", "start_monitor", "start_log_monitor"):
+            getattr(Node(), name, lambda: None)()
+        if hasattr(Node, "start_api_server"):
+            Node().start_api_server(include_dashboard=False, raise_on_failure=False)
+        return started
+
+    monkeypatch.setattr("ray._private.node.Node", Node)
+    with ray_private.only_needed_daemons(logs=logs):
+        assert start_all() == (["gcs", "logs"] if logs else ["gcs"])
+    assert start_all() == ["gcs", "monitor", "logs", "server"]
+    del Node.start_monitor, Node.start_api_server  # names that another Ray does not have
+    with ray_private.only_needed_daemons(logs=False):
+        assert start_all() == ["gcs"]
+    assert start_all() == ["gcs", "logs"] and not hasattr(Node, "start_monitor")
+    monkeypatch.delattr("ray._private.node.Node")
+    with ray_private.only_needed_daemons(logs=False):
+        pass
+
+
 def test_a_fixed_number_of_workers_needs_no_autoscaler_or_rays_own_policy_asks_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,83 @@
+"""The settings of a Ray cluster that one command starts for itself: on loopback, with a token and a private folder.
+
+Without them, a cluster that Ray starts listens on every interface and keeps its files in a shared temporary directory:
+another user of the machine could run code in it. Nothing here imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOKEN_FILE = "token"
+
+#: One secret for all private clusters of this process, since Ray reads it only once.
+_TOKEN = secrets.token_hex(32)
+
+
+@dataclass(frozen=True)
+class PrivateRay:
+    """How to start one private cluster.
+
+    Attributes:
+        folder: a new directory that only this user can read; it holds the token and Ray's files.
+        options: arguments of ``ray.init``.
+    """
+
+    folder: str
+    options: Mapping[str, Any]
+
+    def set_environment(self, environ: MutableMapping[str, str]) -> None:
+        """Set the variables of the process that starts the cluster, before its first ``import ray``.
+
+        They replace values set by the user: these would open the cluster to others, or belong to another cluster.
+        """
+        environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps every port on loopback
+        environ["RAY_AUTH_MODE"] = "token"
+        environ["RAY_AUTH_TOKEN_PATH"] = os.path.join(self.folder, TOKEN_FILE)
+        environ.pop("RAY_AUTH_TOKEN", None)
+
+
+@contextlib.contextmanager
+def private_ray() -> Iterator[PrivateRay]:
+    """Create the folder and the token of a private cluster; the folder is removed at the end."""
+    folder = tempfile.mkdtemp(prefix="rt-")  # mode 0700; short, since socket paths end at 107 bytes
+    try:
+        _write_token(folder)
+        options = {"include_dashboard": False, "_temp_dir": os.path.join(folder, "r"), "_node_ip_address": "127.0.0.1"}
+        yield PrivateRay(folder, options)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_token(folder: str) -> str:
+    path = os.path.join(folder, TOKEN_FILE)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(_TOKEN)
+    return path
+
+
+def end_daemons(folder: str) -> list[int]:
+    """End the child processes of this process that were started for the cluster in `folder`, and return their pids.
+
+    For a cluster that failed to start: Ray ends its daemons only when this process exits.
+    """
+    ended = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and folder.encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+                ended.append(int(entry.name))
+        except (OSError, ValueError, IndexError):
+            continue  # it has exited
+    return ended
