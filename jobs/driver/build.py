@@ -15,7 +15,7 @@ from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
-from raytrain.models.registry import call_builder, takes, to_trainable
+from raytrain.models.registry import call_builder, check_keys, takes, to_trainable
 from raytrain.plan.facts import ModelFacts
 from raytrain.trainable import Trainable, parameters_of
 
@@ -30,7 +30,7 @@ def opened(spec: JobSpec) -> Source:
         InputError: the section, its files or their contents are wrong.
     """
     spec = resolved(spec)
-    return open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    return open_source(spec.data, context=spec.model.keys.get("context"))
 
 
 def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
@@ -72,7 +72,8 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
         return to_trainable(spec.model.module), "your object"
     assert spec.model.builder is not None  # jobs.job.spec refuses a job with neither
     function = resolve(spec.model.builder, "model.builder")
-    sections = {name: getattr(spec, name) for name in type(spec).model_fields if name not in ("model", "data")}
+    sections = {"experts": spec.experts}
+    check_keys(function, spec.model.keys, sections=sections, ours=spec.model.given)
 
     def call() -> Trainable:
         result = call_builder(function, spec.model.keys, sections=sections, source_facts=shapes)

@@ -95,9 +95,6 @@ def train_job(
         attempt: the driver's number for the first attempt.
         connection: how a builder reaches the expert hosts; None without hosts.
     """
-    names = [name for name in type(spec).model_fields if name not in ("model", "data")]
-    sections = {name: getattr(spec, name) for name in names}
-    sections["experts"] = spec.experts.connected(connection)
     return TrainJob(
         seed=spec.seed,
         model=spec.model,
@@ -114,7 +111,7 @@ def train_job(
         import_path=os.getcwd(),
         owner=this_process(),
         first_attempt=attempt,
-        builder_sections=sections,
+        builder_sections={"experts": spec.experts.connected(connection)},
         cluster=spec.cluster,
         found=spec.tune.found,
     )

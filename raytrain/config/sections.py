@@ -64,6 +64,12 @@ class OpenSection(Section):
         """The additional keys, as given: keyword arguments for the builder or the source."""
         return dict(self.__pydantic_extra__ or {})
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """raytrain's own keys of the section that the job sets, other than the one that names the function."""
+        named = set(type(self).model_fields) - {"builder", "source"}
+        return tuple(sorted(self.model_fields_set & named))
+
     def __eq__(self, other: object) -> bool:
         """Compares Python objects by identity, since comparing tensors has no truth value."""
         if type(self) is not type(other) or not isinstance(other, OpenSection):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,22 @@ def check_shadowing(folder: str | None = None) -> None:
                 expected=f"another name, since it hides the package {package} of raytrain",
                 remedy="rename it, or run the command from another directory",
             )
+
+
+def is_users_file(path: str) -> bool:
+    """Whether a source file is the user's own: neither ours, nor Python's, nor of an installed package."""
+    if path.startswith(("<frozen", "<string>")):
+        return False
+    real = os.path.realpath(path)
+    ours = [str(HOME / package) for package in OUR_PACKAGES]
+    return not any(real.startswith(folder + os.sep) for folder in [*ours, *_installed()])
+
+
+@functools.cache
+def _installed() -> list[str]:
+    """The folders of Python's own modules and of installed packages."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return sorted({os.path.realpath(sysconfig.get_path(name)) for name in names})
 
 
 def function_name(function: Any) -> str:

@@ -22,15 +22,29 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def check_keys(
-    function: Callable[..., Any], keys: Iterable[str], *, sections: Iterable[str], key: str = "model"
+    function: Callable[..., Any],
+    keys: Iterable[str],
+    *,
+    sections: Iterable[str],
+    key: str = "model",
+    ours: Iterable[str] = (),
 ) -> None:
     """Check that a function accepts the keys of its section, without calling it; arguments as for `call_builder`.
 
+    Args:
+        ours: raytrain's own keys that the section sets (`OpenSection.given`), which are not passed on.
+
     Raises:
-        InputError: the first key that it does not accept.
+        InputError: the first key that it does not accept, or a key of raytrain that is also a parameter of it.
     """
     parameters, filled = _parameters(function), set(sections)
     accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for taken in sorted(set(ours) & set(accepted)):
+        raise InputError(
+            f"{key}.{taken}",
+            seen=f"a key of raytrain, and {function_name(function)} has a parameter of that name",
+            expected="a parameter of another name: raytrain's own keys are not passed on",
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     for given in keys:
@@ -49,10 +63,12 @@ def call_builder(
 ) -> Any:
     """Call a builder or dataset function with the keys of its section.
 
+    Nothing else of the job is passed: a parameter named `seed` or `name` is the function's own.
+
     Args:
         function: the result of `resolve`.
         keys: the section's keys other than those of the framework; each is passed as a keyword argument.
-        sections: other sections by name, passed to parameters of these names that are not given as keys.
+        sections: other sections by name (`experts`), passed to parameters of these names that are not given as keys.
         vocab_size: shorthand for source_facts["vocab_size"].
         source_facts: facts of the source (vocab_size, num_features, num_classes, image_shape), passed to
             parameters of these names that are not given.

@@ -73,7 +73,7 @@ class Session:
         if threads:
             torch.set_num_threads(int(threads))
         seed_everything(job.seed)
-        self.source = source or open_source(job.data, context=job.model.keys.get("context"), seed=job.seed)
+        self.source = source or open_source(job.data, context=job.model.keys.get("context"), on_driver=False)
         self.facts = source_facts(self.source)
         self.trainable = build_of(job, facts=self.facts, initial=initial)
         if self.trainable.remote.workers_group is not None:

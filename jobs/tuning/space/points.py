@@ -186,12 +186,12 @@ def _check_called(spec: JobSpec) -> None:
     Raises:
         InputError: one cannot be imported, or does not accept a key.
     """
-    sections = [name for name in JobSpec.model_fields if name not in ("model", "data")]
     if spec.model.builder is not None:
-        check_keys(resolve(spec.model.builder, "model.builder"), spec.model.keys, sections=sections)
+        function = resolve(spec.model.builder, "model.builder")
+        check_keys(function, spec.model.keys, sections=["experts"], ours=spec.model.given)
     if spec.data.source is not None and is_own(spec.data.source):
         function = resolve(spec.data.source, "data.source")
-        check_keys(function, spec.data.keys, sections=["seed"], key="data")
+        check_keys(function, spec.data.keys, sections=[], key="data", ours=spec.data.given)
 
 
 def _value(plan: Plan, name: str) -> Any:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
 
 
-def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
+def open_source(data: DataConfig, *, context: int | None, on_driver: bool = True) -> Source:
     """Open the data in host memory.
 
     Args:
         data: the `data` section; relative paths are resolved against the working directory.
         context: `model.context`, for text.
-        seed: the job's seed, passed to a user's function that has a `seed` parameter. The rows held out for
-            evaluation do not depend on it.
+        on_driver: whether a user's function may return Ray Datasets. They are written on the driver, which sends the
+            files to the workers: a worker that opens the data itself has none.
     Raises:
         InputError: the section, its files or their contents are invalid.
     """
@@ -35,7 +35,7 @@ def open_source(data: DataConfig, *, context: int | None, seed: int) -> Source:
         return _open_memory(data, keys, context)
     name = data.source or ""
     if is_own(name):
-        return _open_own(data, seed)
+        return _open_own(data, on_driver=on_driver)
     if is_tokenised(data):
         return tokenised_source(tokenise(data), context=context)
     if name == "text":
@@ -98,19 +98,20 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
     return memory_source(data.train, data.eval, fraction=data.eval_fraction)
 
 
-def _open_own(data: DataConfig, seed: int) -> Source:
+def _open_own(data: DataConfig, *, on_driver: bool) -> Source:
     """Call the user's function and open what it returns."""
     from raytrain.config.user_code import resolve
     from raytrain.data.sources.in_memory import KINDS, memory_source
-    from raytrain.data.sources.ray_dataset import mentions_ray, written_datasets
-    from raytrain.models.registry import call_builder
+    from raytrain.data.sources.ray_dataset import imports_ray, written_datasets
+    from raytrain.models.registry import call_builder, check_keys
 
     name = data.source or ""
     function = resolve(name, key="data.source")
-    written = written_datasets(name, function, data.keys, seed=seed) if mentions_ray(function) else None
+    check_keys(function, data.keys, sections=[], key="data", ours=data.given)
+    written = written_datasets(name, function, data.keys) if on_driver and imports_ray(function) else None
     if written is not None:
         return replace(_open_written(written, data.eval_fraction), worker_data=written)
-    result = call_builder(function, data.keys, sections={"seed": seed}, key="data")
+    result = call_builder(function, data.keys, sections={}, key="data")
     expected = f'{{"train": ..., "eval": ...}}, each {KINDS}'
     if not isinstance(result, Mapping):
         raise InputError("data.source", seen=f"{name} returned a {type(result).__name__}", expected=expected)

@@ -10,20 +10,22 @@ machine or in the cluster of RAY_ADDRESS: Ray Data starts Ray on first use, befo
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.private_ray import private_ray
+from raytrain.config.user_code import is_users_file
 from raytrain.errors import InputError
 
 FOLDER = "datasets"
@@ -52,17 +54,69 @@ def is_ray_dataset(value: Any) -> bool:
     return type(value).__module__.split(".")[0] == "ray"
 
 
-def mentions_ray(function: Callable[..., Any]) -> bool:
-    """Whether the source of the function's module mentions Ray; if not, the function returns no Ray Dataset."""
+def imports_ray(function: Callable[..., Any]) -> bool:
+    """Whether the function's module imports Ray, itself or through other modules of the user; if not, the function
+    returns no Ray Dataset. Nothing is imported to find out."""
+    start = getattr(inspect.unwrap(function), "__module__", None)
+    package = str(start).split(".")[0]
+    left, seen = [start], set[str]()
+    while left:
+        name = left.pop()
+        if not isinstance(name, str) or name in seen:
+            continue
+        seen.add(name)
+        found = _users_module(name, package=package)
+        if found is None:
+            continue
+        targets = set(_imports(found.tree, package=found.package))
+        if any(target.split(".")[0] == "ray" for target in targets):
+            return True
+        left += targets
+    return False
+
+
+class _ParsedModule(NamedTuple):
+    tree: ast.Module
+    package: str
+
+
+def _users_module(name: str, *, package: str) -> _ParsedModule | None:
+    """A module of the user, or of the `package` that holds the function; None for others and for names that are no
+    modules."""
+    parent = name.rpartition(".")[0]
+    if name not in sys.modules and parent and parent not in sys.modules:
+        return None  # to look for it would import its parent
     try:
-        text = inspect.getsource(inspect.getmodule(function) or function)
-    except (OSError, TypeError):
-        return False
-    return re.search(r"\bray\b", text) is not None
+        spec = getattr(sys.modules.get(name), "__spec__", None) or importlib.util.find_spec(name)
+        path = getattr(sys.modules.get(name), "__file__", None) or (spec.origin if spec is not None else None)
+        if path is None or not (is_users_file(path) or name.split(".")[0] == package):
+            return None
+        with open(path, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+    except (ImportError, OSError, SyntaxError, UnicodeDecodeError, ValueError):
+        return None
+    is_package = os.path.basename(path).startswith("__init__.")
+    return _ParsedModule(tree, name if is_package else parent)
+
+
+def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
+    """The modules that a file names in imports, also in those inside functions and in calls of `import_module`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
 
 
 def written_datasets(
-    source: str, function: Callable[..., Any], keys: Mapping[str, Any], *, seed: int
+    source: str, function: Callable[..., Any], keys: Mapping[str, Any]
 ) -> WrittenDataset | None:
     """Return the written Ray Datasets of this function, writing them if needed; None if it returns something else.
 
@@ -77,7 +131,7 @@ def written_datasets(
     name = f"{source.replace(':', '-')}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     folder = os.path.abspath(os.path.join(FOLDER, name))
     known = os.path.exists(os.path.join(folder, COMPLETE))
-    if not known and not _write_in_process(source, keys, folder, seed=seed):
+    if not known and not _write_in_process(source, keys, folder):
         return None
     with open(os.path.join(folder, COMPLETE)) as file:
         parts = json.load(file)["parts"]
@@ -85,8 +139,8 @@ def written_datasets(
     return WrittenDataset(os.path.join(folder, "train"), held, holds_out=parts == ["train"])
 
 
-def _write_in_process(source: str, keys: Mapping[str, Any], folder: str, *, seed: int) -> bool:
-    request = {"source": source, "keys": dict(keys), "folder": folder, "seed": seed}
+def _write_in_process(source: str, keys: Mapping[str, Any], folder: str) -> bool:
+    request = {"source": source, "keys": dict(keys), "folder": folder}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with contextlib.ExitStack() as stack:
         if address := os.environ.get("RAY_ADDRESS"):
@@ -123,7 +177,7 @@ def _main(request: dict[str, Any]) -> dict[str, Any]:
     make_importable(os.getcwd())
     ray.init(log_to_driver=False, **request["cluster"])
     function = resolve(request["source"], key="data.source")
-    result = call_builder(function, request["keys"], sections={"seed": request["seed"]}, key="data")
+    result = call_builder(function, request["keys"], sections={}, key="data")
     parts = {name: value for name, value in result.items() if value is not None} if isinstance(result, dict) else {}
     others = [name for name, value in parts.items() if not is_ray_dataset(value)]
     if not parts or len(others) == len(parts):

@@ -206,7 +206,7 @@ def planned_on_gpus(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
 def session_of(loaded: LoadedSpec, *, run: RunFolder | None = None) -> Session:
     """A session of the plan, in this process."""
     spec = loaded.spec
-    source = open_source(spec.data, context=spec.model.keys.get("context"), seed=spec.seed)
+    source = open_source(spec.data, context=spec.model.keys.get("context"))
     plan = plan_job(loaded, inventory=BOX, data_facts=source.facts)
     return Session(train_job(spec, plan, run or RunFolder("unused"), attempt=1), workers=Workers(), source=source)
 
@@ -303,7 +303,7 @@ class AsksOnly:
 
 def placed(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """What a builder asks of the hosts, and where the experts would begin."""
-    source, asked = open_source(loaded.spec.data, context=12, seed=0), AsksOnly()
+    source, asked = open_source(loaded.spec.data, context=12), AsksOnly()
     section = loaded.spec.experts.connected(asked)
     with pytest.raises(ConnectionAbortedError):
         build_trainable(loaded.spec.model, sections={"experts": section}, facts=source_facts(source))

@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 def opened(folder: Path, **keys: Any) -> Source:
     section = {"source": "parquet", "path": str(folder), "label": "y", "order": "groups", **keys}
-    return open_source(DataConfig(**section), context=None, seed=1)
+    return open_source(DataConfig(**section), context=None)
 
 
 def rows_of(split: Any, indices: np.ndarray) -> list[int]:

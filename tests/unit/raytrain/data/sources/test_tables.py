@@ -36,7 +36,7 @@ def write(data: pa.Table, path: Path) -> str:
 
 
 def opened(**section: Any) -> Source:
-    return open_source(DataConfig(**section), context=None, seed=1)
+    return open_source(DataConfig(**section), context=None)
 
 
 def full_tensor(source: Source) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any
     data = DataConfig(source="parquet", path=write(bad(), tmp_path / "t.parquet"), **keys)
     for attempt in (
         lambda: describe_source(data, context=None),
-        lambda: open_source(data, context=None, seed=1),
+        lambda: open_source(data, context=None),
     ):
         with pytest.raises(InputError) as caught:
             attempt()
@@ -230,7 +230,7 @@ def test_files_of_another_kind_are_named(tmp_path: Path, kind: str, content: byt
     data = DataConfig(source=kind, path=str(path))
     for attempt in (
         lambda: describe_source(data, context=None),
-        lambda: open_source(data, context=None, seed=1),
+        lambda: open_source(data, context=None),
     ):
         with pytest.raises(InputError) as caught:
             attempt()

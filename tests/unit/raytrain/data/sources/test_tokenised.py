@@ -38,7 +38,7 @@ def lines(tmp_path: Path) -> Path:
 
 def opened(folder: Path, data: dict[str, Any], *, builder: str = LM, **model: Any) -> Source:
     spec = resolved(load_spec(mapping={"model": {"builder": builder, "path": str(folder), **model}, "data": data}).spec)
-    source = open_source(spec.data, context=spec.model.keys.get("context"), seed=1)
+    source = open_source(spec.data, context=spec.model.keys.get("context"))
     there = source_from_driver(read_on_driver(spec.data), spec.data, context=spec.model.keys.get("context"))
     assert there is not None and there.facts == source.facts, "what the driver hands over is the same"
     return source
@@ -101,7 +101,7 @@ def test_a_text_is_cut_into_windows_of_tokens(folder: Path, tiny_text: Path) -> 
     gpt = {"layers": 1, "heads": 1, "width": 8, "context": 16}
     data = {"source": "text", "path": str(tiny_text), "tokenizer": str(folder)}
     spec = resolved(load_spec(mapping={"model": {"builder": "raytrain.models.gpt:gpt", **gpt}, "data": data}).spec)
-    after = open_source(spec.data, context=16, seed=1)
+    after = open_source(spec.data, context=16)
     row = batch(after, 5)
     assert torch.equal(row["labels"][0, :-1], row["input_ids"][0, 1:]) and after.train.weights(np.array([5])) == 16
     assert after.vocab_size == len(open_tokenizer(str(folder))) and not after.first_labels_ignored
@@ -166,7 +166,7 @@ def test_a_mistake_is_found_before_anything_starts(folder: Path, lines: Path, mi
     with pytest.raises(InputError) as error:
         spec = resolved(load_spec(mapping=mapping).spec)
         describe_source(spec.data, context=None)
-        open_source(spec.data, context=None, seed=1)
+        open_source(spec.data, context=None)
     assert error.value.key == key
 
 

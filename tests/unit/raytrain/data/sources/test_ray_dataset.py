@@ -1,0 +1,62 @@
+"""Whether a user's function may return Ray Datasets is decided from what its modules import."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain.config.sections import DataConfig
+from raytrain.config.user_code import resolve
+from raytrain.data.sources import ray_dataset
+from raytrain.data.sources.open import open_source
+
+ROWS = 'def rows():\n    return {"train": {"x": [[1.0], [2.0]], "labels": [0, 1]}, "eval": None}\n'
+IMPORTS = {
+    "in a function": ("def other():\n    import ray.data\n" + ROWS, True),
+    "from it": ("from ray.data import range as numbers\n" + ROWS, True),
+    "by name": ('import importlib\nlater = lambda: importlib.import_module("ray.data")\n' + ROWS, True),
+    "in another module": ("from imports_guest_other import made\n" + ROWS, True),
+    "in a module that a function imports": ("def other():\n    import imports_guest_other\n" + ROWS, True),
+    "in a package": ("from imports_package.deep import made\n" + ROWS, True),
+    "words": ('"""Cuts each ray of light; see https://docs.ray.io."""\nray = "import ray"\n' + ROWS, False),
+    "another package": ("import array as ray\nimport rayon_guest\n" + ROWS, False),
+    "an installed package that uses Ray": ("import torch.utils.data\n" + ROWS, False),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imports_guest_other.py").write_text("def made():\n    import ray\n    return ray\n")
+    (tmp_path / "rayon_guest.py").write_text("raying = 1\n")
+    deep = tmp_path / "imports_package" / "deep"
+    deep.mkdir(parents=True)
+    (tmp_path / "imports_package" / "__init__.py").write_text("")
+    (deep / "__init__.py").write_text("from ..reader import made\n")
+    (tmp_path / "imports_package" / "reader.py").write_text("def made():\n    from ray import data\n    return data\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", IMPORTS)
+def test_only_code_that_imports_ray_is_asked_for_ray_datasets(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, imports = IMPORTS[how]
+    module = f"imports_guest_{list(IMPORTS).index(how)}"
+    (folder / f"{module}.py").write_text(code)
+    asked: list[Any] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, '{"written": false}', "")
+
+    monkeypatch.setattr(ray_dataset.subprocess, "run", run)
+    data = DataConfig(source=f"{module}:rows")
+    assert ray_dataset.imports_ray(resolve(f"{module}:rows", "data.source")) == imports
+    assert len(open_source(data, context=None).train) == 2 and len(asked) == imports
+    assert len(open_source(data, context=None, on_driver=False).train) == 2
+    assert len(asked) == imports, "a worker starts no process: the driver has sent what there is"
