@@ -353,12 +353,12 @@ def in_eval(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def labels_weight(batch: Batch) -> int:
-    """Weight of a host batch: its labels other than -100 where they are integers, else its rows."""
+def labels_weight(batch: Batch, count: int | None = None) -> int:
+    """Weight of a host batch: its labels other than -100 where they are integers, else its rows (`count`, if given)."""
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and is_integer(labels):
         return int((labels != IGNORED_LABEL).sum())
-    return rows(batch)
+    return rows(batch) if count is None else count
 
 
 def shifted_labels_weight(batch: Batch) -> int:

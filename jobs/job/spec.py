@@ -22,6 +22,7 @@ from jobs.job.reference import as_reference
 from raytrain.config.decode import apply_overrides, decode, dump_yaml, encode, load_yaml, parse_override
 from raytrain.config.messages import describe
 from raytrain.config.sections import (
+    PLACEHOLDER,
     DataConfig,
     InferConfig,
     LoopConfig,
@@ -200,8 +201,9 @@ def _check_objects(spec: JobSpec) -> None:
         ("model.module", spec.model.module),
         ("data.train", spec.data.train),
         ("data.eval", spec.data.eval),
+        ("data.collate", spec.data.collate),
     ):
-        if isinstance(value, str):
+        if isinstance(value, str) and value.startswith(PLACEHOLDER):
             raise InputError(
                 key,
                 seen=value,

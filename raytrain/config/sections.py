@@ -5,6 +5,7 @@ Checks that need two sections are in `jobs.job.spec`; `raytrain.plan.plan` resol
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -34,6 +35,14 @@ def _python_object(value: Any) -> Any:
     return value
 
 
+def _own_function(value: Any) -> Any:
+    """A function of the user's: its name, or the function itself from Python."""
+    is_named = isinstance(value, str) and (value.startswith(PLACEHOLDER) or re.fullmatch(_FUNCTION, value))
+    if value is not None and not is_named and not callable(value):
+        raise ValueError("neither module:function nor a function")
+    return value
+
+
 Betas = Annotated[tuple[Share, Share], BeforeValidator(_list_as_tuple)]
 WorkerRange = Annotated[
     tuple[Count, Count],
@@ -43,7 +52,13 @@ WorkerRange = Annotated[
 ]
 Auto = Literal["auto"]
 _PATH = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-Builder = Annotated[str, Field(pattern=rf"^{_PATH}:[A-Za-z_]\w*$", json_schema_extra={"expected": "module:function"})]
+_FUNCTION = rf"^{_PATH}:[A-Za-z_]\w*$"
+Builder = Annotated[str, Field(pattern=_FUNCTION, json_schema_extra={"expected": "module:function"})]
+OwnFunction = Annotated[
+    Any,
+    AfterValidator(_own_function),
+    Field(json_schema_extra={"expected": "module:function, or a function from Python"}),
+]
 Source = Annotated[
     str,
     Field(
@@ -112,6 +127,9 @@ class DataConfig(OpenSection):
     prefetch: Count = Field(default=2, description="batches that each loader process reads ahead")
     tokens_per_batch: Count | None = Field(
         default=None, description="most tokens of a micro-batch, padding included; null: count rows instead"
+    )
+    collate: OwnFunction = Field(
+        default=None, description="your own function from a list of rows to a batch; null: stack, pad and mask"
     )
     eval_fraction: Share = Field(default=0.1, description="fraction of the data kept for evaluation")
     train: Annotated[Any, AfterValidator(_python_object)] = Field(

@@ -16,6 +16,7 @@ from raytrain.config.messages import abbreviated
 from raytrain.config.sections import ModelConfig
 from raytrain.config.user_code import resolve
 from raytrain.data.rows.contract import Source
+from raytrain.data.rows.map_style import first_row
 from raytrain.errors import CheckpointError
 from raytrain.models.registry import call_builder, to_trainable
 from raytrain.models.weights.initial import StartingWeights, offered
@@ -28,7 +29,7 @@ def source_facts(source: Source) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "vocab_size": source.vocab_size, "num_classes": source.classes, "class_names": source.class_names
     }  # fmt: skip
-    sample = source.train.gather(source.train.eval_order()[:1])
+    sample = first_row(source.train)
     x = sample.get("x")
     if isinstance(x, torch.Tensor):
         facts["num_features"] = int(x[0].numel())

@@ -241,18 +241,18 @@ class BatchLoader:
         drawn = {"seed": self.batches.seed, "epoch": one.epoch}
         if isinstance(split, StreamSplit):  # weigh on the host before moving, to read no device value
             host = gathered(split.split, one.rows, **drawn) if read is None else read()
-            weight = self._weigh(host) if known is None else known
+            weight = self._weigh(host, len(one.rows)) if known is None else known
             batch = split.moved(host)
         else:
             batch = gathered(split, one.rows, **drawn)
-            weight = self._weigh(batch) if known is None else known
+            weight = self._weigh(batch, len(one.rows)) if known is None else known
         if not self._verified:
             verify_placement(batch, self.device)
             self._verified = True
         return MicroBatch(batch if self._cast is None else cast_floating(batch, self._cast), weight)
 
-    def _weigh(self, batch: Batch) -> int:
-        return int(self._weight(batch)) if self._weight is not None else labels_weight(batch)
+    def _weigh(self, batch: Batch, count: int) -> int:
+        return int(self._weight(batch)) if self._weight is not None else labels_weight(batch, count)
 
     def _prefetch(self, split: Split, wanted: Iterator[BatchRequest]) -> Generator[tuple[BatchRequest, Ready]]:
         """Start batches ahead of use: read by the pool, copied by the uploader, or read and then copied."""

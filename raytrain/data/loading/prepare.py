@@ -7,7 +7,7 @@ on the host is freed as soon as the rows are on a device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from raytrain.data.loading.processes import LoaderPool
-from raytrain.data.rows.collate import tensor_split
-from raytrain.data.rows.contract import RowSplit, Source, Split
-from raytrain.data.rows.map_style import DatasetSplit, ItemSplit, PartialDataset, generators_kept, seed_item
+from raytrain.data.rows.contract import Source, Split
+from raytrain.data.rows.map_style import DatasetSplit, PartialDataset, generators_kept, seed_item, users_rows
 from raytrain.data.rows.residency import Storage, StreamSplit, place_split
 from raytrain.data.transfer import TRANSFERS
 
@@ -64,12 +63,7 @@ def prepare_source(
     described = " and ".join(f"{count:,} rows ({name})" for name, count in rows.items())
     report("preparation", phase="start", rows=rows, reason=f"preparing {described}: {plan.storage}", **where)
     begin, copied = time.perf_counter(), replace(TRANSFERS)
-    placed: dict[str, Split] = {}
-    for name, split in splits.items():
-        kept = plan.storage if name == "train" or plan.storage != "partial" else "stream"
-        placed[name] = _placed(split, kept, plan, device=device, report=lambda done, of, name=name: report(
-            "preparation", phase="progress", split=name, done=done, of=of, reason=f"{name}: {done:,}/{of:,} rows"
-        ))  # fmt: skip
+    placed = _place_all(splits, plan, device=device, report=report)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # once, so that every row has arrived
     seconds, megabytes = time.perf_counter() - begin, _kept_bytes(placed, plan) / MB
@@ -86,11 +80,32 @@ def prepare_source(
     return replace(source, train=placed["train"], eval=placed.get("eval"), placed=True)
 
 
+def _place_all(
+    splits: Mapping[str, Split], plan: DataPlan, *, device: torch.device, report: ReportEvent
+) -> dict[str, Split]:
+    placed: dict[str, Split] = {}
+    read: list[tuple[str, DatasetSplit, list[Any]]] = []
+    for name, split in splits.items():
+        progress = partial(_report_rows, report, name)
+        if plan.storage == "resident" and type(split) is DatasetSplit:
+            read.append((name, split, read_dataset(split, seed=plan.seed, report=progress)))
+            continue
+        if type(split) is DatasetSplit and split.collate is None:
+            split.masked.names  # noqa: B018  # found here, before loader processes are forked
+        kept = plan.storage if name == "train" or plan.storage != "partial" else "stream"
+        placed[name] = _placed(split, kept, plan, device=device, report=progress)
+    for name, split, rows in read:  # once the lengths of all rows are known
+        placed[name] = split.kept(rows).to(device)
+    return placed
+
+
+def _report_rows(report: ReportEvent, name: str, done: int, of: int) -> None:
+    report("preparation", phase="progress", split=name, done=done, of=of, reason=f"{name}: {done:,}/{of:,} rows")
+
+
 def _placed(
     split: Split, storage: Storage, plan: DataPlan, *, device: torch.device, report: Callable[[int, int], None]
 ) -> Split:
-    if storage == "resident" and type(split) is DatasetSplit:
-        return read_dataset(split, seed=plan.seed, report=report).to(device)
     if storage == "partial" and type(split) is DatasetSplit:
         with generators_kept():
             seeds = partial(seed_item, plan.seed, 0)
@@ -104,26 +119,27 @@ def _placed(
 def _kept_bytes(placed: dict[str, Split], plan: DataPlan) -> float:
     """Bytes that stay on the device."""
     if plan.storage == "resident":
-        return sum(split.nbytes for split in placed.values())
+        return sum(split.nbytes for split in placed.values() if not isinstance(split, StreamSplit))
     if plan.storage == "partial":
         train = placed["train"]
         return train.nbytes * min(1.0, plan.resident_rows / len(train))
     return 0.0
 
 
-def read_dataset(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> RowSplit:
-    """Read and convert every item once: a table of tensors if their shapes allow it.
+def read_dataset(split: DatasetSplit, *, seed: int, report: Callable[[int, int], None]) -> list[Any]:
+    """Read and convert every item once, and take note of their lengths (`DatasetSplit.masked`).
 
     The random draws of an item are made only once, from (seed, row); the generators of this process are restored.
     """
     count = len(split)
-    rows: list[dict[str, Any]] = []
+    rows: list[Any] = []
     with generators_kept():
         for part in np.array_split(np.arange(count), min(PROGRESS_EVENTS, count)):
             for index in part:  # one by one, so that the draws of an item do not depend on its neighbours
                 rows += split.read(index.reshape(1), before=partial(seed_item, seed, 0))
             report(len(rows), count)
-    return tensor_split(rows, key=split.key) or ItemSplit(rows, key=split.key)
+    split.masked.observe(rows)
+    return rows
 
 
 def open_pool(source: Source, plan: DataPlan) -> LoaderPool | None:
@@ -137,6 +153,7 @@ def open_pool(source: Source, plan: DataPlan) -> LoaderPool | None:
 
 
 def reads_items(source: Source) -> bool:
-    """Whether a user's dataset is read during training; its random draws must then keep their order."""
-    splits = (source.train, source.eval)
-    return any(isinstance(getattr(split, "split", split), DatasetSplit) for split in splits)
+    """Whether the user's code makes batches during training; its random draws must then keep their order."""
+    splits = [split for split in (source.train, source.eval) if split is not None]
+    inside = [split.split if isinstance(split, StreamSplit) else split for split in splits]
+    return any(isinstance(split, DatasetSplit) or users_rows(split) is not None for split in inside)

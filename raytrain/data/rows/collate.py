@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,18 @@ def leaves(value: Any) -> Any:
     return rebuild(value, leaves)
 
 
-def collate_rows(rows: list[dict[str, Any]], *, key: str) -> Batch:
-    """Collate rows (see `as_row`) into one batch, with `attention_mask` (B, L) if a column was padded."""
+def collate_rows(rows: list[dict[str, Any]], *, key: str, masked: Collection[str] = ()) -> Batch:
+    """Collate rows (see `as_row`) into one batch, with `attention_mask` (B, L) of a column in `masked`.
+
+    If there is no such column, only a batch with padding has a mask, of a padded column.
+    """
     batch = collate(rows, key=key, path="")
-    lengths = {name: _lengths([row[name] for row in rows]) for name in batch}
-    padded = [name for name, found in lengths.items() if found is not None and min(found) < max(found)]
-    if padded and MASK not in batch:
-        found = torch.tensor(lengths[mask_column(padded)], device=batch[padded[0]].device)
+    lengths = {name: found for name in batch if (found := _lengths([row[name] for row in rows])) is not None}
+    padded = [name for name, found in lengths.items() if min(found) < max(found)]
+    shown = [name for name in lengths if name in masked] or padded
+    if shown and MASK not in batch:
+        column = mask_column(shown)
+        found = torch.tensor(lengths[column], device=batch[column].device)
         steps = torch.arange(int(found.max()), device=found.device)
         batch[MASK] = (steps < found[:, None]).to(torch.int64)
     return batch
@@ -124,10 +129,12 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat(filled or tensors)
 
 
-def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | RaggedSplit | None:
+def tensor_split(
+    rows: list[dict[str, Any]], *, key: str, masked: Collection[str] = ()
+) -> TensorSplit | RaggedSplit | None:
     """Return the rows as a split of tensors, or None unless they hold only tensors of compatible shapes.
 
-    Its batches are bitwise equal to those of `collate_rows`.
+    Its batches are bitwise equal to those of `collate_rows`, with the same `masked` columns.
     """
     first = rows[0]
     if any(row.keys() != first.keys() or not all(isinstance(v, Tensor) for v in row.values()) for row in rows):
@@ -136,7 +143,7 @@ def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | Ragge
     for name in first:
         tensors = [row[name] for row in rows]
         shapes = {tuple(tensor.shape) for tensor in tensors}
-        if len(shapes) == 1:
+        if len(shapes) == 1 and name not in masked:
             dense[name] = torch.stack(tensors)
             check_finite(name, dense[name], key=key)
         elif len({shape[1:] for shape in shapes}) == 1 and all(shapes):
@@ -146,7 +153,7 @@ def tensor_split(rows: list[dict[str, Any]], *, key: str) -> TensorSplit | Ragge
         else:
             return None
     split = TensorSplit(dense) if dense else None
-    return RaggedSplit(ragged, dense=split, mask="padded") if ragged else split
+    return RaggedSplit(ragged, dense=split, mask=masked) if ragged else split
 
 
 def tensor_bytes(value: Any) -> int:

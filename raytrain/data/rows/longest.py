@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytrain.data.rows.collate import tensor_bytes
+from raytrain.data.rows.collate import leaves, tensor_bytes
 from raytrain.data.rows.contract import Split, SplitView
-from raytrain.data.rows.map_style import DatasetSplit, generators_kept
+from raytrain.data.rows.map_style import DatasetSplit, generators_kept, spread_rows
 from raytrain.data.rows.ragged import RaggedSplit
 
 #: Items of a user's dataset that are read to find the longest, spread evenly.
@@ -24,16 +25,25 @@ class LongestRow(NamedTuple):
 
 def longest_row(split: Split) -> LongestRow | None:
     """The longest row; None if all have the same length. The random generators are restored after reading items."""
-    if isinstance(split, SplitView):
+    while isinstance(split, SplitView):
         split = split.split
     if isinstance(split, RaggedSplit):
         lengths = np.stack([np.diff(column.offsets) for column in split.ragged.values()]).sum(0)
         index = int(lengths.argmax())
         return LongestRow(index, int(lengths[index]))
     if isinstance(split, DatasetSplit):
-        indices = np.unique(np.linspace(0, len(split) - 1, SAMPLED_ITEMS).astype(np.int64))
+        indices = spread_rows(len(split), SAMPLED_ITEMS)
         with generators_kept():
-            sizes = [tensor_bytes(row) for row in split.read(indices)]
+            sizes = [_size(leaves(row)) for row in split.read(indices)]
         at = int(np.argmax(sizes))
         return LongestRow(int(indices[at]), sizes[at]) if min(sizes) < max(sizes) else None
     return None
+
+
+def _size(row: Any) -> int:
+    """Bytes of a row's tensors, and characters of its strings, of which a `collate` function may make tokens."""
+    if isinstance(row, (str, bytes)):
+        return len(row)
+    if isinstance(row, (Mapping, list, tuple)):
+        return sum(map(_size, row.values() if isinstance(row, Mapping) else row))
+    return tensor_bytes(row)

@@ -13,16 +13,26 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from raytrain.data.rows.collate import as_row, collate_rows, tensor_bytes, tensor_split
-from raytrain.data.rows.contract import Batch, RowSplit, Split, SplitView, row_order
+from raytrain.data.rows.collate import as_row, collate_rows, leaves, tensor_bytes, tensor_split
+from raytrain.data.rows.contract import Batch, Split, SplitView, row_order
+from raytrain.data.rows.ragged import RaggedSplit
+from raytrain.data.rows.residency import StreamSplit
+from raytrain.data.rows.splits import TensorSplit
+from raytrain.data.rows.users_collate import CollatedSplit, UsersCollate
 from raytrain.data.transfer import to_device
+
+SAMPLED_ROWS = 64
+"""Items of a dataset that are read to find out whether its rows differ in length."""
+
+COLLATE_DRAWS = 2**63
+"""Added to a row's number: what a `collate` function draws is independent of what the items draw."""
 
 
 class DatasetSplit:
@@ -30,21 +40,33 @@ class DatasetSplit:
 
     A pair becomes {"x", "labels"}, a single tensor {"x"}. Tensors, arrays, numbers and lists of numbers are
     stacked; where rows differ in their first dimension they are padded, and `attention_mask` is added to
-    that batch. Dicts, lists, tuples and dataclasses are collated part by part; strings, None and other
+    every batch. Dicts, lists, tuples and dataclasses are collated part by part; strings, None and other
     objects are passed on unchanged.
 
     Args:
         dataset: items are read again in every epoch, so that random transforms stay random.
         rows: the items that belong to this split; all of them if None.
         key: what an error names.
+        collate: the user's own function instead; it receives the items as the dataset returns them.
+        masked: the columns that need a mask, shared by the splits of a source; None: found in this split.
     """
 
     tokens_per_row: int | None = None
 
-    def __init__(self, dataset: Any, *, rows: np.ndarray | None = None, key: str = "data.train") -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        rows: np.ndarray | None = None,
+        key: str = "data.train",
+        collate: UsersCollate | None = None,
+        masked: MaskedColumns | None = None,
+    ) -> None:
         self.dataset = dataset
         self.rows = np.arange(len(dataset)) if rows is None else rows
         self.key = key
+        self.collate = collate
+        self.masked = masked or MaskedColumns(self)
         self._many = getattr(dataset, "__getitems__", None)
 
     def __len__(self) -> int:
@@ -53,7 +75,7 @@ class DatasetSplit:
     @property
     def nbytes(self) -> int:
         """An estimate: bytes of the tensors of the first item, times the rows. No other item is read."""
-        return tensor_bytes(as_row(self.items(np.zeros(1, np.int64))[0], key=self.key)) * len(self.rows)
+        return tensor_bytes(leaves(self.items(np.zeros(1, np.int64))[0])) * len(self.rows)
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         return row_order(len(self.rows), seed=seed, epoch=epoch)
@@ -66,8 +88,8 @@ class DatasetSplit:
         indices = self.rows[indices].tolist()
         return self._many(indices) if self._many is not None else [self.dataset[index] for index in indices]
 
-    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """The items as rows (`as_row`).
+    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[Any]:
+        """The items as rows (`as_row`), or as they are for a `collate` of the user's.
 
         `before` is called with each index before its item is read; only with the first one if the dataset reads
         several items at once (`__getitems__`).
@@ -75,15 +97,24 @@ class DatasetSplit:
         if before is None or self._many is not None:
             if before is not None and len(indices):
                 before(int(indices[0]))
-            return [as_row(item, key=self.key) for item in self.items(indices)]
+            return [self._row(item) for item in self.items(indices)]
         rows = []
         for index in indices:
             before(int(index))
-            rows.append(as_row(self.dataset[int(self.rows[index])], key=self.key))
+            rows.append(self._row(self.dataset[int(self.rows[index])]))
         return rows
 
+    def _row(self, item: Any) -> Any:
+        return as_row(item, key=self.key) if self.collate is None else item
+
+    def batch(self, rows: list[Any]) -> Batch:
+        """These rows as one batch."""
+        if self.collate is not None:
+            return self.collate(rows)
+        return collate_rows(rows, key=self.key, masked=self.masked.names)
+
     def gather(self, indices: np.ndarray) -> Batch:
-        return collate_rows(self.read(indices), key=self.key)
+        return self.batch(self.read(indices))
 
     def weights(self, indices: np.ndarray) -> None:
         """Not known without reading the items."""
@@ -92,17 +123,22 @@ class DatasetSplit:
         """Not known without reading the items."""
 
     def select(self, rows: np.ndarray) -> DatasetSplit:
-        return DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key)
+        return DatasetSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
 
-    def to(self, device: torch.device | str) -> RowSplit:
+    def to(self, device: torch.device | str) -> Split:
         """Read and convert every item once and keep it: as tensors on `device` if the shapes allow it.
 
         A random transform inside the dataset is drawn only once. (`raytrain.data.loading.prepare.read_dataset` does
         the same with progress events and seeded draws.)
         """
         rows = self.read(np.arange(len(self.rows)))
-        split = tensor_split(rows, key=self.key) or ItemSplit(rows, key=self.key)
-        return split.to(device)
+        self.masked.observe(rows)
+        return self.kept(rows).to(device)
+
+    def kept(self, rows: list[Any]) -> TensorSplit | RaggedSplit | ItemSplit:
+        """All rows of this split, read, as a split in memory: a table of tensors if their shapes allow it."""
+        table = tensor_split(rows, key=self.key, masked=self.masked.names) if self.collate is None else None
+        return table or ItemSplit(rows, key=self.key, collate=self.collate, masked=self.masked)
 
     def to_partial(self, device: torch.device | str, *, rows: int) -> PartialDataset:
         """Convert the first `rows` items once and keep them on `device`; the others are read in every epoch."""
@@ -120,33 +156,90 @@ class PartialDataset(SplitView):
         self, split: DatasetSplit, *, device: torch.device, rows: int, before: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(split)
-        self._dataset, self.device, self.key = split, device, split.key
+        self._dataset, self.device, self.key, self.collate = split, device, split.key, split.collate
         first = split.read(np.arange(min(rows, len(split))), before=before)
-        self._kept = [to_device(row, device) for row in first]
+        self._kept = [self._moved(row) for row in first]
 
-    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
+    def _moved(self, row: Any) -> Any:
+        """A row on the device; on the host for a `collate` of the user's."""
+        return to_device(row, self.device) if self.collate is None else row
+
+    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[Any]:
         """Rows on the device. `before` is as in `DatasetSplit.read`, for the items that are not kept."""
         others = iter(self._dataset.read(indices[indices >= len(self._kept)], before=before))
         kept = self._kept
-        return [
-            kept[index] if index < len(kept) else to_device(next(others), self.device) for index in indices.tolist()
-        ]
+        return [kept[index] if index < len(kept) else self._moved(next(others)) for index in indices.tolist()]
+
+    def batch(self, rows: list[Any]) -> Batch:
+        """These rows as one batch, on the device."""
+        batch = self._dataset.batch(rows)
+        return batch if self.collate is None else to_device(batch, self.device)
 
     def gather(self, indices: np.ndarray) -> Batch:
-        return collate_rows(self.read(indices), key=self.key)
+        return self.batch(self.read(indices))
 
 
 class ItemSplit(DatasetSplit):
-    """Items that do not fit a table of tensors (nested, or with strings), converted once and kept on a device."""
+    """Items that do not fit a table of tensors (nested, or with strings), converted once and kept on a device.
 
-    def gather(self, indices: np.ndarray) -> Batch:
-        return collate_rows([self.dataset[index] for index in self.rows[indices].tolist()], key=self.key)
+    Those for a `collate` of the user's stay on the host; each batch is moved.
+    """
+
+    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[Any]:
+        """The rows, which are converted already; nothing is drawn."""
+        return [self.dataset[index] for index in self.rows[indices].tolist()]
 
     def select(self, rows: np.ndarray) -> ItemSplit:
-        return ItemSplit(self.dataset, rows=self.rows[rows], key=self.key)
+        return ItemSplit(self.dataset, rows=self.rows[rows], key=self.key, collate=self.collate, masked=self.masked)
 
-    def to(self, device: torch.device | str) -> ItemSplit:
-        return ItemSplit([to_device(item, device) for item in self.dataset], rows=self.rows, key=self.key)
+    def to(self, device: torch.device | str) -> Split:
+        if self.collate is not None:
+            return StreamSplit(self, device=device)
+        moved = [to_device(item, device) for item in self.dataset]
+        return ItemSplit(moved, rows=self.rows, key=self.key, masked=self.masked)
+
+
+class MaskedColumns:
+    """The columns of a dataset whose rows differ in length, so that every batch has `attention_mask`, or none has.
+
+    Decided when first asked: from all rows where they were read (`observe`), else from at most `SAMPLED_ROWS` items of
+    each split, spread evenly; the random generators are restored. In a dataset whose sampled rows have equal lengths,
+    only a batch with padding has a mask.
+
+    Args:
+        splits: of one source.
+    """
+
+    def __init__(self, *splits: DatasetSplit) -> None:
+        self._splits = splits
+        self._lengths: dict[str, set[int]] = {}
+        self._names: tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns, in the order of the items' keys."""
+        if self._names is None:
+            for split in self._splits if not self._lengths else ():
+                self.observe(_sampled(split))
+            self._names = tuple(name for name, found in self._lengths.items() if len(found) > 1)
+        return self._names
+
+    def observe(self, rows: list[Any]) -> None:
+        """Take note of rows that were read; those for a `collate` of the user's tell nothing."""
+        for name, value in (pair for row in rows if isinstance(row, dict) for pair in row.items()):
+            if isinstance(value, torch.Tensor) and value.ndim:
+                self._lengths.setdefault(name, set()).add(value.shape[0])
+
+
+def _sampled(split: DatasetSplit) -> list[dict[str, Any]]:
+    indices = spread_rows(len(split), SAMPLED_ROWS)
+    with generators_kept():
+        return split.read(indices, before=partial(seed_item, 0, 0))
+
+
+def spread_rows(rows: int, most: int) -> np.ndarray:
+    """At most `most` indices below `rows`, spread evenly, with the first and the last."""
+    return np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
 
 
 def seed_item(seed: int, epoch: int, row: int) -> None:
@@ -170,15 +263,53 @@ def generators_kept() -> Generator[None]:
         torch.set_rng_state(tensors)
 
 
-def seeded_batch(split: DatasetSplit | PartialDataset, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
-    """A batch whose items draw from generators seeded by (seed, epoch, row); the generators are not restored."""
-    return collate_rows(split.read(rows, before=partial(seed_item, seed, epoch)), key=split.key)
+def first_row(split: Split) -> Batch:
+    """The first row as a batch; a dataset of which one item is read has no mask. Random generators are restored if the
+    user's `collate` makes the batch."""
+    index = split.eval_order()[:1]
+    if isinstance(split, DatasetSplit) and split.collate is None:
+        return collate_rows(split.read(index), key=split.key)
+    users = users_rows(split)
+    with generators_kept() if users is not None and users.collate is not None else nullcontext():
+        return split.gather(index)
+
+
+class UsersRows(Protocol):
+    """A split whose batches are made by the user's code: a dataset, a `collate` function, or both."""
+
+    key: str
+    collate: UsersCollate | None
+
+    def read(self, indices: np.ndarray, *, before: Callable[[int], None] | None = None) -> list[Any]:
+        """The rows; `before` is called with an index before code of the user's reads it."""
+        ...
+
+    def batch(self, rows: list[Any]) -> Batch:
+        """These rows as one batch."""
+        ...
+
+
+def users_rows(split: Split) -> UsersRows | None:
+    """The split, if its batches are made by the user's code; None for rows in memory that are collated by raytrain."""
+    if isinstance(split, (CollatedSplit, PartialDataset)):
+        return split
+    is_read = isinstance(split, DatasetSplit) and (split.collate is not None or not isinstance(split, ItemSplit))
+    return split if is_read else None
+
+
+def seeded_batch(split: UsersRows, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
+    """A batch whose items draw from generators seeded by (seed, epoch, row), and its `collate` from generators seeded
+    by (seed, epoch, first row); they are not restored."""
+    read = split.read(rows, before=partial(seed_item, seed, epoch))
+    if split.collate is not None:
+        seed_item(seed, epoch, COLLATE_DRAWS + int(rows[0]))
+    return split.batch(read)
 
 
 def gathered(split: Split, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
-    """A batch of any split, read in this process. A user's dataset draws from seeds; all generators are restored."""
-    if type(split) not in (DatasetSplit, PartialDataset):  # items that are kept draw nothing
+    """A batch of any split, read in this process. The user's code draws from seeds; all generators are restored."""
+    users = users_rows(split)
+    if users is None:
         return split.gather(rows)
-    assert isinstance(split, (DatasetSplit, PartialDataset))
     with generators_kept():
-        return seeded_batch(split, rows, seed=seed, epoch=epoch)
+        return seeded_batch(users, rows, seed=seed, epoch=epoch)

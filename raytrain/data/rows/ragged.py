@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -70,12 +69,13 @@ class RaggedSplit:
     """Columns with rows of different lengths, together with columns of fixed shape.
 
     A batch pads each ragged column to its longest row in that batch (see `fill_value`) and holds
-    `attention_mask` (B, L) int64, 1 for tokens and 0 for padding, unless a column already has that name.
+    `attention_mask` (B, L) int64, 1 for tokens and 0 for padding, unless a column already has that name (`adds_mask`).
 
     Args:
         ragged: the columns of different lengths.
         dense: the other columns, if any.
-        mask: "always", or "padded" = only in batches that contain padding.
+        mask: the columns that the mask may describe; None = all ragged ones. If there is none, only batches that
+            contain padding have a mask, of a padded column.
         counts: labels other than -100 per row, if already known (`counted`); otherwise counted here.
         fills: padding values by column, instead of `fill_value`.
     """
@@ -87,7 +87,7 @@ class RaggedSplit:
         ragged: Mapping[str, Ragged],
         *,
         dense: TensorSplit | None = None,
-        mask: Literal["always", "padded"] = "always",
+        mask: Collection[str] | None = None,
         counts: np.ndarray | None = None,
         counted: bool = False,
         fills: Mapping[str, int] | None = None,
@@ -95,12 +95,12 @@ class RaggedSplit:
         self.fills = dict(fills or {})
         self.ragged = dict(ragged)
         self.dense = dense
-        self.mask: Literal["always", "padded"] = mask
+        self.mask = tuple(self.ragged if mask is None else mask)
         first = next(iter(self.ragged.values()))
         self.device = first.values.device
         self._rows = len(first.offsets) - 1
         self.counts = counts if counted else self._count()
-        self._masked = MASK not in self.ragged and (dense is None or MASK not in dense.columns)
+        self.adds_mask = MASK not in self.ragged and (dense is None or MASK not in dense.columns)
 
     def _count(self) -> np.ndarray | None:
         labels = self.ragged.get("labels")
@@ -137,8 +137,8 @@ class RaggedSplit:
             )
             if len(lengths) and lengths.min() < lengths.max():
                 padded.append(name)
-        shown = padded if self.mask == "padded" else list(self.ragged)
-        if self._masked and shown:
+        shown = [name for name in self.ragged if name in self.mask] or padded
+        if self.adds_mask and shown:
             batch[MASK] = masks[mask_column(shown)].to(torch.int64)
         labels = batch.get("labels")
         if labels is not None and is_integer(labels):

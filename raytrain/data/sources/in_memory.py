@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from raytrain.data.rows.collate import as_row
 from raytrain.data.rows.contract import RowSplit, Source, facts_of, split_off
-from raytrain.data.rows.map_style import DatasetSplit
-from raytrain.data.rows.ragged import Ragged, columns_split
+from raytrain.data.rows.map_style import DatasetSplit, MaskedColumns
+from raytrain.data.rows.ragged import Ragged, RaggedSplit, columns_split
 from raytrain.data.rows.residency import full_tensor
-from raytrain.data.rows.splits import check_finite, host_tensor, is_integer
+from raytrain.data.rows.splits import TensorSplit, check_finite, host_tensor, is_integer
+from raytrain.data.rows.users_collate import UsersCollate
 from raytrain.data.sources.keys import is_table
 from raytrain.data.sources.tables import TableColumns, check_classes, choose_columns, class_names, convert
 from raytrain.errors import InputError
@@ -94,13 +94,14 @@ def class_count(splits: Sequence[Any]) -> int | None:
     return max(highest) + 1 if max(highest) >= 0 else None
 
 
-def object_split(data: Any, *, key: str) -> RowSplit:
+def object_split(data: Any, *, key: str, collate: UsersCollate | None = None) -> RowSplit:
     """Return one object as a split.
 
     Args:
         data: a dict of tensors, arrays or lists; a map-style dataset of dicts or (x, y) pairs; a pyarrow
             Table or pandas DataFrame, whose columns keep their names.
         key: the config key that errors name.
+        collate: `data.collate`, for a map-style dataset, whose items may then be of any kind.
     Raises:
         InputError: an unsupported object, no rows, different row counts, NaN or infinity in a float column.
     """
@@ -119,8 +120,8 @@ def object_split(data: Any, *, key: str) -> RowSplit:
         raise InputError(key, seen=f"a {type(data).__name__}", expected=KINDS)
     if not len(data):
         raise InputError(key, seen=f"0 rows in the {type(data).__name__}", expected="at least one row")
-    split = DatasetSplit(data, key=key)
-    as_row(split.items(np.zeros(1, np.int64))[0], key=key)
+    split = DatasetSplit(data, key=key, collate=collate)
+    split.read(np.zeros(1, np.int64))  # raises InputError for an item that is no row
     return split
 
 
@@ -184,14 +185,35 @@ def memory_source(
     fraction: float,
     keys: tuple[str, str] = ("data.train", "data.eval"),
     origin: str = "data in memory",
+    collate: UsersCollate | None = None,
 ) -> Source:
     """Return a source of one or two objects (`object_split`); without the second, part of the first is held out."""
-    train_split = object_split(train, key=keys[0])
+    train_split = object_split(train, key=keys[0], collate=collate)
     if evaluation is None:
         first, held = split_off(train_split, fraction)
         return _source(first, held, origin=origin, classes=class_count([train_split]))
-    eval_split = object_split(evaluation, key=keys[1])
-    return _source(train_split, eval_split, origin=origin, classes=class_count([train_split, eval_split]))
+    eval_split = object_split(evaluation, key=keys[1], collate=collate)
+    if isinstance(train_split, DatasetSplit) and isinstance(eval_split, DatasetSplit):
+        train_split.masked = eval_split.masked = MaskedColumns(train_split, eval_split)
+    ragged = {name for split in (train_split, eval_split) if isinstance(split, RaggedSplit) for name in split.ragged}
+    splits = [_with_ragged(split, ragged) for split in (train_split, eval_split)]
+    return _source(*splits, origin=origin, classes=class_count([train_split, eval_split]))
+
+
+def _with_ragged(split: RowSplit, names: set[str]) -> RowSplit:
+    """The split with these columns stored as rows of different lengths, even if its own rows have equal lengths: both
+    splits of a source have a mask, or neither."""
+    dense = split if isinstance(split, TensorSplit) else split.dense if isinstance(split, RaggedSplit) else None
+    if dense is None or not names & dense.columns.keys():
+        return split
+    ragged = dict(split.ragged) if isinstance(split, RaggedSplit) else {}
+    columns = {name: full_tensor(column) for name, column in dense.columns.items()}
+    for name in names & columns.keys():
+        column = columns.pop(name)
+        if column.ndim < 2:
+            return split
+        ragged[name] = Ragged(column.flatten(0, 1), np.arange(len(column) + 1) * column.shape[1])
+    return RaggedSplit(ragged, dense=TensorSplit(columns) if columns else None)
 
 
 def _source(

@@ -17,6 +17,8 @@ from raytrain.errors import InputError
 
 if TYPE_CHECKING:
     from raytrain.config.sections import DataConfig
+    from raytrain.data.rows.contract import Split
+    from raytrain.data.rows.users_collate import UsersCollate
 
 
 def open_source(data: DataConfig, *, context: int | None, on_driver: bool = True) -> Source:
@@ -30,12 +32,17 @@ def open_source(data: DataConfig, *, context: int | None, on_driver: bool = True
     Raises:
         InputError: the section, its files or their contents are invalid.
     """
+    collate = users_collate(data)
+    return _collated(_open(data, context=context, on_driver=on_driver, collate=collate), collate)
+
+
+def _open(data: DataConfig, *, context: int | None, on_driver: bool, collate: UsersCollate | None) -> Source:
     keys = source_keys(data)
     if data.train is not None:
-        return _open_memory(data, keys, context)
+        return _open_memory(data, keys, context, collate)
     name = data.source or ""
     if is_own(name):
-        return _open_own(data, on_driver=on_driver)
+        return _open_own(data, collate, on_driver=on_driver)
     if is_tokenised(data):
         return tokenised_source(tokenise(data), context=context)
     if name == "text":
@@ -69,11 +76,39 @@ def open_source(data: DataConfig, *, context: int | None, on_driver: bool = True
     )
 
 
+def users_collate(data: DataConfig) -> UsersCollate | None:
+    """The function of `data.collate`; None if raytrain collates. Raises InputError if it cannot be imported."""
+    if data.collate is None:
+        return None
+    from raytrain.config.user_code import function_name, resolve
+    from raytrain.data.rows.users_collate import UsersCollate
+
+    function = resolve(data.collate, "data.collate") if isinstance(data.collate, str) else data.collate
+    return UsersCollate(function, function_name(function))
+
+
+def _collated(source: Source, collate: UsersCollate | None) -> Source:
+    """The source with batches made by `collate`; a map-style dataset was opened with it."""
+    if collate is None:
+        return source
+    from raytrain.data.rows.map_style import DatasetSplit
+    from raytrain.data.rows.users_collate import CollatedSplit
+
+    def own(split: Split | None) -> Split | None:
+        if split is None or isinstance(split, DatasetSplit):
+            return split
+        return CollatedSplit(split, collate, key="data.source")
+
+    return replace(source, train=own(source.train), eval=own(source.eval), first_labels_ignored=False)
+
+
 def _open_stdlib(text: bytes, data: DataConfig, context: int | None) -> Source:
     return text_source(text, context=context, eval_fraction=data.eval_fraction, origin=STDLIB, key="data.max_bytes")
 
 
-def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None) -> Source:
+def _open_memory(
+    data: DataConfig, keys: Mapping[str, Any], context: int | None, collate: UsersCollate | None
+) -> Source:
     from raytrain.data.sources.in_memory import as_table, is_table, memory_source, table_pair
 
     if isinstance(data.train, bytes):
@@ -95,10 +130,10 @@ def _open_memory(data: DataConfig, keys: Mapping[str, Any], context: int | None)
             keys=("data.train", "data.eval"),
             origin="a table in memory",
         )
-    return memory_source(data.train, data.eval, fraction=data.eval_fraction)
+    return memory_source(data.train, data.eval, fraction=data.eval_fraction, collate=collate)
 
 
-def _open_own(data: DataConfig, *, on_driver: bool) -> Source:
+def _open_own(data: DataConfig, collate: UsersCollate | None, *, on_driver: bool) -> Source:
     """Call the user's function and open what it returns."""
     from raytrain.config.user_code import resolve
     from raytrain.data.sources.in_memory import KINDS, memory_source
@@ -126,6 +161,7 @@ def _open_own(data: DataConfig, *, on_driver: bool) -> Source:
         fraction=fraction,
         keys=(f"data.source, train of {name}", f"data.source, eval of {name}"),
         origin=name,
+        collate=collate,
     )
 
 
@@ -155,8 +191,12 @@ def source_from_driver(sent: Any, data: DataConfig, *, context: int | None) -> S
     """Open on a worker what the driver sent: the result of `read_on_driver`, or `Source.worker_data`.
 
     Returns None if that is None; the worker then opens the data itself."""
+    if sent is None:
+        return None
     if isinstance(sent, Tokenised):
-        return tokenised_source(sent, context=context)
-    if sent is None or isinstance(sent, bytes):
-        return None if sent is None else _open_stdlib(sent, data, context)
-    return _open_written(sent, data.eval_fraction)
+        source = tokenised_source(sent, context=context)
+    elif isinstance(sent, bytes):
+        source = _open_stdlib(sent, data, context)
+    else:
+        source = _open_written(sent, data.eval_fraction)
+    return _collated(source, users_collate(data))

@@ -115,9 +115,7 @@ def _imports(tree: ast.Module, *, package: str) -> Iterator[str]:
                 yield first.value
 
 
-def written_datasets(
-    source: str, function: Callable[..., Any], keys: Mapping[str, Any]
-) -> WrittenDataset | None:
+def written_datasets(source: str, function: Callable[..., Any], keys: Mapping[str, Any]) -> WrittenDataset | None:
     """Return the written Ray Datasets of this function, writing them if needed; None if it returns something else.
 
     Raises:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from raytrain.data.rows.contract import HOLDOUT_SEED, Batch, Order, RowSplit, Split, generator, row_order
-from raytrain.data.rows.ragged import Ragged, RaggedSplit
+from raytrain.data.rows.ragged import MASK, Ragged, RaggedSplit
 from raytrain.data.rows.residency import ReorderedSplit, full_tensor
 from raytrain.data.rows.splits import TensorSplit
 from raytrain.data.sources.in_memory import table_split
@@ -141,6 +141,11 @@ class GroupSplit:
     def nbytes(self) -> int:
         """Bytes that all rows take in memory."""
         return len(self) * self._row_bytes
+
+    @property
+    def adds_mask(self) -> bool:
+        """See `RaggedSplit`."""
+        return MASK not in _names(self._choice)
 
     def order(self, seed: int, epoch: int) -> Order:
         """The order of an epoch (see the module docstring); upcoming row groups are prefetched."""

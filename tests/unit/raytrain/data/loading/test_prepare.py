@@ -71,15 +71,17 @@ def test_what_stays_on_the_device_is_counted(storage: Any, megabytes: int) -> No
 def test_what_is_drawn_while_rows_are_prepared_leaves_the_generators_alone() -> None:
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     split = DatasetSplit(Slow())
-    first, second = (read_dataset(split, seed=3, report=lambda done, of: None) for _ in range(2))
+    quiet = {"report": lambda done, of: None}
+    first, second = (split.kept(read_dataset(split, seed=3, **quiet)) for _ in range(2))
     assert isinstance(first, TensorSplit) and isinstance(second, TensorSplit)
     assert torch.equal(first.columns["x"], second.columns["x"]), "drawn from (seed, row)"
-    other = read_dataset(split, seed=4, report=lambda done, of: None)
+    other = split.kept(read_dataset(split, seed=4, **quiet))
     assert isinstance(other, TensorSplit) and not torch.equal(first.columns["x"], other.columns["x"])
     assert before[0] == random.getstate() and before[1] == np.random.get_state()[1].tolist()
     assert torch.equal(before[2], torch.get_rng_state())
     odd = [{"x": torch.zeros(2), "name": str(i)} for i in range(3)]
-    assert isinstance(read_dataset(DatasetSplit(odd), seed=0, report=lambda done, of: None), ItemSplit)
+    mixed = DatasetSplit(odd)
+    assert isinstance(mixed.kept(read_dataset(mixed, seed=0, **quiet)), ItemSplit)
 
 
 @pytest.mark.covers("DATA-08")

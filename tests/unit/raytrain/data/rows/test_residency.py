@@ -91,7 +91,10 @@ def test_a_stream_gives_the_batches_of_the_whole(name: str) -> None:
 
 def test_only_rows_that_are_not_kept_are_read_again() -> None:
     items = Items()
-    kept = place_split(DatasetSplit(items), "partial", "cpu", resident_rows=30)
+    split = DatasetSplit(items)
+    assert split.masked.names == ("x",) and sorted(items.asked) == list(range(40)), "a sample of rows is read once"
+    items.asked.clear()
+    kept = place_split(split, "partial", "cpu", resident_rows=30)
     assert isinstance(kept, PartialDataset) and sorted(items.asked) == list(range(30))
     items.asked.clear()
     for epoch in (0, 1):

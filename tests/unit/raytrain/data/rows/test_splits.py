@@ -260,6 +260,8 @@ def test_resident_and_stream_give_the_same_batches_bit_for_bit(items: list[Any],
     streamed = place_split(DatasetSplit(dataset), "stream", "cpu")
     resident = place_split(DatasetSplit(dataset), "resident", "cpu")
     assert isinstance(resident, kind) and dataset.asked == 9, "each item is converted once"
+    assert streamed.gather(np.arange(2)).keys() and dataset.asked == 9 + 9 + 2, "a sample shows that lengths differ"
+    dataset.asked = 9
     assert np.array_equal(streamed.order(3, 1), resident.order(3, 1))
     order = streamed.order(3, 1)
     for rows in (order[:4], order[4:8], order[8:], np.array([0, 3, 6])):
@@ -284,8 +286,10 @@ def test_a_dataset_that_fetches_many_items_at_once_is_asked_once() -> None:
             return [self.items[index] for index in indices]
 
     dataset = Many(PAIRS)
-    batch = DatasetSplit(dataset, rows=np.array([8, 4])).gather(np.array([1, 0]))
-    assert dataset.asked == 1 and batch["x"][:, 0].tolist() == [4.0, 8.0] and batch["labels"].tolist() == [1, 2]
+    split = DatasetSplit(dataset, rows=np.array([8, 4]))
+    assert not split.masked.names and dataset.asked == 1
+    batch = split.gather(np.array([1, 0]))
+    assert dataset.asked == 2 and batch["x"][:, 0].tolist() == [4.0, 8.0] and batch["labels"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
