@@ -293,8 +293,9 @@ def users_rows(split: Split) -> UsersRows | None:
     """The split, if its batches are made by the user's code; None for rows in memory that are collated by raytrain."""
     if isinstance(split, (CollatedSplit, PartialDataset)):
         return split
-    is_read = isinstance(split, DatasetSplit) and (split.collate is not None or not isinstance(split, ItemSplit))
-    return split if is_read else None
+    if isinstance(split, DatasetSplit) and (split.collate is not None or not isinstance(split, ItemSplit)):
+        return split
+    return None
 
 
 def seeded_batch(split: UsersRows, rows: np.ndarray, *, seed: int, epoch: int) -> Batch:
