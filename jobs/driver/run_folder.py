@@ -86,7 +86,7 @@ def open_run(
     run.write_json(run.preflight, [check.to_json() for check in checks])
     print_plan(plan, console)
     if plan.data_facts is not None:
-        console.print(f"data: {plan.data_facts.reason}", markup=False)
+        console.print(f"data: {plan.data_facts.reason}", markup=False, soft_wrap=True)
     if resumed is not None and run.exists(run.result):
         run.store.delete("result.json")
     return OpenRun(run, plan, attempt)

@@ -212,7 +212,7 @@ def test_wrong_input_is_one_message_exit_2_and_nothing_started(
     ended.write_json(ended.result, done)
     before = sorted(place.folder.rglob("*"))
     resumed = {
-        ("--resume", alive.path): f"still being trained by pid {os.getpid()} on {this_process()['host']}",
+        ("--resume", alive.path): f"which is still running with pid {os.getpid()} on {this_process()['host']}",
         ("--resume", ended.path, "job.yaml", "model.width=3"): "model.width: got a changed value",
     }
     commands = [["train", *arguments] for arguments in (wrong | resumed)]

@@ -62,7 +62,7 @@ def test_a_search_below_a_memory_ceiling_is_killed_resumed_and_used_again(
     assert {row["precision"] for row in rows} == precisions_here()
     check_best(sweep, limit, resumed.text)
     reused = run_cli("tune", file, cwd=place.folder, env=place.env, timeout=LIMIT_S)
-    assert reused.code == 0 and "measurements of an earlier search hold here" in reused.out, reused.text
+    assert reused.code == 0 and "measurements of earlier searches apply" in reused.out, reused.text
     known, again = timed_steadily(rows), timed_steadily(rows_of(sweeps(place)[-1]))
     assert known and not known & again, "only what died, or was timed on a machine that was busy, is measured again"
     trained = run_cli("train", "--from-tune", str(sweep), "loop.max_steps=3", cwd=place.folder, env=place.env)
