@@ -488,7 +488,7 @@ def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
 
 
 def _refuse_keys(name: str, unknown: Set[str], missing: Set[str], accepted: frozenset[str]) -> None:
-    parts = [f"the batch keys {sorted(unknown)} that {name}.forward does not take"] if unknown else []
+    parts = [f"the batch keys {sorted(unknown)} that {name}.forward does not accept"] if unknown else []
     parts += [f"no batch keys {sorted(missing)} that {name}.forward needs"] if missing else []
     raise InputError(
         "data.source",

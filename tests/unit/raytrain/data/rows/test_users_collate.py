@@ -125,7 +125,7 @@ def test_a_budget_of_tokens_counts_the_rows_before_they_are_collated() -> None:
 def test_what_is_no_batch_is_refused(returned: Any, seen: str) -> None:
     for train in (WORDS, COLUMNS):
         source = open_source(DataConfig(train=train, collate=lambda rows: returned), context=None)
-        with pytest.raises(InputError, match=rf"data\.collate: seen .*returned {seen}, expected a dict of tensors on"):
+        with pytest.raises(InputError, match=rf"data\.collate: got .*returned {seen}, expected a dict of tensors on"):
             source.train.gather(np.array([0, 1]))
 
 
