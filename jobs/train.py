@@ -6,7 +6,6 @@ report.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from jobs.driver.plan import plan_job, show_only_picked
 from jobs.driver.result import Result, close_run, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.run_folder import OpenRun, open_run
@@ -22,7 +22,6 @@ from jobs.driver.runtime import cluster_address, cluster_size, connected
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
-from jobs.plan import plan_job, visible_devices
 from raytrain.errors import RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.runs.folder import RunFolder
@@ -125,9 +124,7 @@ def train_loaded(
         if address == "local":  # planned before Ray starts: the plan says how large the private cluster is
             inventory = local_inventory()
             opened = open_planned(inventory)
-            visible = visible_devices(opened.plan, inventory)
-            if visible is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            show_only_picked(str(opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
         cpus, gpus = cluster_size(None if opened is None else opened.plan)
         with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=verbose) as cluster:
             signals.install()

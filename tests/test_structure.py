@@ -39,6 +39,12 @@ ONLY_FROM = {"raytrain.report": {"raytrain.config", "raytrain.runs", "raytrain.r
 UPWARD_LEFT: set[tuple[str, str]] = set()
 """(importing, imported) entries that break the layer order today."""
 
+CYCLES_LEFT = {
+    "jobs.bench.experts": {"experts", "experts_processes", "experts_train"},
+    "jobs.bench.training": {"lr", "lr_ramp"},
+}
+"""folder -> entries of it that import each other in a circle today."""
+
 MAX_ENTRIES = 13
 MORE_ENTRIES = {
     "jobs/bench/training": (14, "a bench is one module, with one for its processes"),
@@ -55,6 +61,7 @@ RAY_LAZILY = {
     "cluster.checks.preflight",
     "cluster.telemetry.process",
     "jobs.job.spec",
+    "jobs.driver.plan",
     "jobs.plan",
     "jobs.__main__",
 }
@@ -73,6 +80,7 @@ TORCH_FREE = {
     "experts.shapes",
     "experts.plan.sizes",
     "jobs.job.spec",
+    "jobs.driver.plan",
     "jobs.plan",
 }
 """Modules that the command line loads before it knows whether there is anything to train."""
@@ -238,12 +246,11 @@ def test_a_report_is_made_from_records_alone() -> None:
 
 
 def test_no_entries_of_a_folder_import_each_other_in_a_circle() -> None:
-    """At every level, folders and modules alike; imports inside functions do not count."""
+    """At every level, folders and modules alike; imports inside functions count as well."""
     graphs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for edge in edges():
-        if not edge.imported.lazy:
-            graphs[edge.level][edge.source].add(edge.target)
-    wrong = {level: sorted(circles(graph)) for level, graph in graphs.items()}
+        graphs[edge.level][edge.source].add(edge.target)
+    wrong = {level: sorted(circles(graph) - CYCLES_LEFT.get(level, set())) for level, graph in graphs.items()}
     assert not any(wrong.values()), {level: entries for level, entries in wrong.items() if entries}
 
 

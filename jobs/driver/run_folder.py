@@ -11,11 +11,11 @@ from rich.console import Console
 from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflight
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
+from jobs.driver.plan import print_plan
 from jobs.driver.result import last_sign_of_life, process_start
 from jobs.driver.resume import Resumed
 from jobs.job.paths import local_paths
 from jobs.job.spec import JobSpec, LoadedSpec
-from jobs.plan import print_plan
 from raytrain.config.decode import load_yaml
 from raytrain.errors import InputError
 from raytrain.plan.plan import Plan

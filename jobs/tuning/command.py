@@ -9,17 +9,17 @@ from rich.console import Console
 
 from cluster.checks.preflight import run_preflight
 from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
-from cluster.devices.nvidia import narrow_visible
 from cluster.environment import environment_record
 from jobs.driver.checks import Checked, check_on_driver
+from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
-from jobs.job.spec import JobSpec, LoadedSpec
+from jobs.job.spec import LoadedSpec
 from jobs.tuning.space.points import Points, find_points, whole_mapping
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted, values_text
 from raytrain.errors import InputError
-from raytrain.plan.rules.devices import choose_devices, pick_devices
+from raytrain.plan.rules.devices import choose_devices
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
 from raytrain.runs.sweep import SweepFolder
@@ -61,7 +61,7 @@ class TuneCommand:
         cpus = gpus = 0
         if points is not None:
             at_a_time = self._at_a_time(points, inventory)
-            show_only_picked(self.spec, inventory)
+            show_only_picked(choose_devices(self.spec.scale, inventory, []).accelerator.value, inventory)
             each = max(one.gpus or one.cores for one in points.trials)
             cpus, gpus = at_a_time * (each + 1), at_a_time * max(one.gpus for one in points.trials)
             self.open_sweep(inventory)
@@ -167,14 +167,6 @@ class TuneCommand:
         """Raise Interrupted if a signal arrived while no trial ran."""
         if self.signals.asked.is_set():
             raise Interrupted("between two trials")
-
-
-def show_only_picked(spec: JobSpec, inventory: Inventory) -> None:
-    """Restrict Ray and torch to the GPUs that `scale.accelerator` picked; call before a local cluster starts."""
-    text = choose_devices(spec.scale, inventory, []).accelerator.value
-    if text not in ("cpu", "cuda"):
-        indices = [device.index for device in pick_devices(text, inventory)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = narrow_visible(os.environ, indices)
 
 
 def check_resources(points: Points) -> None:

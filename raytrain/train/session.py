@@ -36,7 +36,7 @@ from raytrain.train.memory.device import limit_device_memory, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.strategy import strategy_of
+from raytrain.train.parallel.strategy import ParallelStrategy, Replicated
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
@@ -94,9 +94,7 @@ class Session:
         self.policy = policy_for(precision)
         self.matmul = apply_matmul(self.policy)
         need_data(module)
-        self.strategy = strategy_of(
-            str(job.planned("strategy")), self.trainable, workers=self.workers, device=self.device
-        )
+        self.strategy = self._open_strategy()
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
@@ -123,6 +121,13 @@ class Session:
         self.precision = precision
         if self.workers.rank:  # rank 0 keeps the job's seed, so a single worker draws what a plain loop would
             seed_everything(job.seed + self.workers.rank)
+
+    def _open_strategy(self) -> ParallelStrategy:
+        if self.job.planned("strategy") != "fsdp":
+            return Replicated(self.trainable, workers=self.workers, device=self.device)
+        from raytrain.train.parallel.fsdp.strategy import Sharded  # takes a second to import
+
+        return Sharded(self.trainable, workers=self.workers, device=self.device)
 
     def _open_loader(self) -> BatchLoader:
         self.close()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.plan import plan_job
 from jobs.job.spec import load_spec
-from jobs.plan import plan_job
 from raytrain.plan.choice import Resolved
 from raytrain.runs.folder import RunFolder
 from raytrain.train.parallel.collectives import Workers

@@ -25,7 +25,7 @@ PRELOAD = [
     "raytrain.execution.checkpointer",
     "experts.models",
     "jobs.driver.checks",
-    "jobs.plan",
+    "jobs.driver.plan",
 ]
 """Torch's compiler is among them: every optimizer imports it, and that takes longer than all the rest."""
 

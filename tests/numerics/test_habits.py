@@ -12,8 +12,8 @@ import torch
 from lab import BOX, MLP, Rows, class_rows, make_session, train
 from torch import Tensor, nn
 
+from jobs.driver.plan import plan_job
 from jobs.job.spec import load_spec
-from jobs.plan import plan_job
 from raytrain.data.loading.prepare import DataPlan, prepare_source
 from raytrain.data.rows.batches import Cursor, StepBatches
 from raytrain.data.sources.in_memory import memory_source

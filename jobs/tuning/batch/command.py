@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.devices.inventory import Inventory, inventory_from_ray
 from jobs.driver.checks import Checked, train_job
+from jobs.driver.plan import plan_job, show_only_picked
 from jobs.driver.runtime import Cluster, connected
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec
-from jobs.plan import plan_job
 from jobs.tuning.batch.cache import FOLDER, Cache, Caches, cache_key, gate_key
 from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
 from jobs.tuning.batch.loaders import LoaderSearch, find_loaders
 from jobs.tuning.batch.results import print_search, write_batch
-from jobs.tuning.command import show_only_picked
 from jobs.tuning.table import BATCH_COLUMNS, SweepTable
 from raytrain.autotune.search.measurement import Candidate
 from raytrain.autotune.search.space import BatchSpace, sizes_dividing, sizes_free
 from raytrain.config.messages import render
 from raytrain.errors import InputError
 from raytrain.plan.plan import Plan
+from raytrain.plan.rules.devices import choose_devices
 from raytrain.plan.rules.memory import check_limit
 from raytrain.runs.sweep import SweepFolder
 
@@ -170,7 +170,7 @@ def run_batch(command: TuneCommand, checked: Checked, *, address: str, inventory
         caches = _open_caches(command, search, checked, inventory)
         gpus = search.devices if search.on_gpu else 0
         if _has_work(command, search, caches):
-            show_only_picked(command.spec, inventory)
+            show_only_picked(choose_devices(command.spec.scale, inventory, []).accelerator.value, inventory)
             with connected(address, num_cpus=1 + max(1, gpus), num_gpus=gpus, verbose=command.verbose) as cluster:
                 command.signals.install()
                 _try(command, search, checked, cluster, caches)

@@ -10,8 +10,8 @@ from typing import Any
 
 from cluster.devices.inventory import Inventory
 from jobs.driver.build import build, opened
+from jobs.driver.plan import plan_job
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.plan import plan_job
 from jobs.tuning.space.keys import Space, parse_space
 from jobs.tuning.table import counted, values_text
 from raytrain.config.decode import apply_overrides, decode, encode

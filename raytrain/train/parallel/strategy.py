@@ -118,12 +118,3 @@ class Replicated:
     def facts(self) -> dict[str, Any]:
         """As in `ParallelStrategy`."""
         return {}
-
-
-def strategy_of(strategy: str, trainable: Trainable, *, workers: Workers, device: torch.device) -> ParallelStrategy:
-    """The strategy of a resolved `scale.strategy`."""
-    if strategy != "fsdp":
-        return Replicated(trainable, workers=workers, device=device)
-    from raytrain.train.parallel.fsdp.strategy import Sharded  # takes a second to import
-
-    return Sharded(trainable, workers=workers, device=device)

@@ -37,10 +37,10 @@ from experts.placement.values import HostSpec
 from experts.shapes import LayerShape
 from jobs.__main__ import main
 from jobs.driver.checks import check_on_driver, train_job
+from jobs.driver.plan import plan_job
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
-from jobs.plan import plan_job
 from jobs.tuning.batch.cache import Cache
 from jobs.tuning.batch.command import find_search
 from jobs.tuning.space.points import find_points

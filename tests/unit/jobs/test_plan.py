@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from cluster.devices.inventory import Inventory, Node
+from jobs.driver.plan import config_rows, plan_job, print_plan, show_only_picked
 from jobs.job.nodes_file import inventory_from_file
 from jobs.job.paths import resolve_paths
 from jobs.job.spec import load_spec
-from jobs.plan import config_rows, plan_job, plan_verb, print_plan, visible_devices
+from jobs.plan import plan_verb
 from raytrain.config.sections import DataConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Deferred, Resolved
@@ -309,17 +310,19 @@ def test_only_the_picked_gpus_are_shown_to_a_local_cluster(tmp_path: Path, monke
     nodes = write(tmp_path / "nodes.yaml", NODES.replace("- {host: b, cpus: 8, memory_gib: 32}", ""))
     inventory = inventory_from_file(nodes)
 
-    def shown(*overrides: str) -> str | None:
-        loaded = load_spec(mapping=job(tmp_path), overrides=overrides)
-        return visible_devices(plan_job(loaded, inventory=inventory), inventory)
+    def shown(*overrides: str, before: str | None = None) -> str | None:
+        plan = plan_job(load_spec(mapping=job(tmp_path), overrides=overrides), inventory=inventory)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if before is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+        show_only_picked(plan.accelerator.value_or(None), inventory)
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert shown() is None
     assert shown("scale.accelerator=cpu") is None
     assert shown("scale.accelerator=T4") == "2"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-b, 7")
-    assert shown("scale.accelerator=A100") == "5,GPU-b"
-    assert shown("scale.accelerator=cuda:2") == "7"
+    assert shown("scale.accelerator=A100", before="5,GPU-b, 7") == "5,GPU-b"
+    assert shown("scale.accelerator=cuda:2", before="5,GPU-b, 7") == "7"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +339,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, override: str, key: str) 
 
 
 def test_a_key_below_a_key_is_shown_with_its_value() -> None:
-    from jobs.plan import _lookup
+    from jobs.driver.plan import _lookup
 
     config = {"name": "x", "experts": {"hosts": {"A100": 2, "T4": 8}}}
     assert [_lookup(config, key) for key in ("name", "experts.hosts.A100", "experts.hosts.T4")] == ["x", 2, 8]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jobs.driver.checks import check_on_driver
+from jobs.driver.plan import plan_job
 from jobs.job.spec import LoadedSpec, load_spec
-from jobs.plan import plan_job
 from raytrain.errors import InputError
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan

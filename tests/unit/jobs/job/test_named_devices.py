@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.devices.inventory import Inventory, Node
+from jobs.driver.plan import plan_job
 from jobs.job.named_devices import named_devices
 from jobs.job.spec import load_spec
-from jobs.plan import plan_job
 
 CODE = """raise SystemExit("the plan runs nothing of this")
 def build(width):

@@ -13,9 +13,9 @@ from folders import make_folder, texts, write_lines
 from lab import make_session, train
 
 from jobs.driver.checks import check_on_driver
+from jobs.driver.plan import plan_job
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
-from jobs.plan import plan_job
 from raytrain.errors import InputError
 from raytrain.execution.export import export
 from raytrain.models.huggingface.folder import folder_facts

@@ -12,8 +12,8 @@ import ray.exceptions
 from rich.console import Console
 
 from cluster.devices.inventory import Device, Inventory, Node
+from jobs.driver.plan import plan_job
 from jobs.job.spec import load_spec
-from jobs.plan import plan_job
 from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
 from jobs.tuning.batch.known import Known, still_needed
 from jobs.tuning.batch.loaders import LoaderSearch, chosen_loaders, find_loaders

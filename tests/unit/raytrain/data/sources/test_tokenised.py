@@ -11,9 +11,9 @@ import pytest
 import torch
 from folders import SENTENCES, make_folder, texts, write_lines
 
+from jobs.driver.plan import plan_job
 from jobs.job.paths import resolved
 from jobs.job.spec import load_spec
-from jobs.plan import plan_job
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.describe import describe_source
 from raytrain.data.sources.open import open_source, read_on_driver, source_from_driver

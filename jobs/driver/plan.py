@@ -1,0 +1,186 @@
+"""The plan of a job: job -> machines -> facts -> Plan, and its table. Neither Ray nor torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cluster.devices.inventory import Inventory, local_inventory
+from cluster.devices.nvidia import narrow_visible
+from experts.plan.bytes import check_room, idle_keys, shared_out
+from jobs.job.facts import configured_hosts, facts_of_data, facts_of_model, shapes_of_data, uses_hosts
+from jobs.job.named_devices import warn_of_named_devices
+from jobs.job.paths import resolved
+from jobs.job.spec import JobSpec, LoadedSpec
+from raytrain.config.decode import encode
+from raytrain.plan.choice import Resolved
+from raytrain.plan.facts import DataFacts, ModelFacts
+from raytrain.plan.plan import Plan, make_plan
+from raytrain.plan.rules.devices import pick_devices
+from raytrain.plan.rules.hosts import separate_hosts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LABELS = {
+    "placement": "worker placement",
+    "storage": "data storage",
+    "resident_rows": "data rows kept",
+    "micro_batch_size": "micro-batch size",
+    "hosts": "expert hosts",
+    "host_memory": "expert host memory",
+    "inflight": "micro-batches in flight",
+    "optimizer_impl": "optimizer kernels",
+    "lr": "learning rate",
+    "memory": "worker memory",
+    "checkpoint_bytes": "checkpoint size",
+}
+"""Names of decisions in the printed table, where plan.json has another one."""
+
+
+def plan_job(
+    loaded: LoadedSpec,
+    *,
+    inventory: Inventory | None = None,
+    build: bool = False,
+    model_facts: ModelFacts | None = None,
+    data_facts: DataFacts | None = None,
+) -> Plan:
+    """The plan of a job, with its full configuration and the source of each value.
+
+    Args:
+        inventory: the machines; by default this machine, with the devices that this process may use.
+        build: check the job as `train` does, which opens the data and builds the model. Without it, choices that need
+            the exact sizes are deferred to the start of the run.
+        model_facts, data_facts: the sizes, if `check_on_driver` has determined them.
+
+    Raises:
+        InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
+    """
+    spec = resolved(loaded.spec)
+    if build:
+        from jobs.driver.checks import check_on_driver  # imports torch
+
+        checked = check_on_driver(spec)
+        model_facts, data_facts = checked.model_facts, checked.data_facts
+    data_facts = data_facts or facts_of_data(spec)
+    machines = inventory or local_inventory()
+    sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
+    plan = make_plan(
+        model=spec.model,
+        data=spec.data,
+        optim=spec.optim,
+        precision=spec.precision,
+        loop=spec.loop,
+        save=spec.save,
+        scale=spec.scale,
+        experts_hosts=configured_hosts(spec),
+        experts_inflight=spec.experts.inflight,
+        cluster=spec.cluster,
+        seed=spec.seed,
+        inventory=machines,
+        model_facts=sized,
+        data_facts=data_facts,
+        name=spec.name,
+        compile_missing=_compile_missing(spec, inventory),
+        share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
+    )
+    on_gpu = plan.device.value_or(None) == "cuda"
+    if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
+        check_room(sized.experts, spec.experts, machines.devices(), hosts=separate_hosts(plan.hosts))
+    assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # never deferred
+    facts = sized.experts if sized is not None else None
+    idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
+    warnings = [*plan.warnings, *idle, *warn_of_named_devices(spec)]
+    hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)
+    return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
+
+
+def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:
+    """Why this machine cannot compile; None if it can, or if the plan is for a given inventory."""
+    if spec.loop.compile == "off" or given is not None:
+        return None
+    from raytrain.train.compute.toolchain import missing_for_compile
+
+    return missing_for_compile("cuda" if local_inventory().devices() else "cpu")
+
+
+def _explained_for_own_builder(hosts: Resolved, spec: JobSpec, *, seen: bool) -> Resolved:
+    """The choice of hosts, with a reason for what is unknown about a user's own builder; `seen` if it was built."""
+    builder = spec.model.builder or "your module"
+    if builder.startswith(("experts.", "raytrain.")):
+        return hosts
+    if hosts.value == "none":
+        return replace(hosts, reason=f"experts.num_experts is null, so {builder} is treated as a model without experts")
+    if spec.experts.hosts == "auto":
+        why = f"every worker holds the experts of {builder}; experts.hosts N or colocated distributes them"
+        return replace(hosts, reason=why)
+    if uses_hosts(spec) and not seen:
+        later = f"whether {builder} supports remote experts is checked at the start (or with plan --build)"
+        return replace(hosts, reason=f"{hosts.reason}; {later}")
+    return hosts
+
+
+def show_only_picked(accelerator: str, inventory: Inventory) -> None:
+    """Restrict Ray and torch to the GPUs that `scale.accelerator` selects; call before a local cluster starts.
+
+    Args:
+        accelerator: the resolved choice.
+    """
+    if accelerator not in ("cpu", "cuda"):
+        picked = [device.index for device in pick_devices(accelerator, inventory)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = narrow_visible(os.environ, picked)
+
+
+def print_plan(plan: Plan, console: Console, *, full: bool = False) -> None:
+    """Print the machines, the decisions with their reasons, the warnings, and the configuration with its sources.
+
+    A terminal gets tables of its width; a pipe or file gets one line, `name: value  # reason`, for each row. `full`
+    also lists the defaults, which plan.json always contains.
+    """
+    machines = plan.inventory
+    console.print(f"{machines['source']}: {machines['summary']}", markup=False, soft_wrap=True)
+    for note in machines["notes"]:
+        console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
+    console.print()
+    decisions = [(LABELS.get(name, name.replace("_", " ")), value, reason) for name, value, reason in plan.rows()]
+    _print_rows(console, ("decision", "value", "reason"), decisions)
+    for warning in plan.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=not console.is_terminal)
+    listed = [row for row in config_rows(plan) if not row[0].startswith("tune.found.facts")]
+    given = [row for row in listed if full or row[2] != "default"]
+    console.print()
+    _print_rows(console, ("key", "value", "source"), given)
+    left = len(plan.sources) - len(given)
+    if left:
+        console.print(f"and {left} keys with their defaults", style="dim")
+
+
+def _print_rows(console: Console, header: tuple[str, str, str], rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print a table on a terminal, and otherwise one line for each row."""
+    if not console.is_terminal:
+        for name, value, comment in rows:
+            console.print(f"{name}: {value}  # {comment}", markup=False, highlight=False, soft_wrap=True)
+        return
+    from rich.table import Table
+
+    table = Table(*header, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def config_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """(dotted key, value, source) for every key of the configuration."""
+    return [(key, json.dumps(_lookup(plan.config, key)), source) for key, source in plan.sources.items()]
+
+
+def _lookup(config: Mapping[str, Any], key: str) -> Any:
+    found, rest = config, key
+    while rest not in found:  # a key may itself contain dots (tune.found.facts)
+        part, _, rest = rest.partition(".")
+        found = found[part]
+    return found[rest]
