@@ -160,7 +160,7 @@ def plan(arguments: tuple[str, ...], as_json: bool, build: bool, full: bool, inv
 def report(runs: tuple[str, ...]) -> None:
     """Write the report of each run folder (default: runs/latest).
 
-    Several runs are also compared. For the FILE.json of a bench, its tables are written.
+    Several runs are also compared. The FILE.json of a benchmark is written as Markdown tables.
     """
     from jobs.report import report as write
 

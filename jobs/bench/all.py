@@ -28,7 +28,7 @@ LOG_TAIL = 2000
 class AllOptions(BenchOptions):
     """Every bench, and one table: `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
 
-    MEASURES: ClassVar[str] = "every bench, and one table of what was claimed and what this machine says"
+    MEASURES: ClassVar[str] = "all benchmarks, and one table of claims with the figures of this machine"
     IN_ALL: ClassVar[bool] = False
     OUT: ClassVar[str | None] = "benchmarks.json"
 

@@ -1,4 +1,4 @@
-"""Plot specs of a sweep, as JSON mappings with exactly the plotted numbers, built from the trial rows. Pure."""
+"""Plot specs of a search, as JSON mappings with exactly the plotted numbers, built from the trial rows. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def whole_spec(
     rows: Sequence[Mapping[str, Any]], curves: Mapping[int, Sequence[tuple[int, float]]], *, best: int, metric: str,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trials that are full runs: evaluation losses by step, and the metric of each trial.
+    """Trials that are complete runs: evaluation losses by step, and the metric of each trial.
 
     Args:
         rows: rows of trials.jsonl.

@@ -1,8 +1,8 @@
-"""The sweep folder: a run folder with one row per trial and the result of the sweep. Torch-free.
+"""The search folder: a run folder with one row per trial and the result of the search. Torch-free.
 
 `trials.jsonl` is authoritative: a trial with a row in it has ended and is not run again. The one exception is a trial
-whose process died or could not start: it is measured once more when the sweep resumes, and its result becomes a second
-row with the same number.
+whose process died or could not start: it runs once more when the search resumes, and its result becomes a second row
+with the same number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raytrain.runs.folder import RunFolder
 
 
 class SweepFolder(RunFolder):
-    """One sweep on disk or in an object store."""
+    """The folder of one search (one Ray Tune run) on disk or in an object store."""
 
     @property
     def trials(self) -> str:
@@ -27,7 +27,7 @@ class SweepFolder(RunFolder):
 
     @property
     def outcome(self) -> str:
-        """The decisions with their reasons, as JSON; written when the sweep is done."""
+        """The decisions with their reasons, as JSON; written when the search is done."""
         return f"{self.path}/tune.json"
 
     @property
@@ -37,7 +37,7 @@ class SweepFolder(RunFolder):
 
     @property
     def runs(self) -> str:
-        """The directory with the run folders of trials that are full runs."""
+        """The directory with the run folders of trials that are complete runs."""
         return f"{self.path}/runs"
 
     def ended(self) -> list[dict[str, Any]]:
@@ -45,11 +45,11 @@ class SweepFolder(RunFolder):
         return self.read_rows(self.trials)
 
     def standing(self) -> list[dict[str, Any]]:
-        """The rows that a resumed sweep keeps: all except first deaths."""
+        """The rows that a resumed search keeps: all except first deaths."""
         return [row for row in self.ended() if row.get("deaths") != 1]
 
     def again(self) -> list[dict[str, Any]]:
-        """First deaths without a later row for the same trial: the trials to measure once more."""
+        """First deaths without a later row for the same trial: the trials to run again."""
         rows = self.ended()
         last = {row["trial"]: place for place, row in enumerate(rows)}
         return [row for place, row in enumerate(rows) if row.get("deaths") == 1 and last[row["trial"]] == place]

@@ -41,7 +41,7 @@ class AttentionOptions(BenchOptions):
     """Causal attention with and without masks: time of each way, and peak bytes by length."""
 
     MEASURES: ClassVar[str] = (
-        "masks built, cached and not made at all (is_causal); a sliding window; peak bytes by length"
+        "attention masks: built, cached or none (is_causal); a sliding window; peak memory by length"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "width": 16, "heads": 2, "length": 32, "rows": 2, "lengths": [1024, 1280, 1536, 2048], "window": 8,

@@ -30,8 +30,8 @@ class CompileOptions(BenchOptions):
     """Whole optimizer steps compiled against eager, what compiling costs first, and all switches against none."""
 
     MEASURES: ClassVar[str] = (
-        "eager against compiled steps, by mode; seconds of the compiler, graph breaks, and the step from "
-        "which it pays; every default against loop.reference"
+        "compiled against eager steps by mode: speed, compile time, graph breaks, the step at which it pays off; all "
+        "optimizations against loop.reference"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "heads": 1, "width": 8, "context": 8, "batch": 4, "blocks": 3, "block_steps": 1,

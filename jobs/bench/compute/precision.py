@@ -44,7 +44,7 @@ class PrecisionOptions(BenchOptions):
     """fp32 against bf16 and fp16, by layer width."""
 
     MEASURES: ClassVar[str] = (
-        "fp32 against bf16 and fp16 by layer width: time, memory kept for backward, and what `auto` chooses"
+        "bf16 and fp16 against fp32 by layer width: time, memory kept for backward, the choice of `auto`"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "widths": [16, 32], "batch": 8, "blocks": 3, "block_s": 0.0, "compare_width": 32, "gpt_width": 16,

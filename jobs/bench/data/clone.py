@@ -36,7 +36,9 @@ HIDDEN = Goal(at_least=0.6)
 class CloneOptions(BenchOptions):
     """What cloning each batch, moving what is in place, and reading in the training process cost."""
 
-    MEASURES: ClassVar[str] = "what cloning batches, moving what is in place and reading in the training process cost"
+    MEASURES: ClassVar[str] = (
+        "cost of cloning batches, of redundant device moves, and of reading in the training process"
+    )
     QUICK: ClassVar[dict[str, Any]] = {
         "rows": 64, "batch": 16, "values": 32, "hidden": 8, "blocks": 2, "block_steps": 4, "load_batches": 4,
         "load_batch": 2, "load_blocks": 2, "calls": 200,

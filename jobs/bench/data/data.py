@@ -34,7 +34,7 @@ class DataOptions(BenchOptions):
     """Rows converted once and kept, against converting, cloning and copying them in every epoch."""
 
     MEASURES: ClassVar[str] = (
-        "rows converted once and kept, against converting, cloning and copying in every epoch; busy shares"
+        "rows converted once and kept on the device, against converting, cloning and copying every epoch"
     )
     QUICK: ClassVar[dict[str, Any]] = {"rows": 64, "batch": 16, "values": 64, "blocks": 2, "epochs": 3}
 

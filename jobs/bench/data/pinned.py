@@ -23,7 +23,7 @@ SAID = "copies out of pinned memory are 1.1 to 1.2 times as fast, or 2 to 3 time
 class PinnedOptions(BenchOptions):
     """Copies to a GPU: out of pinned memory, out of pageable memory, and pinned on the way."""
 
-    MEASURES: ClassVar[str] = "copies to a GPU out of pinned and out of pageable memory"
+    MEASURES: ClassVar[str] = "copies to a GPU from pinned against pageable memory"
     QUICK: ClassVar[dict[str, Any]] = {"megabytes": 0.25, "batches": 2, "blocks": 3}
 
     megabytes: float = Field(16.0, gt=0, description="of one batch")

@@ -64,8 +64,8 @@ class ExpertsOptions(BenchOptions):
     """One mixture-of-experts layer, forward and backward, with its experts elsewhere and in one process."""
 
     MEASURES: ClassVar[str] = (
-        "a layer whose experts live on hosts, or are shared out, against one process; sorted rows against "
-        "masks, grouped product against loop; two micro-batches in flight"
+        "a layer with its experts on expert hosts or partitioned across workers, against one process; sorted rows "
+        "against masks, grouped product against loop; two micro-batches in flight"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "tokens": 64, "width": 16, "experts": 4, "layouts": ["1+2", "2+0"], "token_counts": [32], "widths": [8],

@@ -37,7 +37,7 @@ class MovesOptions(BenchOptions):
     """Training with a shifting load on unequal hosts: experts that move against experts that stay."""
 
     MEASURES: ClassVar[str] = (
-        "training with a shifting load on hosts of unequal speed: experts that move against round-robin"
+        "moving experts against round-robin, with a shifting load on expert hosts of unequal speed"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "width": 32, "context": 16, "batch": 4, "blocks": 3, "block_steps": 8, "shift_steps": 12,

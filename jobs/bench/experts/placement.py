@@ -47,7 +47,7 @@ class PlacementOptions(BenchOptions):
     """Placement policies, planned on the windows so far and scored on the next one."""
 
     MEASURES: ClassVar[str] = (
-        "placement policies on the next window of expert load, per host; EPLB's example; time to plan"
+        "expert placement policies, scored on the next window of load; EPLB's example; planning time"
     )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 2, "experts": 12, "hosts": 4, "replicas": 4, "blocks": 3, "rows": 5_000,

@@ -37,7 +37,7 @@ KINDS = ("asynchronous", "synchronous")
 class CheckpointOptions(BenchOptions):
     """The pause that a checkpoint makes in the loop, written in the background or in its way."""
 
-    MEASURES: ClassVar[str] = "how long an asynchronous checkpoint stops the loop, against a synchronous one"
+    MEASURES: ClassVar[str] = "pause of training for an asynchronous checkpoint, against a synchronous one"
     QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
 
     millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")

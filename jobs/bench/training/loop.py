@@ -40,7 +40,9 @@ ENDING_S = 120.0
 class LoopOptions(BenchOptions):
     """Our loop in Ray Train workers against the loop one writes by hand."""
 
-    MEASURES: ClassVar[str] = "our loop against a plain PyTorch loop and plain DDP: steady state, and start-up apart"
+    MEASURES: ClassVar[str] = (
+        "raytrain against a plain PyTorch loop and plain DDP: steady state and, separately, startup"
+    )
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10, "startups": 0,
     }  # fmt: skip

@@ -33,7 +33,9 @@ LEAST_FALL = 0.01
 class LrOptions(BenchOptions):
     """A learning-rate range test: `raytrain bench lr JOB.yaml [section.key=value ...] [key=value ...]`."""
 
-    MEASURES: ClassVar[str] = "JOB.yaml: the loss over a rising learning rate, and the rate that it suggests: advice"
+    MEASURES: ClassVar[str] = (
+        "learning-rate range test of JOB.yaml: the loss over a rising learning rate, and a suggested rate"
+    )
     QUICK: ClassVar[dict[str, Any]] = {"steps": 20, "lowest": 1e-4}
     IN_ALL: ClassVar[bool] = False
 

@@ -27,7 +27,7 @@ TIMEOUT_S = 1800.0
 class OomOptions(BenchOptions):
     """Out-of-memory errors on one of two workers, in steps drawn at random."""
 
-    MEASURES: ClassVar[str] = "what out-of-memory errors on one of two workers cost, and that they change nothing"
+    MEASURES: ClassVar[str] = "cost of out-of-memory errors on one of two workers; checks that results do not change"
     QUICK: ClassVar[dict[str, Any]] = {
         "blocks": 3, "steps_between": 4, "layers": 1, "width": 16, "context": 16, "batch": 8, "micro_batch": 2,
     }  # fmt: skip

@@ -26,9 +26,7 @@ AFTER, DURING, UNDIVIDED = "after", "during", "undivided"
 class OverlapOptions(BenchOptions):
     """Two workers whose gradients are summed after the last backward of a step, or begin to be inside it."""
 
-    MEASURES: ClassVar[str] = (
-        "gradients of two workers summed after the last backward of a step, against sums that begin inside it"
-    )
+    MEASURES: ClassVar[str] = "all-reduces of two workers started during the last backward of a step, against after it"
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 2, "width": 32, "context": 16, "batch": 8, "micro_batch": 4, "blocks": 3, "block_steps": 2,
         "bucket_mb": 0.02,

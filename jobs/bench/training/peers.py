@@ -38,7 +38,7 @@ ENDING_S = 120.0
 class PeersOptions(LoopOptions):
     """A step of ours against one of Lightning and one of Accelerate: same model, text, optimizer and schedule."""
 
-    MEASURES: ClassVar[str] = "a step of ours against Lightning and Accelerate, where they are installed"
+    MEASURES: ClassVar[str] = "a training step against Lightning's and Accelerate's, if they are installed"
     workers: list[Count] = Field([1], description="one")
     startups: NonNegativeInt = Field(0, description="none: start-up is measured by bench loop")
 

@@ -30,7 +30,7 @@ EQUAL, MEASURED = "equal shares", "measured shares"
 class UnequalOptions(BenchOptions):
     """Two workers of which one is half as fast: shares by measured speed against equal ones."""
 
-    MEASURES: ClassVar[str] = "two workers of unequal speed: shares of a batch as measured against equal ones"
+    MEASURES: ClassVar[str] = "two workers of unequal speed: measured shares of a batch against equal shares"
     QUICK: ClassVar[dict[str, Any]] = {
         "layers": 1, "width": 16, "context": 16, "batch": 12, "micro_batch": 1, "blocks": 3, "block_steps": 2,
     }  # fmt: skip
