@@ -1,6 +1,6 @@
 """The verb `tune`, from the command line to the exit code:
 
-spec -> checks on the driver -> machines -> what to try -> search folder -> Ray Tune -> decision -> best.yaml and picture
+job -> checks on the driver -> machines -> what to try -> search folder -> Ray Tune -> decision -> best.yaml and picture
 """
 
 from __future__ import annotations
