@@ -19,13 +19,14 @@ from experts.exchange.rebalancer import LoadRebalancer
 from experts.exchange.worker import ExpertClient
 from experts.layer import MoELayer
 from experts.member.checkpoint import locate
-from experts.member.layer import empty_experts
+from experts.member.layer import empty_experts, stacked_names
 from experts.placement.starting import PlacementRules, costs_of
 from experts.placement.values import equal_hosts
 from experts.plan.bytes import expert_costs
 from experts.routing.grouped import GroupedExperts, UnevenExperts
 from experts.shapes import LayerShape
 from raytrain.checkpoint.reader import read_manifest
+from raytrain.checkpoint.weights import STACKED
 from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError
 from raytrain.models.weights.initial import fill_offered
@@ -62,9 +63,11 @@ def distribute(trainable: Trainable, config: ExpertsConfig) -> Trainable:
     first = [_weights(layer.experts) if needed else [] for layer in layers]
     rebalancer = _rebalancer(membership, shapes, rules) if membership.rank == 0 and rules.every else None
     client = ExpertClient(group, membership, shapes=shapes, first=first, rebalancer=membership.rebalancer or rebalancer)
+    names = [name for name, part in trainable.module.named_modules() if isinstance(part, MoELayer)]
+    stacked = [stacked_names(f"{name}.experts", number, shapes[number]) for number, name in enumerate(names)]
     for number, layer in enumerate(layers):
         layer.experts = RemoteExperts(client, number)
-    remote = RemoteExpertState(client, layers, trainable, rebalancer=rebalancer)
+    remote = RemoteExpertState(client, layers, trainable, stacked=stacked, rebalancer=rebalancer)
     trainable.optimizers = remote.optimizers
     trainable.agree = client.agree
     trainable.remote = remote
@@ -107,11 +110,17 @@ def death_notices(deaths: list[Death], note: str, *, step: int, now: float) -> l
 
 
 class RemoteExpertState:
-    """The experts of a model as state in other processes; implements `RemoteState`."""
+    """The experts of a model as state in other processes; implements `RemoteState`.
+
+    Args:
+        stacked: `stacked_names` of each layer.
+    """
 
     def __init__(
-        self, client: ExpertClient, layers: list[MoELayer], trainable: Trainable, *, rebalancer: LoadRebalancer | None
-    ) -> None:
+        self, client: ExpertClient, layers: list[MoELayer], trainable: Trainable, *,
+        stacked: list[dict[str, list[str]]], rebalancer: LoadRebalancer | None,
+    ) -> None:  # fmt: skip
+        self._stacked = {name: rows for layer in stacked for name, rows in layer.items()}
         self.client, self.layers, self.trainable, self._rebalancer = client, layers, trainable, rebalancer
         self.module = trainable.module
         self.note, self.workers_group = client.member.note, client.member.workers_group
@@ -169,8 +178,8 @@ class RemoteExpertState:
         self.client.begin_save(step)
 
     def finish_save(self, folder: str) -> dict[str, Any]:
-        """See `RemoteState`."""
-        return self.client.finish_save(folder)
+        """See `RemoteState`; the manifest also says how the experts' tensors make up those of the module."""
+        return {**self.client.finish_save(folder), STACKED: self._stacked}
 
     def restore(self, folder: str, *, step: int, files: list[str]) -> None:
         """See `RemoteState`."""

@@ -168,6 +168,21 @@ def report(runs: tuple[str, ...]) -> None:
 
 
 @main.command()
+@click.argument("run", metavar="RUN")
+@click.option("--step", metavar="N|best|last", help="which checkpoint; by default as the run itself exports")
+@click.option("--to", "target", metavar="DIR", help="a new or empty folder or URI (default: RUN/exports/step_N)")
+def export(run: str, step: str | None, target: str | None) -> None:
+    """Write the weights of a checkpoint of RUN, which may be finished, interrupted, failed or still running.
+
+    The folder has the format of a finished run's weights/: model.safetensors, and the other files of a transformers
+    model. Does not start Ray.
+    """
+    from jobs.export import export_verb
+
+    sys.exit(export_verb(run, step=step, target=target))
+
+
+@main.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
     """List the packaged recipes, or print the recipe NAME.

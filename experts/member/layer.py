@@ -80,6 +80,23 @@ def empty_experts(shape: LayerShape, hidden_E: Sequence[int], *, dtype: torch.dt
     return stack.to(dtype=dtype).to_empty(device=device)
 
 
+def stacked_names(name: str, layer: int, shape: LayerShape) -> dict[str, list[str]]:
+    """Tensors of a layer's experts in a complete module -> the names of their rows in the files of a checkpoint.
+
+    Args:
+        name: of the experts in the module.
+    """
+    with torch.device("meta"):
+        experts = build_experts(shape.width, shape.hidden_E, **shape.kind)
+    prefixes = {id(part): f"{name}.{path}." if path else f"{name}." for path, part in experts.named_modules()}
+    found: dict[str, list[str]] = {}
+    for expert in range(shape.num_experts):
+        stack, _ = experts.slot(expert)
+        for field in stack.names:
+            found.setdefault(f"{prefixes[id(stack)]}{field}", []).append(f"{layer}.{expert}.{field}")
+    return found
+
+
 def by_slot(rows: Tensor, sources: list[list[int]]) -> Tensor:
     """Reorder rows from worker-major (within it by slot) to slot-major (within it by worker)."""
     if len(sources) == 1:

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened
 from jobs.job.facts import formula_facts, uses_hosts
@@ -80,6 +82,9 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.optim.name == "muon" and trainable.optimizers is None:
         hidden_matrices(trainable.module, muons_blocks(trainable, spec.optim))
     check_experts(spec, shapes, remote=uses_hosts(spec))
+    if spec.scale.sync_batchnorm and not any(isinstance(part, _BatchNorm) for part in trainable.module.modules()):
+        seen = "true with a model without batch norms"
+        raise InputError("scale.sync_batchnorm", seen=seen, expected="false for this model")
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)

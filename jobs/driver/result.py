@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from raytrain.errors import RunError
+from raytrain.errors import RaytrainError, RunError
 from raytrain.execution.driver_channel import AttemptResult
+from raytrain.models.weights.headers import read_header
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
+from raytrain.runs.storage import open_store
 from raytrain.runs.time_account import account
 
 
@@ -90,38 +93,77 @@ def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:
     metrics = run.read_rows(run.metrics)
     train_rows = [row for row in metrics if row["kind"] == "train"]
     evals = [row for row in metrics if row["kind"] == "eval"]
-    best = min((row for row in evals if row["loss"] == row["loss"]), key=lambda row: row["loss"], default=None)
+    best = min((row for row in evals if math.isfinite(row["loss"])), key=lambda row: row["loss"], default=None)
     last = train_rows[-1] if train_rows else None
+    saved = _checkpoints(run)
+    kept = _best_of(saved)
     totals = account(run.read_rows(run.events), now=time.time())
     record = {
         "status": result.status,
         "reason": result.reason,
-        "steps": max(result.steps, int(last["step"]) if last else 0),
+        "steps": _steps(result.steps, last_row=int(last["step"]) if last else 0, saved=saved),
         "final_loss": last["loss"] if last else None,
         "best_eval_loss": best["loss"] if best else None,
-        "best_checkpoint": _best_checkpoint(run),
+        "best_step": int(best["step"]) if best else None,
+        "best_checkpoint": kept.name if kept else None,
         "weights": run.weights if run.exists(run.weights) else None,
+        "weights_step": _weights_step(run),
         **totals,
     }
     run.write_json(run.result, record)
     return record
 
 
-def _best_checkpoint(run: RunFolder) -> str | None:
-    """Name of the checkpoint with the smallest eval loss; without evaluations, the newest checkpoint."""
-    best: tuple[float, str] | None = None
-    newest = None
+@dataclass(frozen=True)
+class _Saved:
+    """A complete checkpoint and the eval loss in its manifest."""
+
+    name: str
+    step: int
+    eval_loss: float | None
+
+
+def _checkpoints(run: RunFolder) -> list[_Saved]:
+    """Complete checkpoints, oldest first."""
+    found = []
     for entry in sorted(run.store.entries("checkpoints"), key=lambda item: item.name):
         if not run.exists(f"checkpoints/{entry.name}/COMPLETE"):
             continue
-        newest = entry.name
         try:
-            loss = run.read_json(f"checkpoints/{entry.name}/manifest.json").get("eval_loss")
+            manifest = run.read_json(f"checkpoints/{entry.name}/manifest.json")
         except (OSError, RunError):
-            loss = None  # damaged, or the disk fails, which may have ended this run
-        if loss is not None and (best is None or loss < best[0]):
-            best = (loss, entry.name)
-    return best[1] if best else newest
+            manifest = {}  # damaged, or the disk fails, which may have ended this run
+        found.append(_Saved(entry.name, int(entry.name.removeprefix("step_")), manifest.get("eval_loss")))
+    return found
+
+
+def _best_of(saved: Sequence[_Saved]) -> _Saved | None:
+    """The checkpoint with the smallest eval loss, the first of equals; without evaluations, the newest one."""
+    rated = [(one.eval_loss, one.step, one) for one in saved if one.eval_loss is not None]
+    if rated:
+        return min(rated, key=lambda row: row[:2])[2]
+    return saved[-1] if saved else None
+
+
+def _steps(reported: int, *, last_row: int, saved: Sequence[_Saved]) -> int:
+    """Committed steps.
+
+    Args:
+        reported: by the workers; 0 where none did, as in a command that ended before their first step. The steps of
+            earlier commands are then known from the newest checkpoint, which may be later than the last row.
+    """
+    newest = saved[-1].step if saved and not reported else 0
+    return max(reported, last_row, newest)
+
+
+def _weights_step(run: RunFolder) -> int | None:
+    """The step whose weights are exported."""
+    try:
+        folder, _, name = run.weights.rpartition("/")
+        notes = read_header(open_store(folder), name, key="weights").get("__metadata__", {})
+        return int(notes["step"])
+    except (OSError, RaytrainError, KeyError, ValueError):
+        return None  # none, or written by the user's own code
 
 
 def last_sign_of_life(run: RunFolder) -> float | None:

@@ -84,9 +84,9 @@ def eval_loss_of(info: CheckpointInfo) -> float | None:
 
 
 def best_checkpoint(infos: list[CheckpointInfo]) -> CheckpointInfo | None:
-    """The complete checkpoint with the lowest eval loss, the newest of equals; None if none has an eval loss."""
+    """The complete checkpoint with the lowest eval loss, the first of equals; None if none has an eval loss."""
     scored = [(eval_loss_of(info), info) for info in infos if info.complete]
-    rated = [(loss, -info.step, info) for loss, info in scored if loss is not None]
+    rated = [(loss, info.step, info) for loss, info in scored if loss is not None]
     return min(rated, key=lambda row: row[:2])[2] if rated else None
 
 
@@ -109,8 +109,8 @@ def verify(path: str) -> dict[str, Any]:
 
     Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
     """
-    with _named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-        manifest, _files = _checked_files(open_store(path), scratch, hashes=True)
+    with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+        manifest, _files = checked_files(open_store(path), scratch, hashes=True)
         return manifest
 
 
@@ -129,8 +129,8 @@ def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = 
     Errors: CheckpointError naming the file and what is wrong with it; OSError where it could not be read.
     """
     store = open_store(path)
-    with _named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
-        manifest, files = _checked_files(store, scratch, hashes=check_hashes)
+    with named_files(path), tempfile.TemporaryDirectory(prefix="raytrain-") as scratch:
+        manifest, files = checked_files(store, scratch, hashes=check_hashes)
         try:
             tensors = {
                 part: part_tensors(
@@ -151,7 +151,7 @@ def load(path: str, *, check_hashes: bool = True, place: ShardPosition | None = 
 
 
 @contextlib.contextmanager
-def _named_files(path: str) -> Iterator[None]:
+def named_files(path: str) -> Iterator[None]:
     """Turns a missing file, or a directory in its place, into CheckpointError; other read errors may be transient."""
     try:
         yield
@@ -172,7 +172,7 @@ def part_tensors(
     return tensors
 
 
-def _checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """The manifest, and file name -> local path of every file in it, all as the manifest describes them."""
     # NFS leaves `.nfs*` names behind for deleted files that somebody still has open.
     entries = {entry.name: entry for entry in store.entries("") if not entry.name.startswith(".nfs")}

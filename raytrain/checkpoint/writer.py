@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from raytrain.checkpoint.files import write_checkpoint
-from raytrain.checkpoint.reader import (
-    FORMAT,
-)
+from raytrain.checkpoint.reader import FORMAT
 from raytrain.checkpoint.retention import discard, retain
 from raytrain.checkpoint.safetensors import SHARD_BYTES
 from raytrain.checkpoint.snapshot import Snapshot, Staging, take_snapshot
@@ -30,12 +29,36 @@ from raytrain.runs.storage import open_store
 from raytrain.trainable import RemoteCheckpoint
 
 
+class _Delay:
+    """Postpones a write: until its time, `write_now` or `cancel`, whichever comes first."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._over = seconds, threading.Event()
+        self._cancelled = False
+
+    def wait(self) -> bool:
+        """Whether to write."""
+        self._over.wait(self._seconds)
+        return not self._cancelled
+
+    def write_now(self) -> None:
+        self._over.set()
+
+    def cancel(self) -> None:
+        """Does nothing if the write has begun."""
+        self._cancelled = True
+        self._over.set()
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one attempt; used by one thread of rank 0.
 
     With `asynchronous`, `save` copies the state into reusable CPU buffers and returns, and one background thread
     writes them; a second `save` waits for the first, so there is one copy of the state in flight. An error of the
     thread is raised by the next `save`, `wait` or `close`.
+
+    A save with a `delay_s` stays in those buffers for that time before it is written. Any later call that waits for it
+    writes it at once, except a save that replaces it.
 
     Args:
         run_folder: the run that the checkpoints belong to.
@@ -48,6 +71,7 @@ class CheckpointWriter:
     Attributes:
         stalls: seconds that each `save` blocked the caller.
         last_write_s, last_bytes, last_step: of the newest completed checkpoint.
+        written_at: when it was completed (`time.monotonic`); None before the first.
     """
 
     def __init__(
@@ -66,10 +90,12 @@ class CheckpointWriter:
         self._staging = Staging() if asynchronous else None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
+        self._delay = _Delay(0.0)
         self.stalls: list[float] = []
         self.last_write_s: float | None = None
         self.last_bytes: int | None = None
         self.last_step: int | None = None
+        self.written_at: float | None = None
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -105,6 +131,8 @@ class CheckpointWriter:
         eval_loss: float | None = None,
         extra: Mapping[str, Any] | None = None,
         remote: RemoteCheckpoint | None = None,
+        delay_s: float = 0.0,
+        replaces: bool = False,
     ) -> float:
         """Saves the state after `step` steps; returns the seconds that the caller was blocked.
 
@@ -114,11 +142,15 @@ class CheckpointWriter:
             eval_loss: the eval loss of exactly these weights, if known; it decides which checkpoint is the best.
             extra: additional fields of the manifest.
             remote: state that other processes write into the directory, which `prepare` has created.
+            delay_s: seconds before the write begins; without a copy (synchronous, or with `remote`) it begins at once.
+            replaces: a save that is still delayed is not written any more.
 
         Errors: RunError (disk full, naming the file and the key), CheckpointError (state that cannot be saved), what
         `fence` raises; with `asynchronous` those of the previous save.
         """
         began = time.perf_counter()
+        if replaces:
+            self._delay.cancel()
         self.wait()
         snapshot = take_snapshot(parts, state, step=step, staging=self._staging)
         finite = eval_loss is not None and math.isfinite(eval_loss)
@@ -133,7 +165,8 @@ class CheckpointWriter:
         if self._executor is None:
             self._write(snapshot, about, remote)
         else:
-            self._pending = self._executor.submit(self._write, snapshot, about, remote)
+            self._delay = delay = _Delay(0.0 if remote is not None else delay_s)
+            self._pending = self._executor.submit(self._write_later, delay, snapshot, about, remote)
         self.stalls.append(time.perf_counter() - began)
         return self.stalls[-1]
 
@@ -151,7 +184,8 @@ class CheckpointWriter:
         self.close()
 
     def wait(self) -> None:
-        """Returns when nothing is being written; raises an error of the background thread once."""
+        """Returns when nothing is being written or delayed; raises an error of the background thread once."""
+        self._delay.write_now()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -163,6 +197,12 @@ class CheckpointWriter:
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
+
+    def _write_later(
+        self, delay: _Delay, snapshot: Snapshot, about: dict[str, Any], remote: RemoteCheckpoint | None
+    ) -> None:
+        if delay.wait():
+            self._write(snapshot, about, remote)
 
     def _write(self, snapshot: Snapshot, about: dict[str, Any], remote: RemoteCheckpoint | None) -> None:
         began = time.perf_counter()
@@ -186,5 +226,6 @@ class CheckpointWriter:
                 discard(path)
             raise
         self.last_write_s, self.last_step = time.perf_counter() - began, snapshot.step
+        self.written_at = time.monotonic()
         self._fence()
         retain(self._run, keep=self._keep, newest=snapshot.step)

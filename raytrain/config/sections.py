@@ -198,7 +198,9 @@ class LoopConfig(Section):
     grow_after: Count | None = Field(
         default=100, description="steps without out-of-memory until a halved micro-batch is tried larger; null: never"
     )
-    log_every: NonNegativeInt = Field(default=10, description="steps between train rows; 0: only the last step")
+    log_every: NonNegativeInt = Field(
+        default=10, description="steps between train rows; the first and the last step always have one"
+    )
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
         default="off", description="torch.compile mode"
     )
@@ -231,6 +233,10 @@ class SaveConfig(Section):
     keep: Count | Literal["all"] = Field(default=3, description="number of latest checkpoints kept, besides the best")
     dir: Text = Field(default="runs", description="folder or URI in which run folders are created")
     asynchronous: bool = Field(default=True, description="write in the background while training continues")
+    export: Literal["auto", "best", "last"] = Field(
+        default="auto",
+        description="weights of a finished run: of the best evaluation or the last step; auto: best with patience",
+    )
 
 
 class ScaleConfig(Section):
@@ -245,6 +251,9 @@ class ScaleConfig(Section):
     threads: Count | Auto = Field(default="auto", description="CPU threads of each worker")
     shares: Literal["auto", "equal"] = Field(
         default="equal", description="micro-batches per worker; auto: by measured speed"
+    )
+    sync_batchnorm: bool = Field(
+        default=False, description="batch norms use the statistics of all workers' micro-batches, not of each worker's"
     )
     overlap: bool | Auto = Field(default="auto", description="reduce gradients while the last backward still runs")
 

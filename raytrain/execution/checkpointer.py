@@ -27,6 +27,9 @@ WORK_AT_RISK_S = 30.0
 MOST_STEPS = 10_000
 #: Steps before the first automatic checkpoint, which measures the stall.
 FIRST_STEP = 10
+#: Writing checkpoints of evaluations that are the best so far may take this share of the time. Beyond it the best state
+#: stays in memory, where the next best one replaces it: while every evaluation improves, few of them are written.
+BEST_BUDGET = 0.1
 
 
 class CheckpointSaver:
@@ -56,7 +59,7 @@ class CheckpointSaver:
         self.workers: Workers = session.workers
         self.reporter = reporter
         self.clock = clock
-        self._every = every
+        self._every, self._keep = every, keep
         self._interval = every if isinstance(every, int) else None
         self._last_step = session.state.step
         self._begin = time.perf_counter()
@@ -69,6 +72,10 @@ class CheckpointSaver:
         if self.writer is not None:  # the first copy allocates its memory, which takes many times longer
             self.writer.rehearse(session.parts())
         self._remote = session.strategy.remote_checkpoint(session.parts, run)
+        self._about = {
+            "source_facts": session.facts, "tokenizer": session.source.tokenizer,
+            "own_format": session.trainable.export is not None,
+        }  # fmt: skip
 
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
@@ -78,8 +85,11 @@ class CheckpointSaver:
             return step - self._last_step >= (self._interval or 1)
         return step % int(self._every) == 0
 
-    def save(self, state: LoopState, *, final: bool) -> None:
-        """Gather the generator states, snapshot on rank 0, write in the background; wait if `final`. Collective."""
+    def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
+        """Gather the generator states, snapshot on rank 0, write in the background; wait if `final`. Collective.
+
+        With `only_best` the write may begin later (`BEST_BUDGET`), where rank 0 holds a copy of the complete state.
+        """
         remote = self._remote
         if remote is not None and self.writer is not None:
             self.writer.prepare(state.step)
@@ -87,10 +97,12 @@ class CheckpointSaver:
         gathered = self.workers.all_gather_bytes(_pack(flat.tensors, flat.skeleton))
         if remote is not None:  # the all-gather has completed on every rank, so the directory exists
             remote.begin_save(state.step)
-        self._last_step = state.step
         self.clock.keep(state.step)
         if self.writer is None:
             return
+        delay_s = self._delay_of_best(self.writer) if only_best else 0.0
+        if not delay_s:
+            self._last_step = state.step
         generators = {str(rank): unflatten(*_unpack(payload)) for rank, payload in enumerate(gathered)}
         step_s = (time.perf_counter() - self._begin) / max(1, state.step - self._begin_step)
         eval_loss = state.last_eval["loss"] if state.last_eval and state.last_eval["step"] == state.step else None
@@ -104,12 +116,25 @@ class CheckpointSaver:
             },
             step=state.step,
             eval_loss=eval_loss,
+            extra=self._about,
             remote=remote,
+            delay_s=delay_s,
+            replaces=state.best_step == state.step,
         )
-        self._solve(stall, step_s, state.step)
+        if not delay_s:
+            self._solve(stall, step_s, state.step)
         if final:
             self.writer.wait()
-        self.reporter.event("checkpoint", step=state.step, stall_s=stall, seconds=dict(self.clock.seconds))
+        held = {"delay_s": delay_s} if delay_s else {}
+        self.reporter.event("checkpoint", step=state.step, stall_s=stall, seconds=dict(self.clock.seconds), **held)
+
+    def _delay_of_best(self, writer: CheckpointWriter) -> float:
+        """Seconds until another write keeps within `BEST_BUDGET`; 0 where there is no copy to hold until then, or where
+        every checkpoint is wanted."""
+        if self._keep == "all" or self._remote is not None or writer.written_at is None or writer.last_write_s is None:
+            return 0.0
+        rest_s = writer.last_write_s * (1 / BEST_BUDGET - 1)
+        return max(0.0, writer.written_at + rest_s - time.monotonic())
 
     def _solve(self, stall: float, step_s: float, step: int) -> None:
         if self._every != "auto":

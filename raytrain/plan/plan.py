@@ -25,11 +25,10 @@ from raytrain.plan.choice import Choice, Deferred, Resolved, choice_from_json
 from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.rules.batch import (
     choose_batches,
-    choose_checkpoint_every,
-    choose_eval_every,
     choose_global_batch,
     choose_length,
     choose_lr,
+    choose_saving,
     choose_warmup,
     defer_micro_batch,
 )
@@ -46,6 +45,7 @@ from raytrain.plan.rules.hosts import (
     choose_inflight,
     choose_overlap,
     choose_strategy,
+    choose_sync_batchnorm,
     gpus_of_hosts,
     hosts_by_node,
     leave_gpus_to_hosts,
@@ -71,10 +71,11 @@ class Plan:
     """What a run will do; written to the run folder as plan.json and passed to the workers.
 
     Every choice is a `Resolved` or a `Deferred`, or None where it does not apply: `inflight` without remote experts,
-    `overlap` where nothing can overlap, `compile` and `cudnn_benchmark` where they are off, `shares` where equal shares
-    are configured, `fp32_layers` where none is configured, `resident_rows` unless only a part of the rows is kept on
-    the device. `warnings` lists each fall-back and each doubtful setting; `config` is the full configuration with its
-    defaults, `sources` says where each dotted key of it came from (default, recipe, file, python or command line).
+    `overlap` where nothing can overlap, `best_saves` without evaluations, `compile`, `cudnn_benchmark` and
+    `sync_batchnorm` where they are off, `shares` where equal shares are configured, `fp32_layers` where none is
+    configured, `resident_rows` unless only a part of the rows is kept on the device. `warnings` lists each fall-back
+    and each doubtful setting; `config` is the full configuration with its defaults, `sources` says where each dotted
+    key of it came from (default, recipe, file, python or command line).
     """
 
     mode: Choice
@@ -93,6 +94,7 @@ class Plan:
     accumulation: Choice
     effective_batch: Choice
     shares: Choice | None = field(default=None, kw_only=True)
+    sync_batchnorm: Choice | None = field(default=None, kw_only=True)
     steps_per_epoch: Choice
     max_steps: Choice
     warmup_steps: Choice
@@ -102,6 +104,8 @@ class Plan:
     cudnn_benchmark: Choice | None = field(default=None, kw_only=True)
     eval_every: Choice
     checkpoint_every: Choice
+    best_saves: Choice | None = field(default=None, kw_only=True)
+    export: Choice | None = field(default=None, kw_only=True)
     storage: Choice
     resident_rows: Choice | None = field(default=None, kw_only=True)
     loader_workers: Choice | None = field(default=None, kw_only=True)
@@ -203,8 +207,9 @@ def make_plan(
         warnings, on_gpu=machines.on_gpu,
     )  # fmt: skip
     doubt = reason_to_measure(model_facts, estimates["memory"], allowed, on_gpu=machines.on_gpu)
-    updated = micro_batch_under_fsdp(loop, batches) if sharded else defer_micro_batch(loop, batches, doubt=doubt)
-    warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not sharded and updated is not batches)
+    fixed = sharded or "sync_batchnorm" in choices
+    updated = micro_batch_under_fsdp(loop, batches) if fixed else defer_micro_batch(loop, batches, doubt=doubt)
+    warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not fixed and updated is not batches)
     rows = _rows_kept(batches, inflight)
     warnings += advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
@@ -218,8 +223,7 @@ def make_plan(
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
-        eval_every=choose_eval_every(loop, data_facts=data_facts, **length),
-        checkpoint_every=choose_checkpoint_every(save, length["max_steps"]),
+        **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=workers.value if sharded else 1),
         **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
         files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"), sources={}, config={},
@@ -238,6 +242,7 @@ def _machine_choices(
     counts = spread(workers.value, left, inventory)
     other_processes = hosts_by_node(hosts, counts, machines, inventory)
     overlap = choose_overlap(scale, hosts, workers=workers.value, warnings=warnings)
+    synced = choose_sync_batchnorm(scale, hosts, workers=workers.value, warnings=warnings)
     return {
         "mode": machines.mode,
         "device": machines.device,
@@ -247,6 +252,7 @@ def _machine_choices(
         "strategy": choose_strategy(scale, hosts, workers=workers.value),
         "backend": Resolved("nccl", "GPUs") if machines.on_gpu else Resolved("gloo", "CPU tensors"),
         **({} if overlap is None else {"overlap": overlap}),
+        **({} if synced is None else {"sync_batchnorm": synced}),
         "threads": choose_threads(scale, counts, machines, inventory, warnings, other_processes=other_processes),
         "precision": precision_under_fsdp(scale, by_device, on_gpu=machines.on_gpu),
     }

@@ -32,7 +32,8 @@ from raytrain.runs.folder import RunFolder
 _COMPARED = (
     "status", "mode", "devices", "strategy", "precision", "effective_batch", "micro_batch", "accumulation",
     "parameters", "experts_last", "steps", "epochs", "wall_s", "compute_s", "data_s", "communication_s",
-    "step_ms_p50", "step_ms_p95", "samples_per_s", "tokens_per_s", "peak_memory_bytes", "final_loss",
+    "step_ms_p50", "step_ms_p95", "samples_per_s_median", "samples_per_s_run",
+    "tokens_per_s_median", "tokens_per_s_run", "peak_memory_bytes", "final_loss",
     "best_eval_loss", "best_eval_step", "accuracy",
 )  # fmt: skip
 
@@ -115,7 +116,7 @@ def _cell(key: str, summary: dict[str, Any]) -> str:
         return "-"
     if not isinstance(value, int | float):
         return shown(value)
-    if key.endswith("_per_s"):
+    if "_per_s" in key:
         return esc(plain_number(value))
     if key.endswith("_s") or "_ms_" in key:
         return esc(seconds(value / 1000 if "_ms_" in key else value))

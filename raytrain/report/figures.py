@@ -268,6 +268,34 @@ def _lines(*named: tuple[str, Sequence[tuple[float, float]]]) -> list[dict[str, 
     ]
 
 
+def throughput(records: RunRecords) -> dict[str, float | None]:
+    """Samples and tokens per second: `_median` of the log intervals, which leave out evaluation and saving, and `_run`:
+    what all steps of the run trained on, over its whole wall time."""
+    samples, tokens = values(records.train, "samples_per_s"), values(records.train, "tokens_per_s")
+    medians = percentile(samples, 0.5), percentile(tokens, 0.5)
+    wall, trained = number((records.result or {}).get("wall_s")), samples_trained(records)
+    whole = trained / wall if wall and trained is not None else None
+    each = percentile([of / per for per, of in zip(samples, tokens, strict=False) if per], 0.5)  # tokens of a sample
+    return {
+        "samples_per_s_median": medians[0],
+        "samples_per_s_run": whole,
+        "tokens_per_s_median": medians[1],
+        "tokens_per_s_run": whole * each if whole is not None and each is not None else None,
+    }
+
+
+def samples_trained(records: RunRecords) -> int | None:
+    """Samples in the steps of the run, the shorter last batch of each epoch included; None if the plan is missing."""
+    batch = number(records.planned("effective_batch") or records.planned("global_batch_size"))
+    if batch is None:
+        return None
+    steps, per_epoch = last_step(records), number(records.planned("steps_per_epoch"))
+    if records.train_rows is None or not per_epoch:
+        return int(steps * batch)
+    epochs, rest = divmod(steps, int(per_epoch))
+    return epochs * records.train_rows + int(rest * batch)
+
+
 COMPILE_FIELDS = ("achieved", "seconds", "graphs", "graph_breaks", "recompiles", "reasons")
 """Fields of a `compile` event that become figures."""
 
@@ -323,11 +351,10 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "step_planned": records.planned("step_time"),
         "step_ms_p50": p50,
         "step_ms_p95": p95,
-        "samples_per_s": percentile(values(records.train, "samples_per_s"), 0.5),
-        "tokens_per_s": percentile(values(records.train, "tokens_per_s"), 0.5),
+        **throughput(records),
         "mfu": percentile(values(records.train, "mfu"), 0.5),
         "peak_memory_bytes": max(values(records.train, "peak_memory_bytes"), default=None),
-        "first_loss": losses[0] if losses else None,
+        "first_loss": _first_loss(records),
         "final_loss": losses[-1] if losses else number(result.get("final_loss")),
         "best_eval_loss": best[1] if best else number(result.get("best_eval_loss")),
         "best_eval_step": best[0] if best else None,
@@ -335,6 +362,12 @@ def summarise(records: RunRecords) -> dict[str, Any]:
         "skipped_steps": number(records.train[-1].get("skipped_steps")) if records.train else None,
     }
     return {name: rounded(value) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _first_loss(records: RunRecords) -> float | None:
+    """The loss of step 1; None if it is not recorded or not finite."""
+    first = records.train[0] if records.train else {}
+    return number(first.get("loss")) if first.get("step") == 1 else None
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:

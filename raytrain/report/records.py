@@ -39,7 +39,10 @@ class ConfigRow:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Everything that a run folder holds, as plain values; empty or None for what is missing."""
+    """Everything that a run folder holds, as plain values; empty or None for what is missing.
+
+    `train_rows` is the size of the train split; `train`, `evals` and `loads` are rows of the metrics.
+    """
 
     name: str
     path: str
@@ -49,6 +52,7 @@ class RunRecords:
     config: list[ConfigRow] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     preflight: list[Row] = field(default_factory=list)
+    train_rows: int | None = None
     train: list[Row] = field(default_factory=list)
     evals: list[Row] = field(default_factory=list)
     loads: list[Row] = field(default_factory=list)
@@ -91,6 +95,7 @@ def read_records(run: RunFolder) -> RunRecords:
         config=_config_lines(plan),
         environment=_mapping(run, run.environment, unreadable),
         preflight=[row for row in listed(checks) if isinstance(row, Mapping)],
+        train_rows=_train_rows(plan),
         train=_by_step(row for row in metrics if row.get("kind") == "train"),
         evals=_by_step(row for row in metrics if row.get("kind") == "eval"),
         loads=_by_step(row for row in _rows(run, run.experts, unreadable) if row.get("kind") == "load"),
@@ -171,6 +176,12 @@ def listed(value: Any) -> list[Any]:
 def mapping(value: Any) -> dict[str, Any]:
     """The value, or an empty mapping if it is not a mapping."""
     return value if isinstance(value, dict) else {}
+
+
+def _train_rows(plan: Row) -> int | None:
+    """Rows of the train split."""
+    rows = number(mapping(plan.get("data_facts")).get("train_rows"))
+    return None if rows is None else int(rows)
 
 
 def _plan_lines(choices: Row) -> list[PlanRow]:

@@ -25,6 +25,7 @@ from raytrain.train.loader import BatchLoader
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.memory.retry import ShortageRetry
+from raytrain.train.parallel.buffer_sync import BufferSync
 from raytrain.train.row import LogInterval, read_row
 from raytrain.train.state import LoopLimits, LoopOutcome, LoopState, NonFinite, Reporter, Saver
 from raytrain.train.step import StepOutput, TrainingStep
@@ -78,6 +79,7 @@ class TrainingLoop:
         self.clock = clock or Clock()
         sizing = sizing or MicroBatchSize(loader.micro_batch, grow_after=None)
         self._retry = ShortageRetry(step, loader, sizing=sizing, reporter=reporter)
+        self._buffers = BufferSync(step.trainable.module, step.workers)
         self._nonfinite = NonFinite(step.device)
         self._culprit = ""
         self._skipped_before = 0
@@ -103,11 +105,9 @@ class TrainingLoop:
                 self._evaluate(state)
             stop, save = self._stop_or_save(state.step, output)
             plateau = self._plateau(state)
-            if last or stop or save or plateau:
-                begin = time.perf_counter()
-                state.skipped_steps = self._skipped_before + int(self._nonfinite.total)
-                self.saver.save(state, final=last or stop or plateau)
-                self._charge("save", begin, step=state.step)
+            ends, best = last or stop or plateau, state.best_step == state.step
+            if ends or save or best:
+                self._save(state, final=ends, only_best=best and not (ends or save))
             if plateau:
                 return LoopOutcome("plateau", f"no gain of eval loss in {state.evals_without_gain} evaluations")
             if stop and not last:
@@ -123,6 +123,7 @@ class TrainingLoop:
         self._fetching = fetching = Fetching()
         output = self._retry.run(lambda: self._run_step(indices, number), step=number)
         self._retry.after_step(number)
+        self._report_sent(self._buffers.after_step(), step=number)
         state.step = number
         self._epoch, state.cursor = state.cursor.epoch, following
         for kind, fields in [*self.loader.notices(), *self.step.trainable.remote.notices()]:
@@ -136,6 +137,12 @@ class TrainingLoop:
         tokens = len(indices) * self.loader.tokens_per_row
         self._interval.add(seconds, fetching, samples=len(indices), tokens=tokens)
         return output
+
+    def _report_sent(self, names: list[str], *, step: int) -> None:
+        """Report the buffers that are sent to all workers after every step from now on."""
+        if names:
+            reason = "they differ between workers after a step, so rank 0's are sent to all of them, as DDP does"
+            self.reporter.event("decision", what="buffers", value=names, step=step, reason=reason)
 
     def _run_step(self, indices: np.ndarray, number: int) -> StepOutput:
         """Step `number` over these rows, in micro-batches of the size in force. Raises StepDropped."""
@@ -185,6 +192,13 @@ class TrainingLoop:
         stop, save = output.flags or self._requests(step)
         return bool(stop), bool(save)
 
+    def _save(self, state: LoopState, *, final: bool, only_best: bool) -> None:
+        begin = time.perf_counter()
+        self._report_sent(self._buffers.synchronize(), step=state.step)
+        state.skipped_steps = self._skipped_before + int(self._nonfinite.total)
+        self.saver.save(state, final=final, only_best=only_best)
+        self._charge("save", begin, step=state.step)
+
     # -- time -------------------------------------------------------------------------------------
 
     def _charge(self, purpose: str, begin: float, *, step: int) -> None:
@@ -206,10 +220,10 @@ class TrainingLoop:
     # -- logging ----------------------------------------------------------------------------------
 
     def _row_due(self, step: int) -> bool:
-        """Whether `log_every` asks for a row, or too many steps have failed since the last one."""
-        if self.limits.log_every and step % self.limits.log_every == 0:
+        """Whether a row is due: at the first step, by `log_every`, or since too many steps have failed."""
+        if step == 1 or (self.limits.log_every and step % self.limits.log_every == 0):
             return True
-        due = len(self._interval.step_s) % CHECK_EVERY == 0
+        due = step % CHECK_EVERY == 0
         return due and self._nonfinite.longest.item() >= self.limits.nonfinite_steps
 
     def _log(self, state: LoopState, output: StepOutput) -> int:
@@ -246,15 +260,17 @@ class TrainingLoop:
         if evaluate is None or (state.last_eval and state.last_eval["step"] == state.step):
             return
         begin = time.perf_counter()
+        self._report_sent(self._buffers.synchronize(), step=state.step)
         values = self._retry.run(lambda: evaluate(state.step), step=state.step, evaluation=True)
         loss = values.pop("loss")
         record = EvalRecord(step=state.step, loss=loss, accuracy=values.pop("accuracy", None), extra=values)
         self._charge("eval", begin, step=state.step)
-        if not math.isnan(loss) and (state.gain_from is None or loss < state.gain_from - self.limits.min_delta):
+        finite = math.isfinite(loss)
+        if finite and (state.gain_from is None or loss < state.gain_from - self.limits.min_delta):
             state.gain_from, state.evals_without_gain = loss, 0
         else:
             state.evals_without_gain += 1
-        if not math.isnan(loss) and (state.best_eval_loss is None or loss < state.best_eval_loss):
+        if finite and (state.best_eval_loss is None or loss < state.best_eval_loss):  # of equal losses the first
             state.best_eval_loss, state.best_step = loss, state.step
         state.last_eval = {"step": state.step, "loss": loss}
         self.reporter.metrics(record.to_row())

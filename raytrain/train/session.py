@@ -36,7 +36,9 @@ from raytrain.train.memory.device import limit_device_memory, processes_sharing
 from raytrain.train.memory.micro_batch import MicroBatchSize
 from raytrain.train.optim.build import Schedule, build_optimizers, muons_blocks
 from raytrain.train.parallel.collectives import Workers
-from raytrain.train.parallel.strategy import ParallelStrategy, Replicated
+from raytrain.train.parallel.filler import Filler
+from raytrain.train.parallel.strategy import ForStep, ParallelStrategy, Replicated
+from raytrain.train.parallel.sync_batchnorm import CollectiveReduction, Members, synchronize
 from raytrain.train.precision.layers import LayerPrecision
 from raytrain.train.precision.policy import LossScale, apply_matmul, policy_for
 from raytrain.train.state import LoopLimits, LoopState, NeverSaves, Reporter, Saver
@@ -95,6 +97,7 @@ class Session:
         self.matmul = apply_matmul(self.policy)
         need_data(module)
         self.strategy = self._open_strategy()
+        synced = synchronize(module, self.workers) if job.plan.value("sync_batchnorm", False) else None
         self.strategy.place(self.policy, fp32_layers=self.settings.fp32_layers)
         verify_placement(module, self.device, name="")
         lr = float(job.planned("lr"))
@@ -115,7 +118,7 @@ class Session:
             max_grad_norm=job.optim.max_grad_norm,
             device=self.device,
             inflight=self.settings.inflight,
-            **self.strategy.for_step(self.loader),
+            **self._for_step(synced),
         )
         self.step.reduction.overlap(self.settings.overlap)
         self.precision = precision
@@ -128,6 +131,17 @@ class Session:
         from raytrain.train.parallel.fsdp.strategy import Sharded  # takes a second to import
 
         return Sharded(self.trainable, workers=self.workers, device=self.device)
+
+    def _for_step(self, synced: Members | None) -> ForStep:
+        """Arguments of the step that depend on the strategy, and on whether passes contain collectives of batch norms
+        (`synced`)."""
+        found = self.strategy.for_step(self.loader)
+        if synced is None:
+            return found
+        reduction = CollectiveReduction(self.trainable, workers=self.workers, device=self.device)
+        own: ForStep = {"reduction": reduction, "filler": Filler(self.loader), "without_rows": synced.without_rows}
+        own.update(found)  # under fsdp passes are collective anyway
+        return own
 
     def _open_loader(self) -> BatchLoader:
         self.close()

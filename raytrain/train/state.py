@@ -80,8 +80,14 @@ class Saver(Protocol):
         """Whether rank 0 wants a checkpoint after `step`."""
         ...
 
-    def save(self, state: LoopState, *, final: bool) -> None:
-        """Take a snapshot of the state after `state.step` and write it."""
+    def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
+        """Take a snapshot of the state after `state.step` and write it.
+
+        Args:
+            final: return when it is written.
+            only_best: saved only because its evaluation is the best so far; the next best one may replace it before it
+                is written.
+        """
         ...
 
 
@@ -92,7 +98,7 @@ class NeverSaves:
         """Never."""
         return False
 
-    def save(self, state: LoopState, *, final: bool) -> None:
+    def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
         """Nothing."""
 
 

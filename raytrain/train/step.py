@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,6 +84,7 @@ class TrainingStep:
         reduction: how gradients are summed; None = passes without communication, then all-reduces of flat buffers.
         filler: for workers that communicate inside their passes: makes the batch for passes in which this worker has
             no rows of its own; its results have no effect.
+        without_rows: a context around such passes of a training step.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class TrainingStep:
         inflight: int = 1,
         reduction: Reduction | None = None,
         filler: Callable[[], Batch] | None = None,
+        without_rows: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.trainable = trainable
         self.optimizers = optimizers
@@ -111,7 +114,7 @@ class TrainingStep:
         self.inflight = inflight
         self.reduction = reduction or FlatReduction(trainable, workers=workers, device=device)
         self.gradients = self.reduction.gradients
-        self.filler = filler
+        self.filler, self._without_rows = filler, without_rows
         self.device_guard = DeviceGuard(trainable.module, device)
         self.skips_on_device = all(takes_skip_on_device(optimizer) for optimizer in optimizers)
 
@@ -162,7 +165,8 @@ class TrainingStep:
         for _ in range(passes if self.collective_passes else 0):
             # eval mode until its backward ends, which may recompute blocks: draws, counts and statistics stay as they
             # are
-            with in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext():
+            mode = in_eval(self.trainable.module) if self.filler is not None else contextlib.nullcontext()
+            with mode, self._without_rows():
                 yield self.idle()
 
     @property

@@ -322,3 +322,13 @@ def aggregated(rank: int, world_size: int) -> dict[str, Any]:
     evals = [row for row in reporter.rows if row["kind"] == "eval"]
     own = [values for values in told if len(values) == 5]  # the last two are shares of the losses
     return {"rows": rows, "own": own, "evals": evals, "alone": session.evaluate(0)}
+
+
+def scored(rank: int, world_size: int) -> dict[str, Any]:
+    """An evaluation of 16 rows in micro-batches of 8, of which the first 8 have no labels."""
+    session = make_session(
+        GPT,
+        {"train": token_rows(32), "eval": token_rows(16, seed=5, empty=range(8))},
+        loop={"max_steps": 2, "micro_batch_size": 8},
+    )
+    return session.evaluate(0)

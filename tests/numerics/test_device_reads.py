@@ -5,6 +5,7 @@ Counted on the CPU, where nothing would stop a read from going unnoticed but thi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, p
     for step, spots in steps.items():
         # 60 rows in windows of 16: two micro-batches of 8, and in the fourth window one of 8 and one of 4
         layers = 2 * CASES[name][3]
-        logged = step % LOG_EVERY == 0 or step == STEPS
+        logged = step in (1, STEPS) or step % LOG_EVERY == 0
         counted = Counter(spots)
         assert counted.pop("tolist in experts/routing/grouped.py:forward", 0) == layers, (step, spots)
         assert counted == ({"tolist in raytrain/train/row.py:read_row": 1} if logged else {}), (step, spots)
@@ -111,7 +112,8 @@ class CountNorms(TorchDispatchMode):
 
 
 @pytest.mark.covers("LOOP-05")
-def test_a_step_takes_one_fused_norm_and_a_gradient_that_is_not_finite_is_named() -> None:
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_step_takes_one_fused_norm_and_a_gradient_that_is_not_finite_is_named(value: float) -> None:
     session = session_of("gpt", "fp32", "resident")
     parameters = sum(p.numel() for p in session.trainable.module.parameters())
     loop = session.loop(reporter=Rows(), should_stop=lambda: False)
@@ -121,10 +123,10 @@ def test_a_step_takes_one_fused_norm_and_a_gradient_that_is_not_finite_is_named(
 
     broken = session_of("gpt", "fp32", "resident")
     name, weight = "blocks.1.attention.qkv.weight", broken.trainable.module.blocks[1].attention.qkv.weight
-    weight.register_hook(lambda grad: torch.where(torch.tensor(broken.state.step + 1 in (4, 5)), torch.inf, grad))
+    weight.register_hook(lambda grad: torch.where(torch.tensor(broken.state.step + 1 in (4, 5)), value, grad))
     reporter = Rows()
     outcome = broken.loop(reporter=reporter, should_stop=lambda: False).run(broken.state)
-    assert outcome.kind == "done" and reporter.of("train", "skipped_steps") == [2, 2, 2]
+    assert outcome.kind == "done" and reporter.of("train", "skipped_steps") == [0, 2, 2, 2]
     (event,) = reporter.events  # steps 4 and 5 were bad, 5 was logged
     assert (event["kind"], event["step"]) == ("nonfinite", 5)
     assert event["what"] == f"the gradients of {name}"

@@ -30,7 +30,7 @@ def test_the_verbs_of_three_workers_and_of_one() -> None:
 def test_a_row_holds_least_mean_and_most_over_the_workers() -> None:
     ranks = run_gang(lives.aggregated, world_size=2)
     own = list(zip(ranks[0]["own"], ranks[1]["own"], strict=True))  # by row: (seconds, data seconds, peak) of each
-    assert len(own) == len(ranks[0]["rows"]) == 2
+    assert len(own) == len(ranks[0]["rows"]) == 3
     for row, told in zip(ranks[0]["rows"], own, strict=True):
         for index, name in enumerate(("step_time_s", "data_time_s")):
             values = [values[index] for values in told]
@@ -52,3 +52,11 @@ def test_two_workers_score_the_eval_split_as_one_does_though_one_of_them_has_no_
     session.loop(reporter=(rows := lives.Rows()), should_stop=lambda: False).run(session.state)
     assert rows.of("eval", "loss")[-1] == pytest.approx(one["evals"][-1]["loss"], rel=1e-5)
     assert rows.of("eval", "accuracy")[-1] == one["evals"][-1]["accuracy"]
+
+
+def test_metrics_come_from_the_workers_that_have_rows_where_rank_0_has_none() -> None:
+    """Rank 0's micro-batch of the eval split has no labels, so it counts for nothing."""
+    one, two = run_gang(lives.scored, world_size=2)
+    alone = lives.scored(0, 1)
+    assert one == two and sorted(one) == ["accuracy", "loss"]
+    assert one["loss"] == pytest.approx(alone["loss"], rel=1e-6) and one["accuracy"] == alone["accuracy"]

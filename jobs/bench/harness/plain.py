@@ -93,11 +93,11 @@ class PlainLoop:
         return 0.1 + 0.5 * 0.9 * (1.0 + math.cos(math.pi * done))
 
     def run(self, steps: int, *, log_every: int = 10) -> list[float]:
-        """Train `steps` steps; returns the global loss of every `log_every`-th."""
+        """Train `steps` steps; returns the global loss of the first and of every `log_every`-th."""
         losses = []
         for _ in range(steps):
             loss = self.last = self.step()
-            if self.done % log_every == 0:
+            if self.done == 1 or self.done % log_every == 0:
                 if dist.is_initialized():
                     dist.all_reduce(loss)
                     loss = loss / dist.get_world_size()

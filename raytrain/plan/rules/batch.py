@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from raytrain.config.sections import LoopConfig, OptimConfig, SaveConfig
 from raytrain.errors import InputError
@@ -182,6 +183,65 @@ def choose_eval_every(
     if every >= run:
         return Resolved(run, "only at the end of the run: the run is short compared with an evaluation")
     return Resolved(every, f"{run // every} times, within {EVAL_SHARE:.0%} of a run of under two epochs")
+
+
+def choose_saving(
+    save: SaveConfig, loop: LoopConfig, length: Mapping[str, Choice], *, data_facts: DataFacts | None, hosts: Resolved,
+    shards: int,
+) -> dict[str, Any]:  # fmt: skip
+    """eval_every, checkpoint_every, best_saves and export; `length` as `choose_length` returns it, `shards` of the
+    model.
+
+    Raises:
+        InputError: as `choose_export`.
+    """
+    eval_every = choose_eval_every(loop, data_facts=data_facts, **length)
+    return {
+        "eval_every": eval_every,
+        "checkpoint_every": choose_checkpoint_every(save, length["max_steps"]),
+        "best_saves": choose_best_saves(save, eval_every, shared=shards > 1 or hosts.value not in ("none", 0)),
+        "export": choose_export(save, loop, data_facts=data_facts),
+    }
+
+
+def choose_best_saves(save: SaveConfig, eval_every: Choice, *, shared: bool) -> Choice | None:
+    """When a checkpoint is saved because its evaluation is the best so far; None without evaluations.
+
+    Args:
+        shared: whether other processes than the first worker write parts of a checkpoint.
+    """
+    if eval_every.value_or(None) == 0:
+        return None
+    if shared or save.keep == "all" or not save.asynchronous:
+        why = "save.keep is all" if save.keep == "all" else "save.asynchronous is false"
+        why = "other processes write parts of it" if shared else why
+        return Resolved("at once", f"each evaluation that is the best so far leaves a checkpoint; {why}")
+    return Resolved(
+        "at once, or from a copy",
+        "each evaluation that is the best so far leaves a checkpoint; where writing would take more than 10 % of the "
+        "time, a copy in memory waits, and a better one replaces it",
+    )
+
+
+def choose_export(save: SaveConfig, loop: LoopConfig, *, data_facts: DataFacts | None) -> Choice:
+    """Whose weights a finished run exports: "best" by eval loss, or "last".
+
+    Raises:
+        InputError: the best is asked for, and there are no evaluation rows.
+    """
+    evaluates = data_facts is None or data_facts.eval_rows > 0
+    if save.export == "best" and not evaluates:
+        raise InputError(
+            "save.export", seen="best without evaluation rows", expected="auto or last, or an eval split",
+            remedy="data.eval_fraction keeps a part of the data for evaluation",
+        )  # fmt: skip
+    if save.export != "auto":
+        return Resolved(save.export, "save.export")
+    if loop.patience is None:
+        return Resolved("last", "loop.patience is null")
+    if not evaluates:
+        return Resolved("last", "there are no evaluation rows")
+    return Resolved("best", "loop.patience ends the run after its best evaluation")
 
 
 def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:

@@ -187,8 +187,10 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
             remedy="with remote experts, gradients are reduced after the vote on the step; experts.hosts 0 keeps the"
             " experts in every worker",
         )  # fmt: skip
-    why = "there is one worker" if workers == 1 else "fsdp reduces each block inside each backward"
-    if workers == 1 or scale.strategy == "fsdp":
+    why = "fsdp reduces each block inside each backward"
+    why = "with scale.sync_batchnorm every worker takes part in every pass" if scale.sync_batchnorm else why
+    why = "there is one worker" if workers == 1 else why
+    if workers == 1 or scale.strategy == "fsdp" or scale.sync_batchnorm:
         if scale.overlap is True:
             warnings.append(f"scale.overlap true changes nothing: {why}")
         return None
@@ -197,6 +199,25 @@ def choose_overlap(scale: ScaleConfig, hosts: Resolved, *, workers: int, warning
     if scale.overlap != "auto":
         return Resolved(scale.overlap, "scale.overlap")
     return Deferred("measured with and without at the start", (False, True))
+
+
+def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, warnings: list[str]) -> Resolved | None:
+    """Whether batch norms share their statistics; None where they do not.
+
+    Raises:
+        InputError: together with remote experts, naming both keys.
+    """
+    if not scale.sync_batchnorm:
+        return None
+    if hosts.value not in ("none", 0):
+        raise InputError(
+            "scale.sync_batchnorm", seen=f"true with experts.hosts {hosts.value}", expected="false with it",
+            remedy="in passes without rows a worker runs the experts only; experts.hosts 0 keeps them in every worker",
+        )  # fmt: skip
+    if workers == 1:
+        warnings.append("scale.sync_batchnorm true changes nothing: there is one worker")
+        return None
+    return Resolved(True, "scale.sync_batchnorm: statistics of all workers' micro-batches, two collectives a layer")
 
 
 def _auto(machines: DevicePool, inventory: Inventory) -> Resolved:

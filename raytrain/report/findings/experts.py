@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain.report.experts import loads_of, names_of
-from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.finding import Finding, advice
 from raytrain.report.records import (
     RunRecords,
     percentile,
@@ -16,7 +16,10 @@ def experts(records: RunRecords) -> list[Finding]:
     late = records.train[len(records.train) // 2 :]
     load = percentile(values(late, "load_imbalance"), 0.5)
     dropped = percentile(values(late, "dropped_fraction"), 0.5)
-    remedy = "Raise experts.balance_weight, or set experts.balance: both."
+    remedy = advice(
+        ("raise experts.balance_weight", False),
+        ("set experts.balance: both", records.configured("experts.balance") == "both"),
+    )
     found, loads = [], loads_of(records)
     if loads is not None and (dead := loads.dead()):
         number = sum(map(len, loads.last_used))

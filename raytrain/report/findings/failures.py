@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from raytrain.report.figures import (
     cause_of,
     failure_reason,
     outcome,
 )
-from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.finding import Finding, advice
+from raytrain.report.findings.training import FULL_PRECISIONS
 from raytrain.report.records import (
     Row,
     RunRecords,
@@ -28,18 +30,37 @@ def failure(records: RunRecords) -> list[Finding]:
         return []
     rows = records.of_kind("failure", "fault")[-1:]
     text = " ".join([failure_reason(records), *(cause_of(row) for row in rows)]).lower()
-    known = next((remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
+    known = next((remedy(records) for pattern, remedy in _REMEDIES.items() if re.search(pattern, text)), "")
     evidence = failure_reason(records) or "No cause was recorded; see the end of the files in logs/."
     recorded = next((first_text(row, "remedy") for row in rows), "")
     return [Finding("error", "The run failed", evidence, recorded or known)]
 
 
-_REMEDIES = {
-    r"out ?of ?memory": "Lower loop.micro_batch_size: gradient accumulation keeps the update the same.",
-    r"no space|disk full|enospc": "Free space under save.dir, or lower save.keep.",
-    r"\bnans?\b|non-?finite": "Look for NaNs in the data, lower optim.lr, or set precision.dtype: fp32.",
-    r"checkpoint": "An older checkpoint may be valid: `--resume` falls back to it automatically.",
-    r"deviceplacement": "Create tensors on the device of the batch inside forward.",
+def _of_memory(records: RunRecords) -> str:
+    if records.planned("micro_batch_size") == 1:
+        return advice(
+            ("set loop.activation_checkpointing: true", bool(records.configured("loop.activation_checkpointing"))),
+            ("set precision.dtype: bf16", records.planned("precision") in ("bf16", "fp16")),
+            ("shorten the samples", False),
+        )
+    return "Lower loop.micro_batch_size: gradient accumulation keeps the update the same."
+
+
+def _of_space(records: RunRecords) -> str:
+    return advice(("free space under save.dir", False), ("lower save.keep", records.configured("save.keep") == 1))
+
+
+def _of_nonfinite(records: RunRecords) -> str:
+    full = records.planned("precision") in FULL_PRECISIONS
+    return advice(("look for NaNs in the data", False), ("lower optim.lr", False), ("set precision.dtype: fp32", full))
+
+
+_REMEDIES: dict[str, Callable[[RunRecords], str]] = {
+    r"out ?of ?memory": _of_memory,
+    r"no space|disk full|enospc": _of_space,
+    r"\bnans?\b|non-?finite|\b(not|was) finite": _of_nonfinite,
+    r"checkpoint": lambda _: "An older checkpoint may be valid: `--resume` falls back to it automatically.",
+    r"deviceplacement": lambda _: "Create tensors on the device of the batch inside forward.",
 }
 
 

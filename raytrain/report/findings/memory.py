@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.finding import Finding, advice
 from raytrain.report.records import RunRecords, number
 
 
@@ -16,6 +16,7 @@ def shortages(records: RunRecords) -> list[Finding]:
     sizes = [int(number(row.get("micro_batch_size")) or 1) for row in rows]
     shown = ", ".join(f"{step:,}" for step in steps[:8]) + (" and more" if len(steps) > 8 else "")
     spent = sum(number(row.get("seconds")) or 0.0 for row in rows)
+    asked = records.configured("loop.micro_batch_size")
     inexact = any(row.get("equal") != "within rounding" for row in rows)
     drawn = "; random draws of the model are equal in distribution only" if inexact else ""
     return [
@@ -24,6 +25,9 @@ def shortages(records: RunRecords) -> list[Finding]:
             "Memory ran out, and steps were retried in smaller micro-batches",
             f"{len(rows)} times, on {', '.join(who)}, in step {shown}; micro-batches down to {min(sizes)}, "
             f"{spent:.3g} s of passes dropped{drawn}",
-            f"Set loop.micro_batch_size: {min(sizes)}, or let loop.micro_batch_size: auto measure it.",
+            advice(
+                (f"set loop.micro_batch_size: {min(sizes)}", False),
+                ("let loop.micro_batch_size: auto measure it", asked == "auto"),
+            ),
         )
     ]

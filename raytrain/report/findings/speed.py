@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from raytrain.report.figures import seconds, step_ms, time_account
-from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.finding import Finding, advice
 from raytrain.report.records import RunRecords, number
 
 SAVE_BUDGET = 0.03
 
 
-_LIMITS = (
+def _of_data(records: RunRecords) -> str:
+    resident = records.planned("storage") == "resident"
+    return advice(("set data.storage: resident if the split fits", resident), ("make samples cheaper to read", False))
+
+
+def _of_saving(records: RunRecords) -> str:
+    return advice(
+        ("set save.every: auto or a larger number", False),
+        ("set save.asynchronous: true", records.configured("save.asynchronous") is not False),
+    )
+
+
+def _of_communication(records: RunRecords) -> str:
+    return advice(
+        ("raise loop.global_batch_size", False),
+        ("use fewer workers", records.planned("workers") == 1),
+        ("choose a faster cluster.interface", False),
+    )
+
+
+_LIMITS: tuple[tuple[str, float, str, Callable[[RunRecords], str]], ...] = (
+    ("data", 0.15, "Waiting for data", _of_data),
+    ("communication", 0.25, "Waiting for communication", _of_communication),
     (
-        "data",
-        0.15,
-        "Waiting for data",
-        "Set data.storage: resident if the split fits, or make samples cheaper to read.",
-    ),
-    (
-        "communication",
+        "eval",
         0.25,
-        "Waiting for communication",
-        "Raise loop.global_batch_size, use fewer workers or a faster cluster.interface.",
+        "Evaluation takes much of the time",
+        lambda _: "Raise loop.eval_every or evaluate fewer rows with loop.eval_batches.",
     ),
-    ("eval", 0.25, "Evaluation takes much of the time", "Raise loop.eval_every or set loop.eval_batches."),
-    (
-        "save",
-        SAVE_BUDGET,
-        "Checkpoints cost more than their budget of 3 %",
-        "Set save.every: auto or a larger number, and save.asynchronous: true.",
-    ),
-    ("startup", 0.3, "Start-up takes much of the time", "A longer run spreads it over more steps."),
-    ("compile", 0.25, "Compilation takes much of the time", "Set loop.compile: off for runs this short."),
+    ("save", SAVE_BUDGET, "Checkpoints cost more than their budget of 3 %", _of_saving),
+    ("startup", 0.3, "Start-up takes much of the time", lambda _: "A longer run spreads it over more steps."),
+    ("compile", 0.25, "Compilation takes much of the time", lambda _: "Set loop.compile: off for runs this short."),
     (
         "restart",
         0.1,
         "Restarts take much of the time",
-        "See the faults in the timeline; a lower save.every loses fewer steps.",
+        lambda _: "See the faults in the timeline; a lower save.every loses fewer steps.",
     ),
-    ("lost", 0.1, "Work was lost between a checkpoint and a fault", "Lower save.every."),
+    ("lost", 0.1, "Work was lost between a checkpoint and a fault", lambda _: "Lower save.every."),
 )
 
 
@@ -53,7 +65,7 @@ def limiting_part(records: RunRecords) -> list[Finding]:
         if share.get(part, 0.0) > limit:
             small = part == "startup" and wall < 600
             seen = f"{share[part]:.0%} of {seconds(wall)} ({seconds(account[part])})"
-            found.append(Finding("info" if small else "warning", title, seen, "" if small else remedy))
+            found.append(Finding("info" if small else "warning", title, seen, "" if small else remedy(records)))
     busy = share.get("compute", 0.0)
     if busy >= 0.5:
         found.append(Finding("good", "Limited by compute", f"{busy:.0%} of {seconds(wall)} is computation"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from raytrain.report.figures import (
     plain_number,
 )
-from raytrain.report.findings.finding import Finding
+from raytrain.report.findings.finding import Finding, advice
 from raytrain.report.records import (
     RunRecords,
     non_finite_steps,
@@ -17,6 +17,9 @@ from raytrain.report.records import (
     series,
     values,
 )
+
+#: No number format is wider where it matters.
+FULL_PRECISIONS = ("fp32", "fp64")
 
 
 def smoothed_ends(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
@@ -55,7 +58,11 @@ def overfitting(records: RunRecords) -> list[Finding]:
     if last_step == best_step or last - best <= 0.02 * abs(best) or after is None or after[1] >= after[0]:
         return []
     seen = f"eval {plain_number(best)} at step {int(best_step):,}, {plain_number(last)} at {int(last_step):,}"
-    remedy = "Use the best checkpoint, set loop.patience, or add data, weight decay or dropout."
+    remedy = advice(
+        ("use the best checkpoint", records.planned("export") == "best"),
+        ("set loop.patience", records.configured("loop.patience") is not None),
+        ("add data, weight decay or dropout", False),
+    )
     return [Finding("warning", "Overfitting: eval loss rises while training loss falls", seen, remedy)]
 
 
@@ -78,7 +85,12 @@ def non_finite(records: RunRecords) -> list[Finding]:
         ]
     if total <= 2:
         return [Finding("info", "Non-finite steps were skipped", evidence)]
-    remedy = "Lower optim.lr, set optim.max_grad_norm or raise precision.dtype; look at the data there."
+    remedy = advice(
+        ("lower optim.lr", False),
+        ("set optim.max_grad_norm", bool(number(records.configured("optim.max_grad_norm")))),
+        ("raise precision.dtype", records.planned("precision") in FULL_PRECISIONS),
+        ("look at the data there", False),
+    )
     return [Finding("warning", "Non-finite steps were skipped", evidence, remedy)]
 
 

@@ -63,7 +63,8 @@ def _head(records: RunRecords, summary: dict[str, Any]) -> str:
 
 
 def _tiles(summary: dict[str, Any]) -> str:
-    rate = "tokens_per_s" if summary["tokens_per_s"] else "samples_per_s"
+    rate = "tokens" if summary["tokens_per_s_median"] else "samples"
+    whole = summary[f"{rate}_per_s_run"]
     best_at = f"step {summary['best_eval_step']:,}" if summary["best_eval_step"] else ""
     accuracy = f"{summary['accuracy']:.2%}" if summary["accuracy"] is not None else ""
     again = (summary["attempts"] or 0) > 1
@@ -79,7 +80,11 @@ def _tiles(summary: dict[str, Any]) -> str:
             f"{summary['epochs']} epochs" if (summary["epochs"] or 0) > 1 else "",
         ),
         ("Wall time", seconds(summary["wall_s"]) if summary["wall_s"] else "", spent),
-        (rate.split("_")[0].capitalize() + " per second", _figure(summary[rate]), "median"),
+        (
+            f"{rate.capitalize()} per second",
+            _figure(summary[f"{rate}_per_s_median"]),
+            "median" if whole is None else f"median; whole run {_figure(whole)}",
+        ),
         ("Step time", p50, f"p95 {p95}"),
         (
             "Peak memory",

@@ -53,8 +53,9 @@ def shown(value: Any, name: str = "") -> str:
 
 def label(key: str) -> str:
     """The title of a column; its unit is shown with the values."""
-    if key.endswith("_per_s"):
-        return key.removesuffix("_per_s") + " per second"
+    rate, per_s, part = key.partition("_per_s")
+    if per_s:
+        return rate + " per second" + {"_median": " (median)", "_run": " (whole run)"}.get(part, "")
     return re.sub(r"_(s|bytes)$", "", key).replace("_ms_", " ").replace("_", " ")
 
 

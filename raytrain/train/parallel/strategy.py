@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
@@ -24,6 +25,7 @@ class ForStep(TypedDict, total=False):
 
     reduction: Reduction
     filler: Callable[[], Batch]
+    without_rows: Callable[[], AbstractContextManager[None]]
 
 
 class ParallelStrategy(Protocol):

@@ -517,6 +517,7 @@ FLAGS = {
     "save.every": Flag(worked, "checkpoints", "1", "2"),
     "save.keep": Flag(worked, "kept", "1", "all", ("save.every=1", "data.eval_fraction=0.0")),
     "save.dir": Flag(commanded, "dir", "runs", "deep/elsewhere"),
+    "save.export": Flag(planned, "export", "best", "last"),
     "save.asynchronous": Flag(worked, "writers", "true", "false"),
     "scale.workers": Flag(planned, "workers", "1", "2"),
     "scale.mode": Flag(planned_on_gpus, "device", "auto", "cpu"),
@@ -524,6 +525,7 @@ FLAGS = {
     "scale.accelerator": Flag(planned_on_gpus, "device", "null", "cpu", UNHELD),
     "scale.threads": Flag(trained, "threads", "1", "2"),
     "scale.shares": Flag(planned, "micro_batch_size", "equal", "auto", ("scale.workers=2",)),
+    "scale.sync_batchnorm": Flag(planned, "micro_batch_size", "true", "false", ("scale.workers=2",)),
     "scale.overlap": Flag(planned, "overlap", "true", "false", ("scale.workers=2",)),
     "retry.restarts_without_progress": Flag(decided, "action", "3", "2"),
     "retry.nonfinite_steps": Flag(trained, "steps", "1", "3", job=nan_job),
@@ -815,7 +817,7 @@ def test_single_gpu_and_fp16_without_a_gpu_is_a_recorded_fallback_that_runs() ->
 
 
 @pytest.mark.covers("MON-17")
-@pytest.mark.parametrize(("every", "steps"), [(50, [50, 100, 110]), (100, [100, 110]), (0, [110])])
+@pytest.mark.parametrize(("every", "steps"), [(50, [1, 50, 100, 110]), (100, [1, 100, 110]), (0, [1, 110])])
 def test_a_line_of_progress_every_so_many_batches_as_the_flag_says(every: int, steps: list[int]) -> None:
     seen = trained(job_of(f"loop.log_every={every}", "loop.max_steps=110", "loop.global_batch_size=4"))
     assert seen["steps"] == steps

@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.train.build import load_module
 from raytrain.train.parallel.collectives import Workers
+from raytrain.train.parallel.filler import Filler
 from raytrain.train.parallel.fsdp.checkpoint import ShardSaver
 from raytrain.train.parallel.fsdp.reduction import ShardedReduction, local
 from raytrain.train.parallel.fsdp.state import full_state, load_optimizer, load_sharded
 from raytrain.train.parallel.fsdp.wrap import ShardingSizes, shard
 from raytrain.train.parallel.strategy import ForStep
 from raytrain.train.precision.policy import PrecisionPolicy
-from raytrain.trainable import Batch, RemoteCheckpoint, Trainable
+from raytrain.trainable import RemoteCheckpoint, Trainable
 
 if TYPE_CHECKING:
     from raytrain.train.loader import BatchLoader
-
-#: Rows among which `Filler` looks for one with a weight.
-FILLER_ROWS = 1000
 
 
 class Sharded:
@@ -93,31 +90,3 @@ class Sharded:
     def facts(self) -> dict[str, Any]:
         """As in `ParallelStrategy`: what sharding made of the module, in bytes."""
         return {} if self._sharded is None else {"sharded": asdict(self._sharded)}
-
-
-class Filler:
-    """The batch for passes in which a worker has no rows: the first training row with a weight, on the device.
-
-    Its loss is multiplied by zero; that of a row without a weight (every label is -100) would be NaN.
-    """
-
-    def __init__(self, loader: BatchLoader) -> None:
-        self._loader = loader
-        self._batch: Batch | None = None
-
-    def __call__(self) -> Batch:
-        """The batch, found in the first call. Raises RunError where the first rows all have no weight."""
-        if self._batch is None:
-            self._batch = self._found()
-        return self._batch
-
-    def _found(self) -> Batch:
-        order = self._loader.batches.split.eval_order()[:FILLER_ROWS]
-        for at in range(len(order)):
-            micro = self._loader.one(order[at : at + 1])
-            if micro.weight > 0:
-                return micro.batch
-        raise RunError(
-            f"the first {len(order)} rows hold nothing to average over (every label is -100), and under"
-            " scale.strategy fsdp a worker without rows needs one; fix data.source"
-        )

@@ -57,6 +57,7 @@ def test_the_result_is_read_from_the_files_of_all_attempts(run: RunFolder) -> No
     assert record == run.read_json(run.result)
     assert record["status"] == "done" and record["steps"] == 10 and record["final_loss"] == 1.25
     assert record["best_eval_loss"] == 2.5 and record["best_checkpoint"] == "step_00000005"
+    assert record["best_step"] == 5 and record["weights_step"] is None
     assert record["weights"] is None and list(record["time"]) == list(PURPOSES)
     assert record["wall_s"] == pytest.approx(20.5) and sum(record["time"].values()) == pytest.approx(20.5)
     assert record["time"]["compute"] == 12.0 and record["time"]["startup"] == pytest.approx(6.0)
@@ -113,3 +114,24 @@ def test_the_last_lines_say_how_it_ended_and_where_things_are(run: RunFolder, st
     assert f"run     {run.path}" in lines and "report  report.html" in lines  # a path is never broken
     assert ("reason: [red]the cause[/red]" in lines) == (status == "failed")
     assert ("weights w.safetensors" in lines) == (status == "done")
+
+
+def test_steps_are_those_of_the_newest_checkpoint_where_a_command_ended_before_its_first_step(run: RunFolder) -> None:
+    """A row every ten steps, stopped after step 63; then resumed, and stopped before step 64."""
+    rows(run, {"kind": "train", "step": 60, "loss": 1.0})
+    checkpoint(run, 50, eval_loss=None)
+    checkpoint(run, 63, eval_loss=None)
+    checkpoint(run, 70, eval_loss=None, complete=False)
+    first = write_result(run, AttemptResult("interrupted", "a stop was asked for", steps=63))
+    second = write_result(run, AttemptResult("interrupted", "interrupted before the first step"))
+    assert first["steps"] == second["steps"] == 63 and second["best_checkpoint"] == "step_00000063"
+    damaged = write_result(run, AttemptResult("done", "5 steps", steps=5))
+    assert damaged["steps"] == 60, "what the workers say counts, not a checkpoint that they could not load"
+
+
+def test_of_equal_eval_losses_the_first_is_the_best(run: RunFolder) -> None:
+    for step, loss in ((2, 3.0), (4, 1.5), (6, 1.5), (8, float("inf"))):
+        rows(run, {"kind": "eval", "step": step, "loss": loss})
+        checkpoint(run, step, eval_loss=loss if loss < 10 else None)
+    record = write_result(run, AttemptResult("done", "", steps=8))
+    assert record["best_step"] == 4 and record["best_checkpoint"] == "step_00000004"

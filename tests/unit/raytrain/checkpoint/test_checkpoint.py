@@ -465,6 +465,30 @@ def test_a_second_save_touches_the_buffers_only_after_the_first_is_complete(run,
     assert [load(run.checkpoint_dir(step)).parts["model"]["w"][-1] for step in (1, 2)] == [1, 2]
 
 
+def test_every_file_is_on_the_disk_before_complete_appears(run, monkeypatch):
+    """After a power loss at any moment there is no COMPLETE beside a file that never reached the disk."""
+    synced: list[tuple[str, bool, set[str]]] = []  # (name, whether COMPLETE was visible, names in the directory)
+    folder, fsync = files_of(run, 1), os.fsync
+
+    def watched(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (folder / "COMPLETE").exists(), {entry.name for entry in folder.iterdir()}))
+        fsync(descriptor)
+
+    monkeypatch.setattr(storage.os, "fsync", watched)
+    with writer_of(run, shard_bytes=64) as writer:
+        writer.save({"model": {name: torch.ones(16) for name in "ab"}, "rng": {"x": torch.ones(1)}}, {}, step=1)
+    written = set(json.loads((folder / "manifest.json").read_text())["files"])
+    assert len(written) == 4, "two shards of the model, the generators, the state"
+    names = [name for name, *_ in synced]
+    mark = next(index for index, name in enumerate(names) if "COMPLETE" in name)
+    before = names[:mark]
+    assert set(before) == {*written, "manifest.json", folder.name} and before[-2:] == ["manifest.json", folder.name]
+    assert not any(visible for _, visible, _ in synced[: mark + 1]), "COMPLETE is visible only when it is on the disk"
+    assert {*written, "manifest.json"} <= synced[mark - 1][2], "the directory is synced when it has all names"
+    assert names[mark + 1] == folder.name and synced[mark + 1][1]
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 def test_a_full_disk_leaves_nothing_that_looks_complete(run, monkeypatch, asynchronous, nth):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lab import GPT, Rows, digest, make_session, token_rows
 
-from raytrain.checkpoint.reader import list_checkpoints, load
+from raytrain.checkpoint.reader import best_checkpoint, list_checkpoints, load
 from raytrain.checkpoint.snapshot import flatten, unflatten
 from raytrain.execution.checkpointer import (
     FIRST_STEP,
@@ -29,7 +29,8 @@ from raytrain.train.session import Session
 
 
 def session_of(precision: str = "fp32", **loop: Any) -> Session:
-    data = {"train": token_rows(48), "eval": token_rows(12, seed=2)}
+    """Evaluates only with `eval_every`."""
+    data = {"train": token_rows(48), **({"eval": token_rows(12, seed=2)} if loop else {"eval_fraction": 0.0})}
     return make_session({**GPT, "dropout": 0.1}, data, precision=precision, loop={"max_steps": 14, **loop})
 
 
@@ -182,6 +183,92 @@ def test_what_travels_between_workers_is_json_and_safetensors() -> None:
     back = unflatten(*_unpack(payload))
     assert digest(back) == digest(state) and back["python"]["x"] == (1, 2.5)
     assert b"\x80\x04" not in payload and b"pickle" not in payload
+
+
+# -- the best evaluation ------------------------------------------------------------------------
+
+
+def scored(losses: dict[int, float], folder: Path, **more: Any) -> tuple[CheckpointSaver, Rows, Session]:
+    """A run of 14 steps whose evaluations, every two steps, have these losses (9.0 where none is given)."""
+    session = session_of(eval_every=2)
+    saver, reporter = saver_of(session, folder, every=100, **{"keep": 1, **more})
+    loop = session.loop(reporter=reporter, saver=saver, should_stop=lambda: False, clock=saver.clock)
+    loop.evaluate = lambda step: {"loss": losses.get(step, 9.0)}
+    loop.run(session.state)
+    saver.close()
+    return saver, reporter, session
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_best_evaluation_leaves_a_checkpoint_that_is_kept(asynchronous: bool, tmp_path: Path) -> None:
+    _, _, session = scored({2: 3.0, 4: 2.0, 8: 2.5}, tmp_path, asynchronous=asynchronous)
+    assert steps_in(tmp_path) == [4, 14] and session.state.best_step == 4
+    loaded = load(RunFolder(str(tmp_path)).checkpoint_dir(4))
+    assert loaded.manifest["eval_loss"] == 2.0 and loaded.state["loop"]["best_step"] == 4
+
+
+def test_of_equal_eval_losses_the_first_is_the_best(tmp_path: Path) -> None:
+    _, reporter, session = scored({4: 2.0, 8: 2.0, 14: 2.0}, tmp_path, keep="all")
+    assert steps_in(tmp_path) == [2, 4, 14] and session.state.best_step == 4
+    assert best_checkpoint(list_checkpoints(RunFolder(str(tmp_path)))).step == 4  # type: ignore[union-attr]
+    assert [row["step"] for row in reporter.events if row["kind"] == "checkpoint"] == [2, 4, 14]
+
+
+def test_an_infinite_eval_loss_is_never_the_best(tmp_path: Path) -> None:
+    _, _, session = scored({2: float("inf"), 4: float("nan"), 6: 5.0}, tmp_path)
+    assert steps_in(tmp_path) == [6, 14] and session.state.best_step == 6
+
+
+def test_writes_beyond_their_budget_wait_in_memory_and_only_the_newest_best_is_written(tmp_path: Path) -> None:
+    """Every evaluation improves, and a write seems to take an hour."""
+    session = session_of(eval_every=2)
+    saver, reporter = saver_of(session, tmp_path, every=11, keep=9)
+    writer = saver.writer
+    assert writer is not None
+    seen: dict[int, list[int]] = {}
+    states: dict[int, str] = {}
+
+    def evaluate(step: int) -> dict[str, Any]:
+        seen[step], states[step] = steps_in(tmp_path), digest(session.parts())
+        if step == 4:
+            writer.wait()
+            writer.last_write_s = 3600.0
+        return {"loss": 20.0 - step if step <= 8 else 50.0}
+
+    loop = session.loop(reporter=reporter, saver=saver, should_stop=lambda: False, clock=saver.clock)
+    loop.evaluate = evaluate
+    loop.run(session.state)
+    saver.close()
+    assert seen[10] == [2], "4, 6 and 8 wait"
+    assert seen[12][:2] == [2, 8], "the best one is written before the checkpoint that is due"
+    assert steps_in(tmp_path) == [2, 8, 11, 14]
+    best = load(RunFolder(str(tmp_path)).checkpoint_dir(8))
+    best.parts.pop("rng")
+    assert digest(best.parts) == states[8], "the copy is of its own step"
+    held = {row["step"] for row in reporter.events if row["kind"] == "checkpoint" and "delay_s" in row}
+    assert held == {4, 6, 8}
+
+
+def test_a_best_state_in_memory_is_written_when_the_run_fails(tmp_path: Path) -> None:
+    session = session_of(eval_every=2)
+    saver, reporter = saver_of(session, tmp_path, every=100)
+    saver._keep = 1
+
+    def evaluate(step: int) -> dict[str, Any]:
+        if step == 6:
+            raise ValueError("the user's code")
+        assert saver.writer is not None
+        saver.writer.wait()
+        saver.writer.last_write_s = 3600.0
+        return {"loss": 10.0 - step}
+
+    loop = session.loop(reporter=reporter, saver=saver, should_stop=lambda: False, clock=saver.clock)
+    loop.evaluate = evaluate
+    with pytest.raises(ValueError, match="the user's code"):
+        loop.run(session.state)
+    assert steps_in(tmp_path) == [2]
+    saver.close()  # as the worker does
+    assert steps_in(tmp_path) == [2, 4]
 
 
 # -- how often ----------------------------------------------------------------------------------

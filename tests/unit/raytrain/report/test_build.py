@@ -13,7 +13,7 @@ import pytest
 from jobs.report import report
 from raytrain.errors import InputError
 from raytrain.report.build import build_report
-from raytrain.report.figures import outcome, summary_from_text
+from raytrain.report.figures import outcome, summarise, summary_from_text
 from raytrain.report.page.page import report_page
 from raytrain.report.records import read_records
 from raytrain.runs.folder import RunFolder
@@ -155,11 +155,29 @@ def test_summary_text_and_json_have_the_same_fields_and_values(tmp_path: Path):
         "status": "done", "mode": "cpu", "devices": "2 x cpu (A CPU)", "strategy": "data_parallel",
         "precision": "bf16", "micro_batch": 4, "accumulation": 1, "effective_batch": 8, "experts_first": 4,
         "experts_last": 4, "compile": "off", "steps": 20, "epochs": 2, "attempts": 2, "wall_s": 9,
-        "compute_s": 5, "startup_s": 2, "tokens_per_s": 6400, "samples_per_s": 100, "step_ms_p50": 240,
+        "compute_s": 5, "startup_s": 2, "tokens_per_s_median": 6400, "samples_per_s_median": 100, "step_ms_p50": 240,
+        "samples_per_s_run": 17.7778, "tokens_per_s_run": 1137.78,
         "step_ms_p95": 300, "final_loss": 2, "best_eval_loss": 2.5, "best_eval_step": 20, "accuracy": 0.5,
         "peak_memory_bytes": 2**20,
     }  # fmt: skip
     assert {name: twin[name] for name in expected} == expected
+
+
+def test_rates_of_the_whole_run_count_the_shorter_last_batch_of_an_epoch(tmp_path: Path):
+    """Two epochs of 75 rows in ten steps of 8, and one more step: 158 samples in 9 seconds."""
+    contents = files()
+    contents["plan.json"]["choices"]["steps_per_epoch"] = choice(10)
+    contents["plan.json"]["data_facts"] = {"train_rows": 75}
+    contents["result.json"]["steps"] = 21
+    summary = summarise(read_records(write(tmp_path, contents)))
+    assert summary["samples_per_s_run"] == 17.5556 and summary["tokens_per_s_run"] == 1123.56
+
+
+def test_the_first_loss_is_that_of_step_1(tmp_path: Path):
+    contents = files()
+    assert summarise(read_records(write(tmp_path / "a", contents)))["first_loss"] is None, "rows begin at step 2"
+    contents["metrics.jsonl"].insert(0, {**contents["metrics.jsonl"][0], "step": 1, "loss": 4.5})
+    assert summarise(read_records(write(tmp_path / "b", contents)))["first_loss"] == 4.5
 
 
 @pytest.mark.covers("COMP-05")
@@ -261,7 +279,8 @@ def test_report_of_several_runs_compares_them(tmp_path: Path, capsys: pytest.Cap
     page = Page(html)
     assert_self_contained(page, html)
     assert "best eval loss 2.5 1.25" in page.text
-    assert "wall 9.0 s 9.0 s" in page.text and "tokens per second 6,400 6,400" in page.text
+    assert "wall 9.0 s 9.0 s" in page.text and "tokens per second (median) 6,400 6,400" in page.text
+    assert "tokens per second (whole run) 1138 1138" in page.text
     assert capsys.readouterr().out.split() == [
         f"{paths[0]}/report/report.html", f"{paths[1]}/report/report.html", f"{paths[0]}/report/compare.html"
     ]  # fmt: skip

@@ -68,7 +68,7 @@ def test_two_runs_give_the_same_losses_bit_for_bit(deterministic: bool) -> None:
 
 
 @pytest.mark.covers("MON-01", "CLI-04", "BP-07")
-@pytest.mark.parametrize(("log_every", "logged"), [(100, [100, 200, 250]), (0, [250]), (125, [125, 250])])
+@pytest.mark.parametrize(("log_every", "logged"), [(100, [1, 100, 200, 250]), (0, [1, 250]), (125, [1, 125, 250])])
 def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every: int, logged: list[int]) -> None:
     session = mlp({"max_steps": 250, "log_every": log_every})
     with DeviceReads() as reads:
@@ -112,14 +112,46 @@ def test_a_row_says_how_fast_it_went(monkeypatch: pytest.MonkeyPatch, tiny_text:
 
     loop._one_step, loop._log = timed, logged  # type: ignore[method-assign]
     loop.run(session.state)
-    for index, row in enumerate(rows.rows):
-        times = sorted(marks[6 * index : 6 * index + 6])
-        assert row["step_time_s"] == pytest.approx(sum(times) / 6)
-        assert row["step_ms_p50"] == pytest.approx(1e3 * times[3])
-        assert row["step_ms_p95"] == pytest.approx(1e3 * times[5])
-        assert row["samples_per_s"] == pytest.approx(96 / spans[index]) and spans[index] >= sum(times)
+    for row, first, end, span in zip(rows.rows, (0, 1, 6), (1, 6, 12), spans, strict=True):
+        times = sorted(marks[first:end])
+        assert row["step"] == end and row["step_time_s"] == pytest.approx(sum(times) / len(times))
+        assert row["step_ms_p50"] == pytest.approx(1e3 * times[len(times) // 2])
+        assert row["step_ms_p95"] == pytest.approx(1e3 * times[-1])
+        assert row["samples_per_s"] == pytest.approx(16 * len(times) / span) and span >= sum(times)
         assert row["tokens_per_s"] == pytest.approx(12 * row["samples_per_s"])
         assert 0 < row["data_time_s"] < row["step_time_s"]
+
+
+def test_throughput_is_of_training_without_evaluation_and_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only steps (1 s), evaluations (100 s) and saves (1000 s) advance."""
+
+    class Hours:
+        now = 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+        def adding(self, seconds: float, inner: Any) -> Any:
+            def timed(*arguments: Any, **named: Any) -> Any:
+                self.now += seconds
+                return inner(*arguments, **named)
+
+            return timed
+
+    hours = Hours()
+    monkeypatch.setattr("raytrain.train.loop.time.perf_counter", hours)
+    data = {"train": class_rows(64), "eval": class_rows(8, seed=1)}
+    session = make_session(MLP, data, loop={"max_steps": 12, "log_every": 4, "eval_every": 3})
+    saver = Keeps(every=2)
+    loop = session.loop(reporter=(rows := Rows()), should_stop=lambda: False, saver=saver)
+    loop.step.run = hours.adding(1.0, loop.step.run)  # type: ignore[method-assign]
+    loop.evaluate = hours.adding(100.0, lambda step: {"loss": float(step)})
+    saver.save = hours.adding(1000.0, saver.save)  # type: ignore[method-assign]
+    loop.run(session.state)
+    assert rows.of("train", "step") == [1, 4, 8, 12]
+    assert rows.of("train", "samples_per_s") == pytest.approx([16.0] * 4)
+    assert len(saver.saved) == 7 and saver.saved[1][0] == 3, "3 is the best evaluation"
+    assert loop.clock.seconds["eval"] == 400.0 and loop.clock.seconds["save"] == 7000.0
 
 
 def on_a_curve(losses: list[float], *, patience: int | None, min_delta: float = 0.0, steps: int = 100) -> Any:
@@ -169,7 +201,7 @@ class Keeps:
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
-    def save(self, state: LoopState, *, final: bool) -> None:
+    def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
         self.saved.append((state.step, final, state.to_json()))
 
 
@@ -204,7 +236,7 @@ def test_failed_steps_are_noticed_without_rows(log_every: int) -> None:
     rows, outcome = train(session)
     assert (outcome.kind, outcome.bad_steps, session.state.step) == ("rollback", 7, 20)
     assert "7 steps in a row were not finite (the loss was nan)" in outcome.reason
-    assert rows.of("train", "step") == [20], "the row that shows it"
+    assert rows.of("train", "step") == [1, 20], "the row that shows it"
 
 
 @pytest.mark.parametrize("log_every", [1, 4])

@@ -188,3 +188,65 @@ def test_the_worst_comes_first():
         result={"status": "failed", "reason": "broken"},
     )
     assert [f.severity for f in diagnose(run)] == ["error", "warning", "info", "good"]
+
+
+def plan(**choices: Any) -> list[PlanRow]:
+    return [PlanRow(name, value, "because") for name, value in choices.items()]
+
+
+def config(**keys: Any) -> list[ConfigRow]:
+    return [ConfigRow(key.replace("__", "."), value, "file") for key, value in keys.items()]
+
+
+def remedy_of(run: RunRecords, title: str) -> str:
+    (found,) = [finding for finding in diagnose(run) if title in finding.title]
+    return found.remedy
+
+
+FAILED = {"status": "failed", "reason": "3 steps in a row were not finite"}
+SKIPPED = rows(FALLING, skipped_steps=[min(n, 5) for n in range(40)])
+SHORT = [{"kind": "out_of_memory", "step": 3, "who": ["rank 0"], "micro_batch_size": 4, "seconds": 1.0,
+          "equal": "within rounding"}]  # fmt: skip
+RISING = {"train": rows(FALLING), "evals": evals(2.0, 2.2, 2.4, 2.6)}
+UNEVEN = rows(FALLING, load_imbalance=3.0)
+
+
+@pytest.mark.parametrize(
+    ("title", "fields", "key", "in_force", "otherwise", "advice"),
+    [
+        ("The run failed", {"result": FAILED}, "precision", "fp32", "bf16", "precision.dtype: fp32"),
+        ("The run failed", {"result": FAILED}, "precision", "fp64", "tf32", "precision.dtype: fp32"),
+        ("steps were skipped", {"train": SKIPPED}, "precision", "fp32", "bf16", "raise precision.dtype"),
+        ("steps were skipped", {"train": SKIPPED}, "optim.max_grad_norm", 1.0, None, "set optim.max_grad_norm"),
+        ("Overfitting", RISING, "loop.patience", 3, None, "set loop.patience"),
+        ("Overfitting", RISING, "export", "best", "last", "se the best checkpoint"),
+        ("Memory ran out", {"events": SHORT}, "loop.micro_batch_size", "auto", 8, "auto measure it"),
+        ("loaded unevenly", {"train": UNEVEN}, "experts.balance", "both", "loss", "experts.balance: both"),
+        ("Waiting for data", {"result": account(data=50.0, compute=50.0), "train": rows(FALLING)}, "storage",
+         "resident", "stream", "data.storage: resident"),
+        ("Checkpoints cost", {"result": account(save=50.0, compute=50.0), "train": rows(FALLING)},
+         "save.asynchronous", True, False, "save.asynchronous: true"),
+    ],
+)  # fmt: skip
+def test_nothing_is_advised_that_is_in_force_already(
+    title: str, fields: dict[str, Any], key: str, in_force: Any, otherwise: Any, advice: str
+) -> None:
+    def remedy(value: Any) -> str:
+        made = {"config": [ConfigRow(key, value, "file")]} if "." in key else {"plan": plan(**{key: value})}
+        return remedy_of(records(**fields, **made), title)
+
+    assert advice in remedy(otherwise) and advice not in remedy(in_force) and remedy(in_force).endswith(".")
+
+
+def test_out_of_memory_with_single_rows_is_not_mended_by_a_smaller_micro_batch() -> None:
+    failed = {"status": "failed", "reason": "out of memory in step 3"}
+    some = remedy_of(records(result=failed, plan=plan(micro_batch_size=8)), "The run failed")
+    none = remedy_of(
+        records(
+            result=failed,
+            plan=plan(micro_batch_size=1, precision="bf16"),
+            config=config(loop__activation_checkpointing=2),
+        ),
+        "The run failed",
+    )
+    assert "Lower loop.micro_batch_size" in some and none == "Shorten the samples."

@@ -1,0 +1,104 @@
+"""The verb `export`: writes the weights of any checkpoint of a run. Does not start Ray."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from jobs.driver.build import build
+from jobs.job.paths import resolved
+from jobs.job.spec import load_spec
+from jobs.report import NEWEST
+from raytrain.checkpoint.weights import CheckpointWeights
+from raytrain.config.sections import PLACEHOLDER
+from raytrain.config.user_code import make_importable
+from raytrain.errors import CheckpointError, InputError
+from raytrain.execution.export import Export, checkpoint_of, export_checkpoint
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import open_store
+
+#: A running run may delete a checkpoint while it is read; then another one is chosen, this many times.
+TRIES = 3
+
+
+def export_verb(path: str, *, step: str | None, target: str | None) -> int:
+    """Export a checkpoint, print where to and what, and return the exit code 0.
+
+    Args:
+        path: the run folder, or `latest`.
+        step: "best", "last" or a number; None is what a finished run exports (`save.export`).
+        target: the folder to write; None is `exports/step_N` in the run folder.
+
+    Raises:
+        InputError: there is no such run or checkpoint, or the folder holds files already.
+        CheckpointError: the checkpoint is damaged.
+    """
+    run = RunFolder.open(NEWEST if path == "latest" else path)
+    wanted = _planned(run) if step is None else _parsed(step)
+    folder, notes = export_weights_of(run, wanted, target)
+    loss = f", {notes['loss_kind']} loss {float(notes['loss']):.6g}" if "loss" in notes else ""
+    print(f"weights of step {notes['step']}{loss}: {folder}")
+    return 0
+
+
+def export_weights_of(run: RunFolder, step: int | str, target: str | None) -> tuple[str, dict[str, str]]:
+    """Export the checkpoint of `step` (a number, "best" or "last"); returns the folder and the weights' metadata."""
+    for left in reversed(range(TRIES)):
+        info = checkpoint_of(run, step)
+        folder = target or f"{run.path}/exports/step_{info.step:08d}"
+        folder = open_store(folder).uri
+        _check_new(folder)
+        try:
+            return folder, export_checkpoint(info, folder, build_export=lambda found: _own_export(run, found))
+        except CheckpointError:
+            still_there = any(open_store(info.path).entries(""))
+            if still_there or not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _parsed(step: str) -> int | str:
+    if step in ("best", "last"):
+        return step
+    if not step.isdecimal():
+        raise InputError("--step", seen=step, expected="best, last, or the step of a checkpoint")
+    return int(step)
+
+
+def _planned(run: RunFolder) -> str:
+    """What a finished run exports, if it has been evaluated; else the last step."""
+    plan: dict[str, Any] = run.read_json(run.plan) if run.exists(run.plan) else {}
+    wanted = plan.get("choices", {}).get("export", {}).get("value", "last")
+    if wanted == "best":
+        try:
+            checkpoint_of(run, "best")
+        except InputError:
+            return "last"
+    return wanted
+
+
+def _check_new(folder: str) -> None:
+    store = open_store(folder)
+    held = [entry.name for entry in store.entries("")]
+    if held or (store.is_local and os.path.exists(store.uri) and not os.path.isdir(store.uri)):
+        seen = f"{folder}, which holds {held[0]}" if held else f"{folder}, which is a file"
+        raise InputError("--to", seen=seen, expected="a new or empty folder")
+
+
+def _own_export(run: RunFolder, found: CheckpointWeights) -> Export:
+    """Build the run's model, and return its `Trainable.export`."""
+    mapping = run.read_json(run.job_mapping)
+    module = mapping.get("model", {}).get("module")
+    if isinstance(module, str) and module.startswith(PLACEHOLDER):
+        raise InputError(
+            "model.module", seen=f"{module}, which a run folder cannot hold", expected="a model.builder",
+            remedy="its format is written by code of the object; `model.init_from` loads the checkpoint itself",
+        )  # fmt: skip
+    make_importable(os.getcwd())
+    trainable, _where = build(resolved(load_spec(mapping=mapping).spec), found.manifest["extra"]["source_facts"])
+    if trainable.export is None:
+        raise InputError(
+            "model.builder", seen="a model without a format of its own", expected="the model that the run trained",
+            remedy="the code of the builder has changed since",
+        )  # fmt: skip
+    return trainable.export
