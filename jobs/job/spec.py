@@ -256,7 +256,7 @@ def refuse_later(spec: JobSpec, verb: str) -> None:
         raise InputError(
             verb,
             seen="a verb that is not available in this version",
-            expected="train, tune, plan, recipes, report or bench",
+            expected="train, tune, plan, export, recipes, report or bench",
         )
     if verb == "tune" and spec.scale.strategy == "fsdp" and spec.tune.space is None:
         raise InputError(
