@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ NAMED_AT_MOST = 5
 CHECK_EVERY = 10
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainingLoop:
     """One attempt's loop on one worker.
 
@@ -49,48 +51,34 @@ class TrainingLoop:
         should_stop: rank 0's stop flag (a signal arrived), read once a step; with several workers before the step.
         peak_memory: `() -> bytes` for the logged rows.
         clock: the attempt's, where several loops make up one attempt.
-        sizing: the micro-batch size; None keeps the loader's until memory runs out.
-        switches: what the session has switched on; None where it has none.
+        sizing: the micro-batch size, across out-of-memory errors.
+        switches: what the session has switched on.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        *,
-        loader: BatchLoader,
-        evaluate: Callable[[int], dict[str, Any]] | None,
-        limits: LoopLimits,
-        reporter: Reporter,
-        saver: Saver,
-        should_stop: Callable[[], bool],
-        peak_memory: Callable[[], int],
-        clock: Clock | None = None,
-        sizing: MicroBatchSize | None = None,
-        switches: Switches | None = None,
-    ) -> None:
-        self.step = step
-        self.loader = loader
-        self.evaluate = evaluate
-        self.limits = limits
-        self.reporter = reporter
-        self.saver = saver
-        self.should_stop = should_stop
-        self.peak_memory = peak_memory
-        self.clock = clock or Clock()
-        sizing = sizing or MicroBatchSize(loader.micro_batch, grow_after=None)
-        self._retry = ShortageRetry(step, loader, sizing=sizing, reporter=reporter)
-        self._buffers = BufferSync(step.trainable.module, step.workers)
-        self._nonfinite = NonFinite(step.device)
+    step: TrainingStep
+    loader: BatchLoader
+    evaluate: Callable[[int], dict[str, Any]] | None
+    limits: LoopLimits
+    reporter: Reporter
+    saver: Saver
+    should_stop: Callable[[], bool]
+    peak_memory: Callable[[], int]
+    clock: Clock = field(default_factory=Clock)
+    sizing: MicroBatchSize
+    switches: Switches
+
+    def __post_init__(self) -> None:
+        self._retry = ShortageRetry(self.step, self.loader, sizing=self.sizing, reporter=self.reporter)
+        self._buffers = BufferSync(self.step.trainable.module, self.step.workers)
+        self._nonfinite = NonFinite(self.step.device)
         self._culprit = ""
         self._skipped_before = 0
         self._interval = LogInterval()
-        self._switches = switches
 
     def run(self, state: LoopState) -> LoopOutcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
         self._skipped_before = state.skipped_steps
-        if self._switches is not None:
-            self._switches.compile_seconds()  # those of probes, which ran before this attempt's clock started
+        self.switches.compile_seconds()  # those of probes, which ran before this attempt's clock started
         self._interval.since = time.perf_counter()
         while state.step < self.limits.max_steps:
             output = self._one_step(state)
@@ -177,8 +165,7 @@ class TrainingLoop:
     def _micro_batches(self, indices: np.ndarray) -> Iterator[MicroBatch]:
         """This worker's micro-batches; the seconds spent waiting for them are counted separately."""
         for micro in self._fetching.timed(self.loader.micro_batches(indices)):
-            if self._switches is not None:
-                self._switches.saw(micro.batch)
+            self.switches.saw(micro.batch)
             yield micro
 
     def _requests(self, step: int) -> list[int]:
@@ -208,11 +195,9 @@ class TrainingLoop:
 
     def _compiled(self, step: int) -> float:
         """Report the switches' events and charge the compiler's seconds since the last call, which are returned."""
-        if self._switches is None:
-            return 0.0
-        for kind, fields in self._switches.notices():
+        for kind, fields in self.switches.notices():
             self.reporter.event(kind, step=step, **fields)
-        seconds = self._switches.compile_seconds()
+        seconds = self.switches.compile_seconds()
         self.clock.add("compile", seconds)
         self._interval.since += seconds
         return seconds
@@ -231,7 +216,7 @@ class TrainingLoop:
         row = read_row(
             self.step, output, self._interval, self._nonfinite, number=state.step, epoch=self._epoch,
             skipped_before=self._skipped_before, peak_memory=self.peak_memory,
-            extra={} if self._switches is None else self._switches.metrics(),
+            extra=self.switches.metrics(),
         )  # fmt: skip
         state.final_loss = row.record.loss
         self.reporter.metrics(row.record.to_row())

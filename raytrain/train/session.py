@@ -243,9 +243,9 @@ class Session:
         if self.sizing is None:
             self.sizing = MicroBatchSize(self.loader.micro_batch, grow_after=self.job.loop.grow_after)
         return TrainingLoop(
-            self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
+            step=self.step, loader=self.loader, evaluate=self.evaluate if self.source.eval is not None else None,
             limits=self.limits(), reporter=reporter, saver=saver or NeverSaves(), should_stop=should_stop,
-            peak_memory=self.peak_memory, clock=clock, sizing=self.sizing, switches=self.switches,
+            peak_memory=self.peak_memory, clock=clock or Clock(), sizing=self.sizing, switches=self.switches,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, Any]:
