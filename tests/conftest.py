@@ -364,3 +364,30 @@ def table() -> Callable[..., Path]:
         return write_table(path, table_rows(count=count, seed=seed))
 
     return write
+
+
+# ---------------------------------------------------------------- documents of benches
+
+
+def bench_ratio(name: str, *, met: bool, goal: dict[str, Any] | None) -> dict[str, Any]:
+    """A ratio of a bench's document."""
+    return {"name": name, "median": 1.5, "low": 1.25, "high": 2.0, "values": [1.0] * 7, "goal": goal, "met": met}
+
+
+def make_bench_document(*, quick: bool = False, passed: bool = True) -> dict[str, Any]:
+    """A document of a bench with three ratios and a claim, as far as the summary reads it."""
+    least, most = {"at_least": 1.2, "at_most": None}, {"at_least": None, "at_most": 1.0}
+    ratios = [bench_ratio("a / b", met=True, goal=least), bench_ratio("c / d", met=False, goal=most),
+              bench_ratio("no goal", met=False, goal=None)]  # fmt: skip
+    claims = [{"effect": "it is\nfaster | better", "verdict": "not reproduced", "evidence": "1.01"}]
+    return {
+        "quick": quick, "gate": {"passed": passed, "checks": [{"name": "equal", "passed": passed}]},
+        "ratios": ratios if passed else [], "claims": claims if passed else [],
+        "environment": {"date": "2026-11-22T08:00:00+00:00", "cpu_model": "A CPU"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def bench_document() -> Callable[..., dict[str, Any]]:
+    """`bench_document(quick=False, passed=True)` makes the document of a bench."""
+    return make_bench_document

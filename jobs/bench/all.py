@@ -1,7 +1,7 @@
-"""Bench `all`: every bench, one after the other, and one table of what was claimed and what this machine says.
+"""Bench `all`: runs all benches and writes one table of the claims and their results on this machine.
 
-Each runs as a command of its own, so that none inherits another's memory, threads or warm caches. Its document is kept
-in a folder; one that is there already is taken as it is, so that a long measurement can be made in parts.
+Each bench is a separate command, so that none inherits the memory, threads or warm caches of another. Their documents
+are kept in a folder; a bench whose document exists is skipped, so that a long measurement can be made in parts.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ LOG_TAIL = 2000
 
 
 class AllOptions(BenchOptions):
-    """Every bench, and one table: `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
+    """All benches, and one table: `raytrain bench all [NAME.key=value ...] [key=value ...]`."""
 
     MEASURES: ClassVar[str] = "all benchmarks, and one table of claims with the figures of this machine"
     IN_ALL: ClassVar[bool] = False
     OUT: ClassVar[str | None] = "benchmarks.json"
 
-    only: list[Text] = Field([], description="these benches alone; none: all but lr")
-    skip: list[Text] = Field([], description="not these")
-    changes: list[Text] = Field([], description="NAME.key=value for single benches, also as arguments")
-    dir: Text = Field("runs/bench/all", description="folder of their documents; one that is there is not measured anew")
+    only: list[Text] = Field([], description="run these benches only; empty: all but lr")
+    skip: list[Text] = Field([], description="skip these benches")
+    changes: list[Text] = Field([], description="NAME.key=value for one bench, also as arguments")
+    dir: Text = Field("runs/bench/all", description="folder of their documents; existing documents are kept")
 
 
 def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
-    """Run the benches and gather their claims; see `AllOptions`.
+    """Run the benches and collect their claims; see `AllOptions`.
 
     Raises:
-        InputError: `only` or `changes` name something that is no bench of this kind.
+        InputError: `only`, `skip` or `changes` name an unknown bench.
     """
-    found = BenchMeasurement("all", quick, options.model_dump(), "a bench of its own")
+    found = BenchMeasurement("all", quick, options.model_dump(), "one bench")
     folder = Path(options.dir)
     names = chosen(options)
     keys = keys_by_bench(options.changes, names)
@@ -52,17 +52,17 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     for name in names:
         path = folder / f"{name}.json"
         if path.exists():
-            say(f"{name}: taken from {path}")
+            say(f"{name}: read from {path}")
         else:
             say(f"{name}: {find_benches()[name].measures}")
-            why = _measured(name, keys.get(name, []), path, quick=quick)
+            why = _run_bench(name, keys.get(name, []), path, quick=quick)
             if why:
                 found.gate(Check(name, False, why))
                 continue
         documents[name] = json.loads(path.read_text())
         gate = documents[name]["gate"]
         failed = [check["name"] for check in gate["checks"] if not check["passed"]]
-        found.gate(Check(name, gate["passed"], "; ".join(failed) if failed else "its arms compute the same thing"))
+        found.gate(Check(name, gate["passed"], "; ".join(failed) if failed else "its arms compute the same results"))
     rows = table(documents)
     found.values |= {"table": rows, "benches": documents}
     found.advice = [*markdown(rows), count_line(rows), machine_line(documents)]
@@ -70,7 +70,7 @@ def run(options: AllOptions, *, quick: bool, say: Say) -> BenchMeasurement:
 
 
 def chosen(options: AllOptions) -> list[str]:
-    """The benches to run, in the order of the list."""
+    """The benches to run, in the order of `bench --list`."""
     known = [name for name, bench in find_benches().items() if bench.options.IN_ALL]
     for name in [*options.only, *options.skip]:
         if name not in known:
@@ -89,8 +89,8 @@ def keys_by_bench(changes: Iterable[str], names: Iterable[str]) -> dict[str, lis
     return found
 
 
-def _measured(name: str, keys: list[str], path: Path, *, quick: bool) -> str:
-    """Runs one bench, which writes its document to `path`; why it could not, or ""."""
+def _run_bench(name: str, keys: list[str], path: Path, *, quick: bool) -> str:
+    """Runs one bench, which writes its document to `path`; returns the error, or ""."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "jobs", "bench", name, *keys, "--out", str(path), *(["--quick"] if quick else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -99,11 +99,11 @@ def _measured(name: str, keys: list[str], path: Path, *, quick: bool) -> str:
 
 
 def machine_line(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """When, on what and by which command: of the first document, whose parts may be older than this command."""
+    """Dates, machine and command of the documents, which may be older than this run."""
     if not documents:
         return "nothing was measured"
-    told = [document["environment"] for document in documents.values()]
-    dates = sorted(one["date"][:10] for one in told)
+    environments = [document["environment"] for document in documents.values()]
+    dates = sorted(one["date"][:10] for one in environments)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    first: dict[str, Any] = plain(told[0])
+    first: dict[str, Any] = plain(environments[0])
     return f"{when}, {first.get('cpu_model') or first.get('cpu')}, by: raytrain bench all"

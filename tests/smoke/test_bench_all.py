@@ -1,9 +1,10 @@
-"""Bench `all` with small sizes: one table of claims, and the summary that `raytrain report` writes of it."""
+"""Bench `all` with small sizes: one table of claims, and the summary that `raytrain report` writes."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,15 @@ from jobs.__main__ import main
 from jobs.bench.harness.command import bench_verb
 
 
-def document(*, quick: bool = False, passed: bool = True) -> dict[str, Any]:
-    least, most = {"at_least": 1.2, "at_most": None}, {"at_least": None, "at_most": 1.0}
-    ratios = [ratio("a / b", met=True, goal=least), ratio("c / d", met=False, goal=most),
-              ratio("no goal", met=False, goal=None)]  # fmt: skip
-    claims = [{"effect": "it is\nfaster | better", "verdict": "not reproduced", "evidence": "1.01"}]
-    return {
-        "quick": quick, "gate": {"passed": passed, "checks": [{"name": "equal", "passed": passed}]},
-        "ratios": ratios if passed else [], "claims": claims if passed else [],
-        "environment": {"date": "2026-11-22T08:00:00+00:00", "cpu_model": "A CPU"},
-    }  # fmt: skip
-
-
-def ratio(name: str, *, met: bool, goal: dict[str, Any] | None) -> dict[str, Any]:
-    return {"name": name, "median": 1.5, "low": 1.25, "high": 2.0, "values": [1.0] * 7, "goal": goal, "met": met}
-
-
-def test_small_benches_one_of_them_made_before_end_in_one_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_benches_run_now_and_an_existing_document_share_one_table(
+    tmp_path: Path, bench_document: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "loop.json").write_text(json.dumps(document()))
+    (tmp_path / "parts" / "loop.json").write_text(json.dumps(bench_document()))
     keys = ["dir=parts", 'only=["loop","checkpoint","memory"]', "checkpoint.threads=1", "memory.rows=15"]
-    assert bench_verb("all", keys, out=None, quick=True, as_json=False) == 1, "memory was asked for something wrong"
+    assert bench_verb("all", keys, out=None, quick=True, as_json=False) == 1, "memory gets an invalid key"
     made = json.loads((tmp_path / "benchmarks.json").read_text())
     checks = {check["name"]: check for check in made["gate"]["checks"]}
     assert [checks[name]["passed"] for name in ("loop", "checkpoint", "memory")] == [True, True, False]
@@ -46,9 +32,9 @@ def test_small_benches_one_of_them_made_before_end_in_one_table(
     assert set(benches) == {"loop", "checkpoint"} and benches["checkpoint"]["settings"]["threads"] == 1
     assert {row["bench"] for row in made["values"]["table"]} == {"loop", "checkpoint"}
     assert made["environment"]["versions"] and made["environment"]["cpu_model"] and made["environment"]["date"]
-    said = capsys.readouterr().out
-    assert "| bench | claim | our figure, with its 95 % interval | verdict |" in said
-    assert "| checkpoint | " in said and "2026-11-22" in said
+    printed = capsys.readouterr().out
+    assert "| bench | claim | our figure, with its 95 % interval | verdict |" in printed
+    assert "| checkpoint | " in printed and "2026-11-22" in printed
 
 
 def report(path: Path) -> Result:
@@ -57,7 +43,7 @@ def report(path: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """benchmarks.json of two real, small benches."""
+    """benchmarks.json of two benches with small sizes."""
     folder = tmp_path_factory.mktemp("summary")
     out = folder / "benchmarks.json"
     keys = [f"dir={folder / 'parts'}", 'only=["data","pinned"]', "data.threads=1"]
@@ -66,12 +52,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(text: str) -> set[float]:
-    """Every decimal number with at least three decimals, such as only a measurement has."""
+    """All numbers with at least three decimals, which only measurements have."""
     return {float(found) for found in re.findall(r"\d+\.\d{3}\b", text)}
 
 
 @pytest.mark.covers("SRC-09")
-def test_a_summary_holds_every_ratio_and_no_figure_that_is_not_in_its_json(measured: Path) -> None:
+def test_a_summary_holds_every_ratio_and_only_figures_of_its_json(measured: Path) -> None:
     done = report(measured)
     page = measured.with_suffix(".md")
     assert done.exit_code == 0 and done.stdout.strip() == str(page), done.output

@@ -1,4 +1,4 @@
-"""Benches of steps and their memory, run with small sizes in this process: what their documents hold."""
+"""Benches of training steps and memory, run with small sizes in this process: their documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jobs.bench.harness.command import bench_verb
 
 
 def run_small(folder: Path, name: str, *keys: str) -> dict[str, Any]:
-    """The document of a bench that ran small in this process; torch is left as it was."""
+    """Runs a bench with small sizes in this process; returns its document. torch's threads must be restored."""
     out = folder / f"{name}.json"
     threads = torch.get_num_threads()
     code = bench_verb(name, [*keys, "threads=1"], out=str(out), quick=True, as_json=False)
@@ -29,12 +29,12 @@ def run_small(folder: Path, name: str, *keys: str) -> dict[str, Any]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`bench(name, *keys)` runs it small and returns the document."""
+    """`bench(name, *keys)` runs a bench with small sizes and returns its document."""
     return partial(run_small, tmp_path)
 
 
 def check_consistent(document: dict[str, Any]) -> None:
-    """Every ratio follows from the raw values beside it, and every interval holds its median."""
+    """Checks that ratios follow from the raw values, and that intervals contain their median."""
     assert document["quick"] and document["arms"] and document["ratios"]
     for arm in document["arms"].values():
         assert len(arm["values"]) == document["settings"]["blocks"]
@@ -48,7 +48,7 @@ def check_consistent(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.covers("PERF-26", "PERF-27", "TEST-05")
-def test_precision_compares_full_steps_and_the_bytes_kept_for_backward(bench: Callable[..., Any]) -> None:
+def test_precision_compares_full_steps_and_the_bytes_saved_for_backward(bench: Callable[..., Any]) -> None:
     document = bench("precision")
     models = document["values"]["models"]
     assert set(models) == {"mlp 16", "mlp 32", "gpt"}
@@ -64,7 +64,7 @@ def test_precision_compares_full_steps_and_the_bytes_kept_for_backward(bench: Ca
     for row in models.values():
         assert row["auto"]["value"] in ("fp32", "bf16") and row["auto"]["reason"]
         kept = row["saved_for_backward"]
-        assert kept["bf16"]["per_row"] < 0.8 * kept["fp32"]["per_row"], "half the bytes, but for what stays fp32"
+        assert kept["bf16"]["per_row"] < 0.8 * kept["fp32"]["per_row"], "half the bytes, except for what stays fp32"
         assert kept["fp32"]["total"] > kept["fp32"]["per_row"]
     assert document["values"]["matrix_units"] in ("AMX", "AVX512-bf16", "neither")
     even = document["values"]["break_even_width"]
@@ -72,17 +72,17 @@ def test_precision_compares_full_steps_and_the_bytes_kept_for_backward(bench: Ca
 
 
 @pytest.mark.covers("MEM-13", "PERF-06")
-def test_bf16_keeps_at_best_half_the_bytes_for_backward_and_the_ratio_is_reported(bench: Callable[..., Any]) -> None:
+def test_bf16_saves_at_least_half_the_bytes_for_backward_and_the_ratio_is_reported(bench: Callable[..., Any]) -> None:
     document = bench("precision", "widths=[32]", "blocks=1")
     ratios = document["values"]["saved_bytes_ratio"]
     for model, row in document["values"]["models"].items():
         kept = row["saved_for_backward"]
         assert ratios["per_row"][model] == kept["bf16"]["per_row"] / kept["fp32"]["per_row"]
-        assert 0.5 <= ratios["per_row"][model] < 0.8, "the promised half is a bound: what stays fp32 keeps its size"
+        assert 0.5 <= ratios["per_row"][model] < 0.8, "a half is the bound, because some tensors stay fp32"
     assert sum("fewer bytes of activations" in claim["effect"] for claim in document["claims"]) == 2
 
 
-def test_errors_for_want_of_memory_are_priced_against_the_same_steps_without(bench: Callable[..., Any]) -> None:
+def test_out_of_memory_errors_are_compared_with_the_same_steps_without(bench: Callable[..., Any]) -> None:
     document = bench("oom")
     values, (ratio,) = document["values"], document["ratios"]
     steps = [error["step"] for error in values["errors"]]
@@ -90,8 +90,8 @@ def test_errors_for_want_of_memory_are_priced_against_the_same_steps_without(ben
     assert ratio["values"][0] == values["seconds"]["errors"][steps[0] - 1] / values["seconds"]["clean"][steps[0] - 1]
     assert 1 in values["micro_batch_sizes"] and 2 in values["micro_batch_sizes"], "halved, and grown back"
     assert [check["name"] for check in document["gate"]["checks"]] == [
-        "each error is one event on record",
-        "weights are those of the undisturbed run",
+        "each error is recorded as one event",
+        "weights equal those of the run without errors",
         "both ranks hold the same weights",
     ]
 
@@ -101,7 +101,7 @@ def test_checkpoint_stalls_of_both_kinds_and_the_same_bytes(bench: Callable[...,
     document = bench("checkpoint", f"dir={tmp_path / 'disk'}")
     (name,) = document["values"]["models"]
     row = document["values"]["models"][name]
-    # weights and two moments in fp32, and a little beside
+    # weights and two moments in fp32, and some metadata
     assert 12 * row["parameters"] <= row["checkpoint_bytes"] < 13 * row["parameters"] + 50_000
     assert row["staged_bytes"] >= 12 * row["parameters"]
     stalls = {kind: document["arms"][f"{name}, {kind}"]["median"] for kind in ("asynchronous", "synchronous")}
@@ -110,15 +110,15 @@ def test_checkpoint_stalls_of_both_kinds_and_the_same_bytes(bench: Callable[...,
     assert ratio["goal"]["at_most"] == 0.25 and ratio["met"] == (ratio["median"] <= 0.25)
     assert all(seconds > 0 for kind in row["write_s"].values() for seconds in kind)
     assert 0 < row["share_of_budget"] <= 1 and row["interval_steps"] >= 1
-    assert not list((tmp_path / "disk").iterdir()), "a bench leaves no checkpoint behind"
+    assert not list((tmp_path / "disk").iterdir()), "the bench removes its checkpoints"
 
 
 @pytest.mark.covers("PERF-07", "MEM-12", "TEST-04")
 def test_accumulation_lowers_the_peak_of_the_same_step(bench: Callable[..., Any]) -> None:
-    """Above a floor that holds torch and its libraries' workspaces; beside it blocks computed again, and bf16."""
+    """Above a floor with torch and the workspaces of its libraries; also activation checkpointing, and bf16."""
     document = bench("memory", "rows=16", "accumulation=4")
     (small, large, again, half) = document["values"]["processes"]
-    assert (again, half) == ("blocks computed again", "bf16")
+    assert (again, half) == ("activation checkpointing", "bf16")
     (ratio, recomputed, _) = document["ratios"]
     assert recomputed["median"] < 0.95 and document["values"]["processes"][again][0]["losses"] == pytest.approx(
         document["values"]["processes"][large][0]["losses"], rel=1e-6
@@ -143,7 +143,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.covers("ATTN-07", "FUT-09")
-def test_fused_attention_takes_memory_by_length_and_written_out_by_its_square(attention: dict[str, Any]) -> None:
+def test_fused_attention_needs_linear_memory_and_written_out_attention_quadratic(attention: dict[str, Any]) -> None:
     bytes_of = attention["values"]["peak_bytes"]
     assert bytes_of[NO_MASK]["shape"] == "linear" and bytes_of[BUILT]["shape"] == "quadratic"
     assert bytes_of[NO_MASK]["r2"]["linear"] > 0.999 < bytes_of[BUILT]["r2"]["quadratic"]
@@ -151,7 +151,7 @@ def test_fused_attention_takes_memory_by_length_and_written_out_by_its_square(at
 
 
 @pytest.mark.covers("TEST-03", "PERF-24")
-def test_masks_are_timed_built_kept_and_not_made(attention: dict[str, Any]) -> None:
+def test_attention_is_timed_with_built_masks_cached_masks_and_no_mask(attention: dict[str, Any]) -> None:
     document = attention
     assert {BUILT, KEPT, NO_MASK, "sliding window"} <= set(document["arms"])
     names = [ratio["name"] for ratio in document["ratios"]]
@@ -162,7 +162,7 @@ def test_masks_are_timed_built_kept_and_not_made(attention: dict[str, Any]) -> N
 
 
 @pytest.mark.covers("TEST-02", "PERF-29")
-def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilers_seconds_apart(bench: Callable[..., Any]) -> None:
+def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilation_separately(bench: Callable[..., Any]) -> None:
     document = bench("compile")
     assert set(document["arms"]) == {"eager", "default", "defaults", "optim.fused false", "reference"}
     status = document["values"]["default"]
@@ -176,7 +176,7 @@ def test_compiled_and_eager_steps_are_timed_in_turn_and_the_compilers_seconds_ap
     assert ratio["values"] == [a / b for a, b in pairs]
 
 
-def test_the_search_is_held_against_the_grid_and_against_doubling(bench: Callable[..., Any]) -> None:
+def test_the_search_is_compared_with_the_grid_and_with_doubling(bench: Callable[..., Any]) -> None:
     document = bench("tune")
     sizes = [1, 2, 4, 8, 16]
     for name in ("gpt 32", "gpt 16"):

@@ -1,8 +1,8 @@
-"""Bench `attention`: what a causal mask costs, built anew, kept, and not made at all; and memory by length.
+"""Bench `attention`: time and memory of causal attention with a mask built per call, a cached mask, and no mask.
 
-Ways of the same attention: written out with a mask (built in each call, or kept), torch's fused attention with a mask
-(built, or kept) and with `is_causal`, which makes none. A sliding window is another attention, timed beside them.
-Bytes are counted by torch's profiler: every allocation of one forward and backward pass, and the most at a time.
+Variants of the same attention: explicit softmax attention with a mask (built in each call, or cached), torch's fused
+attention with a mask (built, or cached) and with `is_causal`, which needs none. Sliding-window attention is timed too.
+torch's profiler reports every allocation of a forward and backward pass; the peak is computed from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate, compare
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Say, alternate
 from jobs.bench.harness.options import BenchOptions
 
 if TYPE_CHECKING:
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
     from raytrain.models.attention import MaskCache
 
-Way = Callable[..., Any]
+Attention = Callable[..., Any]
 """(queries, keys, values) -> outputs of attention."""
 BUILT, KEPT = "written out, mask built", "written out, mask kept"
 FUSED_BUILT, FUSED_KEPT, NONE = "fused, mask built", "fused, mask kept", "fused, no mask"
-#: fp32 sums in another order.
+#: fp32 sums in a different order.
 TOLERANCE = 1e-4
-#: A straight line through bytes by length fits this well, and a parabola's curvature counts from there.
+#: R2 from which bytes count as linear in the length.
 STRAIGHT = 0.999
-#: What a mask cache is commonly promised to gain of a forward pass, and to need.
+#: Commonly claimed gain of a forward pass from a mask cache, and its size.
 PROMISED_GAIN, PROMISED_BYTES = 1.05, 2**20
 
 
 class AttentionOptions(BenchOptions):
-    """Causal attention with and without masks: time of each way, and peak bytes by length."""
+    """Causal attention with and without masks: time of each variant, and peak bytes by length."""
 
     MEASURES: ClassVar[str] = (
         "attention masks: built, cached or none (is_causal); a sliding window; peak memory by length"
@@ -48,7 +48,7 @@ class AttentionOptions(BenchOptions):
         "blocks": 3, "block_s": 0.0,
     }  # fmt: skip
 
-    layers: Count = Field(4, description="of the stack of attention layers that is timed, forward only")
+    layers: Count = Field(4, description="attention layers of one timed forward pass")
     width: Count = Field(256, description="of a token")
     heads: Count = Field(4, description="of each layer")
     length: Count = Field(512, description="tokens of a row")
@@ -56,30 +56,30 @@ class AttentionOptions(BenchOptions):
     window: Count = Field(64, description="tokens that a sliding window sees")
     lengths: list[Count] = Field(
         [1024, 1536, 2048, 3072, 4096],
-        description="of one row, whose peak bytes are counted; below torch's kernel takes other tiles",
+        description="lengths of one row at which peak bytes are counted; torch's kernel uses other tiles below 1024",
     )
     block_s: float = Field(0.25, ge=0, description="seconds that one block should take")
 
 
 def run(options: AttentionOptions, *, quick: bool, say: Say) -> BenchMeasurement:
-    """Measure each way; see `AttentionOptions`."""
+    """Measure each variant; see `AttentionOptions`."""
     from jobs.bench.harness.sessions import restored_threads
     from raytrain.models.attention import MaskCache, windowed_attention
 
     found = BenchMeasurement("attention", quick, options.model_dump(), "seconds of one forward pass through the layers")
     with restored_threads(None if options.threads == "auto" else options.threads):
         cache = MaskCache()
-        ways = _ways(cache)
-        heads = _drawn(options, rows=options.rows, length=options.length)
+        ways = _variants(cache)
+        heads = _draw_heads(options, rows=options.rows, length=options.length)
         _gate(found, ways, heads)
-        window: Way = partial(windowed_attention, window=options.window, masks=MaskCache())
+        window: Attention = partial(windowed_attention, window=options.window, masks=MaskCache())
         _time(found, options, {**ways, "sliding window": window}, heads, say)
         _bytes(found, options, {BUILT: ways[BUILT], NONE: ways[NONE], "sliding window": window}, say)
     _claims(found, options, cache)
     return found
 
 
-def _drawn(options: AttentionOptions, *, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_heads(options: AttentionOptions, *, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     import torch
 
     draw = torch.Generator().manual_seed(options.seed)
@@ -88,7 +88,7 @@ def _drawn(options: AttentionOptions, *, rows: int, length: int) -> tuple[Tensor
     return q, k, v
 
 
-def _ways(cache: MaskCache) -> dict[str, Way]:
+def _variants(cache: MaskCache) -> dict[str, Attention]:
     import torch
     import torch.nn.functional as F
 
@@ -117,26 +117,23 @@ def _mask(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def _gate(found: BenchMeasurement, ways: dict[str, Way], heads: tuple[Tensor, Tensor, Tensor]) -> None:
+def _gate(found: BenchMeasurement, ways: dict[str, Attention], heads: tuple[Tensor, Tensor, Tensor]) -> None:
     import torch
 
     with torch.no_grad():
         expected = ways[BUILT](*heads)
         for name, way in ways.items():
             worst = float((way(*heads) - expected).abs().max())
-            found.gate(Check(f"{name}: the same attention", worst <= TOLERANCE, f"largest difference {worst:.3g}"))
+            found.gate(Check(f"{name}: the same outputs", worst <= TOLERANCE, f"largest difference {worst:.3g}"))
 
 
 def _time(
-    found: BenchMeasurement,
-    options: AttentionOptions,
-    ways: dict[str, Way],
-    heads: tuple[Tensor, Tensor, Tensor],
-    say: Say,
-) -> None:
+    found: BenchMeasurement, options: AttentionOptions, ways: dict[str, Attention],
+    heads: tuple[Tensor, Tensor, Tensor], say: Say,
+) -> None:  # fmt: skip
     import torch
 
-    def forward(way: Way, times: int) -> float:
+    def forward(way: Attention, times: int) -> float:
         began = time.perf_counter()
         with torch.no_grad():
             for _ in range(times * options.layers):
@@ -145,20 +142,20 @@ def _time(
 
     once = max(forward(way, 1) for way in ways.values())
     times = max(1, round(options.block_s / once))
-    say(f"{len(ways)} ways of attention, {times} passes a block")
+    say(f"{len(ways)} variants of attention, {times} passes a block")
     found.arms = alternate({name: partial(forward, way, times) for name, way in ways.items()}, blocks=options.blocks)
     pairs = ((BUILT, KEPT), (FUSED_BUILT, FUSED_KEPT), (FUSED_KEPT, NONE), (BUILT, NONE), (NONE, "sliding window"))
     for of, to in pairs:
-        found.ratios.append(compare(found.arms, of=of, to=to, name=f"{of} / {to}"))
+        found.compare(found.arms, of=of, to=to)
 
 
 # -- bytes ----------------------------------------------------------------------------------------
 
 
-def _bytes(found: BenchMeasurement, options: AttentionOptions, ways: dict[str, Way], say: Say) -> None:
+def _bytes(found: BenchMeasurement, options: AttentionOptions, ways: dict[str, Attention], say: Say) -> None:
     say(f"bytes at lengths {', '.join(map(str, options.lengths))}")
     peaks = {
-        name: [peak_bytes(way, _drawn(options, rows=1, length=length)) for length in options.lengths]
+        name: [peak_bytes(way, _draw_heads(options, rows=1, length=length)) for length in options.lengths]
         for name, way in ways.items()
     }
     found.values["peak_bytes"] = {
@@ -167,8 +164,8 @@ def _bytes(found: BenchMeasurement, options: AttentionOptions, ways: dict[str, W
     }
 
 
-def peak_bytes(way: Way, heads: tuple[Tensor, Tensor, Tensor]) -> int:
-    """The most bytes that one forward and backward pass holds at a time, beyond its inputs."""
+def peak_bytes(way: Attention, heads: tuple[Tensor, Tensor, Tensor]) -> int:
+    """The most bytes that a forward and backward pass allocates at a time, without its inputs."""
     import torch
 
     for tensor in heads:
@@ -185,7 +182,7 @@ def peak_bytes(way: Way, heads: tuple[Tensor, Tensor, Tensor]) -> int:
 
 
 def shape_of(lengths: list[int], values: list[int]) -> dict[str, Any]:
-    """How bytes grow with the length: the power of it, and how well a line and a parabola without one fit."""
+    """How bytes grow with the length: the exponent of a power law, and R2 of a linear and of a quadratic fit."""
     n, y = np.asarray(lengths, dtype=np.float64), np.asarray(values, dtype=np.float64)
     power = float(np.polyfit(np.log(n), np.log(y), 1)[0]) if len(n) > 1 else math.nan
     spread = float(((y - y.mean()) ** 2).sum()) or 1.0
@@ -206,17 +203,15 @@ def _claims(found: BenchMeasurement, options: AttentionOptions, cache: MaskCache
     ratios = {ratio.name: ratio for ratio in found.ratios}
     gain, fused = ratios[f"{BUILT} / {KEPT}"], ratios[f"{FUSED_BUILT} / {FUSED_KEPT}"]
     found.values["mask_cache"] = MaskCache.total([cache])
-    interval = f"{gain.median:.3f} [{gain.low:.3f}, {gain.high:.3f}]"
     found.claim(
         f"keeping masks saves at least {PROMISED_GAIN - 1:.0%} of the forward pass of attention",
         gain.low >= PROMISED_GAIN,
-        f"written out {interval}, fused {fused.median:.3f}; of attention alone, of a whole model less",
+        f"written out {gain}, fused {fused.median:.3f}; of attention alone, of a whole model less",
     )
     none, kept = ratios[f"{BUILT} / {NONE}"], ratios[f"{FUSED_KEPT} / {NONE}"]
     found.claim(
-        "no mask at all (is_causal) beats a kept one", kept.low > 1,
-        f"{kept.median:.2f} [{kept.low:.2f}, {kept.high:.2f}] against the fused one with a kept mask, "
-        f"{none.median:.2f} against the written-out one",
+        "no mask (is_causal) is faster than a kept one", kept.low > 1,
+        f"{kept:.2f} against the fused variant with a kept mask, {none.median:.2f} against the written-out one",
     )  # fmt: skip
     one = _mask(options.length).nbytes
     found.claim(

@@ -1,5 +1,5 @@
-"""Bench `clone`: three habits and what they cost: a clone of each batch, a move of what is in place, and reading the
-data set in the training process."""
+"""Bench `clone`: the cost of three habits: cloning each batch, moving tensors that are already on the device, and
+reading the dataset in the training process."""
 
 from __future__ import annotations
 
@@ -14,27 +14,19 @@ from pydantic import Field
 
 from cluster.config import Count, NonNegative
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import (
-    BenchMeasurement,
-    Check,
-    Goal,
-    Say,
-    alternate,
-    compare,
-    equal_series,
-    median_interval,
-)
+from jobs.bench.harness.inputs import draw_rows
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, equal_series, median_interval
 from jobs.bench.harness.options import BenchOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Part of the time of reading that one process should hide.
+#: Fraction of the reading time that one loader process should hide.
 HIDDEN = Goal(at_least=0.6)
 
 
 class CloneOptions(BenchOptions):
-    """What cloning each batch, moving what is in place, and reading in the training process cost."""
+    """The cost of cloning each batch, of redundant moves to the device, and of reading in the training process."""
 
     MEASURES: ClassVar[str] = (
         "cost of cloning batches, of redundant device moves, and of reading in the training process"
@@ -45,57 +37,54 @@ class CloneOptions(BenchOptions):
     }  # fmt: skip
 
     blocks: Count = Field(15, description="repetitions that are kept; each runs one block of every arm")
-    rows: Count = Field(4096, description="of the set, kept in memory")
+    rows: Count = Field(4096, description="of the dataset, kept in memory")
     batch: Count = Field(256, description="rows of a step")
-    values: Count = Field(2048, description="numbers of a row")
-    hidden: Count = Field(16, description="width of the perceptron that is trained")
+    values: Count = Field(2048, description="features of a row")
+    hidden: Count = Field(16, description="width of the trained perceptron")
     block_steps: Count = Field(32, description="steps of one block")
-    calls: Count = Field(5000, description="moves of one batch that are timed together")
-    transform_ms: NonNegative = Field(5.0, description="what an item of the loader's dataset computes, alone")
-    load_batch: Count = Field(8, description="rows of a step of the loader's part")
-    load_batches: Count = Field(24, description="steps of one of its blocks")
-    load_blocks: Count = Field(11, description="repetitions of it that are kept")
+    calls: Count = Field(5000, description="moves of one batch in one timed block")
+    transform_ms: NonNegative = Field(5.0, description="computation for an item of the loader's dataset")
+    load_batch: Count = Field(8, description="rows of a step when loaders are measured")
+    load_batches: Count = Field(24, description="steps of one block when loaders are measured")
+    load_blocks: Count = Field(11, description="repetitions that are kept when loaders are measured")
 
 
 def run(options: CloneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
-    """Measure the three apart; see `CloneOptions`."""
+    """Measure the three habits one by one; see `CloneOptions`."""
     from jobs.bench.harness.sessions import restored_threads
 
     found = BenchMeasurement("clone", quick, options.model_dump(), "seconds of one block")
     with restored_threads(options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus - 1)):
-        say("a clone of each batch, and a move of what is in place")
-        _clones(options, found)
-        _moves(options, found)
-        say("one process that reads beside training")
-        _loader(options, found)
+        say("cloned batches, and redundant moves")
+        _measure_clones(options, found)
+        _measure_moves(options, found)
+        say("one loader process")
+        _measure_loader(options, found)
     return found
 
 
 # -- clones ---------------------------------------------------------------------------------------
 
 
-def _clones(options: CloneOptions, found: BenchMeasurement) -> None:
-    """The set is larger than the caches, and a light model reads each row little more than once: who touches the rows
-    first waits for memory. A clone does so in order, and leaves the step its rows in the cache (measured on one thread:
-    1.12 ms a step as they are; 0.12 of clone and 0.98 of step), so that not cloning need not be faster here.
+def _measure_clones(options: CloneOptions, found: BenchMeasurement) -> None:
+    """The dataset is larger than the caches, and a small model reads each row about once, so that the first access to
+    the rows waits for memory. A clone reads them sequentially and leaves them in the cache for the step (measured on
+    one thread: 1.12 ms a step without a clone; with one, 0.12 for the clone and 0.98 for the step). Not cloning is
+    therefore not necessarily faster here.
     """
     import torch
 
     from jobs.bench.data.data_arms import CLASSES, Perceptron
     from raytrain.data.transfer import to_device
 
-    draw = torch.Generator().manual_seed(options.seed)
-    rows = {
-        "x": torch.randn(options.rows, options.values, generator=draw),
-        "labels": torch.randint(CLASSES, (options.rows,), generator=draw),
-    }
+    rows = draw_rows(options.rows, options.values, classes=CLASSES, seed=options.seed)
     batches = [{n: column[at : at + options.batch] for n, column in rows.items()}
                for at in range(0, options.rows, options.batch)]  # fmt: skip
     models = {name: Perceptron(options.values, options.hidden, seed=options.seed, device=torch.device("cpu"))
-              for name in ("cloned", "as they are", "always moved")}  # fmt: skip
+              for name in ("cloned", "not cloned", "always moved")}  # fmt: skip
     ways: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
         "cloned": lambda batch: {name: tensor.clone() for name, tensor in batch.items()},
-        "as they are": lambda batch: to_device(batch, "cpu"),
+        "not cloned": lambda batch: to_device(batch, "cpu"),
         "always moved": lambda batch: {name: tensor.to("cpu") for name, tensor in batch.items()},
     }
 
@@ -109,27 +98,24 @@ def _clones(options: CloneOptions, found: BenchMeasurement) -> None:
     found.arms |= {f"batches {name}": values for name, values in times.items()}
     losses = {name: [float(loss) for loss in model.losses] for name, model in models.items()}
     for name in ("cloned", "always moved"):
-        found.gate(equal_series(f"batches {name} give the losses of batches as they are", losses[name],
-                                losses["as they are"]))  # fmt: skip
-    clone = compare(times, of="cloned", to="as they are", name="cloned / as they are")
-    check = compare(times, of="always moved", to="as they are", name="always moved / looked at first")
-    found.ratios += [clone, check]
+        found.gate(equal_series(f"batches {name}: the losses are unchanged", losses[name], losses["not cloned"]))
+    clone = found.compare(times, of="cloned", to="not cloned")
+    check = found.compare(times, of="always moved", to="not cloned", name="always moved / device checked first")
     megabytes = options.batch * options.values * 4 / 1e6
     found.claim("batches that are not cloned train 1.2 to 1.3 times as fast", clone.low >= 1.2,
-                f"{clone.median:.3f} [{clone.low:.3f}, {clone.high:.3f}] with a light model and {megabytes:.1f} MB "
-                "a batch")  # fmt: skip
-    found.claim("looking before a move makes a step 1.1 to 1.2 times as fast", check.low >= 1.1,
-                f"{check.median:.3f} [{check.low:.3f}, {check.high:.3f}]: torch looks itself")  # fmt: skip
+                f"{clone} with a small model and {megabytes:.1f} MB a batch")  # fmt: skip
+    found.claim("checking the device before a move makes a step 1.1 to 1.2 times as fast", check.low >= 1.1,
+                f"{check}: torch checks it too")  # fmt: skip
 
 
-def _moves(options: CloneOptions, found: BenchMeasurement) -> None:
+def _measure_moves(options: CloneOptions, found: BenchMeasurement) -> None:
     import torch
 
     from raytrain.data.transfer import to_device
 
     batch = {name: torch.zeros(options.batch, 4) for name in "abcdefgh"}
 
-    def looked() -> float:
+    def checked() -> float:
         begin = time.perf_counter()
         for _ in range(options.calls):
             to_device(batch, "cpu")
@@ -142,7 +128,7 @@ def _moves(options: CloneOptions, found: BenchMeasurement) -> None:
                 tensor.to("cpu")
         return (time.perf_counter() - begin) / options.calls / len(batch)
 
-    times = alternate({"looked at": looked, "moved": moved}, blocks=max(3, options.blocks // 3))
+    times = alternate({"checked": checked, "moved": moved}, blocks=max(3, options.blocks // 3))
     found.values["microseconds_per_tensor"] = {
         name: 1e6 * median_interval(values).median for name, values in times.items()
     }
@@ -151,11 +137,11 @@ def _moves(options: CloneOptions, found: BenchMeasurement) -> None:
 # -- the loader -----------------------------------------------------------------------------------
 
 
-class Worked:
-    """A dataset whose items compute in Python, `turns` of a loop each: the interpreter is not given up meanwhile."""
+class ComputedItems:
+    """A dataset whose items each run `rounds` iterations of a Python loop, which holds the interpreter lock."""
 
-    def __init__(self, rows: int, *, turns: int) -> None:
-        self.rows, self.turns = rows, turns
+    def __init__(self, rows: int, *, rounds: int) -> None:
+        self.rows, self.rounds = rows, rounds
 
     def __len__(self) -> int:
         return self.rows
@@ -165,26 +151,26 @@ class Worked:
 
         from jobs.bench.data.data_arms import CLASSES
 
-        _count(self.turns)
+        _count(self.rounds)
         return {"x": torch.full((4,), float(index)), "labels": index % CLASSES}
 
 
-def _count(turns: int) -> None:
+def _count(rounds: int) -> None:
     value = 0.0
-    for _ in range(turns):
+    for _ in range(rounds):
         value += 1.0
 
 
-def _multiply(turns: int) -> None:
+def _multiply(rounds: int) -> None:
     import torch
 
     left, right = torch.ones(64, 64), torch.ones(64, 64)
-    for _ in range(turns):
+    for _ in range(rounds):
         torch.mm(left, right)
 
 
-def turns_for(work: Callable[[int], None], seconds: float) -> int:
-    """So many turns of `work` take `seconds` on a core that nobody else uses (the fastest of several trials)."""
+def rounds_for(work: Callable[[int], None], seconds: float) -> int:
+    """The number of rounds of `work` that take `seconds` on an idle core (from the fastest of several trials)."""
     trial = 1000
     fastest = math.inf
     for _ in range(20):
@@ -195,7 +181,7 @@ def turns_for(work: Callable[[int], None], seconds: float) -> int:
 
 
 class _BlockSeconds(NamedTuple):
-    """Seconds of a block: waiting for its first batch, waiting for the others, and in its steps but the first."""
+    """Seconds of a block: waiting for the first batch, waiting for the others, and in all steps except the first."""
 
     first: float
     waiting: float
@@ -203,15 +189,15 @@ class _BlockSeconds(NamedTuple):
 
     @property
     def steady(self) -> float:
-        """All but what comes before the first step, and that step: what goes on for as long as training does."""
+        """Without the wait for the first batch and the first step."""
         return self.waiting + self.stepping
 
 
-def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
-    """Steps of as much work as the reading of their batch, so that all of it could be hidden where two cores are free.
+def _measure_loader(options: CloneOptions, found: BenchMeasurement) -> None:
+    """A step takes as long as reading its batch, so that with two free cores all reading could be hidden.
 
-    Both are a fixed amount of work, not a time to pass: what the processes take from each other shows. The process is
-    started once, as in training, and its start is told apart; so is the first batch of a block, which nothing hides.
+    Both are a fixed amount of work, not a sleep, so that contention between the processes shows. The process is started
+    once, as in training; its start-up is reported separately, like the first batch of a block, which cannot be hidden.
     """
     import torch
 
@@ -221,8 +207,9 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
     from raytrain.train.loader import BatchLoader
 
     seconds = options.transform_ms / 1e3
-    split = DatasetSplit(Worked(options.load_batch * options.load_batches, turns=turns_for(_count, seconds)))
-    step = [turns_for(_multiply, seconds * options.load_batch)]
+    items = ComputedItems(options.load_batch * options.load_batches, rounds=rounds_for(_count, seconds))
+    split = DatasetSplit(items)
+    step = [rounds_for(_multiply, seconds * options.load_batch)]
     seen: dict[str, list[list[float]]] = {"0 processes": [], "1 process": []}
     spent: dict[str, list[_BlockSeconds]] = {name: [] for name in seen}
     begin = time.perf_counter()
@@ -251,7 +238,7 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
 
     block("0 processes")
     alone = spent["0 processes"].pop()
-    step[0] = max(1, round(step[0] * alone.waiting / alone.stepping))  # as it is among all else that a step does
+    step[0] = max(1, round(step[0] * alone.waiting / alone.stepping))  # calibrated inside the loop
     seen["0 processes"].clear()
     times = alternate({name: partial(block, name) for name in seen}, blocks=options.load_blocks)
     for loader in loaders.values():
@@ -259,14 +246,14 @@ def _loader(options: CloneOptions, found: BenchMeasurement) -> None:
     same = seen["0 processes"] == seen["1 process"]
     found.gate(Check("one process reads the rows in the same order", same, f"{len(seen['1 process'])} batches"))
     found.arms |= {f"data set read in {name}": values for name, values in times.items()}
-    _note_hidden(found, options, {name: values[-options.load_blocks :] for name, values in spent.items()}, started)
-    found.ratios.append(compare(times, of="0 processes", to="1 process", name="0 processes / 1 process that reads"))
+    _add_hidden(found, options, {name: values[-options.load_blocks :] for name, values in spent.items()}, started)
+    found.compare(times, of="0 processes", to="1 process", name="0 processes / 1 process that reads")
 
 
-def _note_hidden(
+def _add_hidden(
     found: BenchMeasurement, options: CloneOptions, kept: dict[str, list[_BlockSeconds]], started: float
 ) -> None:
-    """How much of the time of reading one process hides."""
+    """Add the fraction of the reading time that one process hides."""
     pairs = list(zip(kept["0 processes"], kept["1 process"], strict=True))
     hidden = [(a.steady - b.steady) / a.waiting for a, b in pairs]
     middle = median_interval(hidden)
@@ -277,5 +264,4 @@ def _note_hidden(
         "steps_longer_by": median_interval([b.stepping / a.stepping - 1 for a, b in pairs]).median,
     }  # fmt: skip
     found.claim("one process hides at least 60 % of the reading", HIDDEN.met(middle.median) and middle.low > 0,
-                f"{middle.median:.0%} [{middle.low:.0%}, {middle.high:.0%}] of {options.transform_ms:g} ms an item, "
-                "with steps of as much work as their reading")  # fmt: skip
+                f"{middle:.0%} of {options.transform_ms:g} ms an item, with steps as long as the reading")  # fmt: skip

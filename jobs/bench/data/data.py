@@ -1,8 +1,7 @@
 """Bench `data`: rows converted once and kept on the device, against converting, cloning and copying them each epoch.
 
-Both arms train the same perceptron on the same JSON annotations in the same order. Conversion, clone, copy, the check
-whether a move is needed, and the model are timed apart; the total of an arm is what the clock says, and must be the sum
-of its parts.
+Both arms train the same perceptron on the same JSON annotations in the same order. Conversion, clone, copy, the device
+check and the model are timed separately; the sum of these parts must equal the wall time of the arm.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from cluster.config import Count
-from cluster.devices.inventory import local_inventory
 from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, equal_series
 from jobs.bench.harness.options import BenchOptions
 
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
 
 GOAL = Goal(at_least=4.2)
 OLD, NEW = "clone and copy", "resident"
-#: What the clock says of an arm beyond the sum of its parts, at most.
-UNTOLD = 0.02
+#: Largest fraction of an arm's wall time that no part accounts for.
+UNACCOUNTED = 0.02
 
 
 class DataOptions(BenchOptions):
-    """Rows converted once and kept, against converting, cloning and copying them in every epoch."""
+    """Rows converted once and kept on the device, against converting, cloning and copying them in every epoch."""
 
     MEASURES: ClassVar[str] = (
         "rows converted once and kept on the device, against converting, cloning and copying every epoch"
@@ -39,10 +37,10 @@ class DataOptions(BenchOptions):
     QUICK: ClassVar[dict[str, Any]] = {"rows": 64, "batch": 16, "values": 64, "blocks": 2, "epochs": 3}
 
     blocks: Count = Field(5, description="repetitions that are kept; each trains both arms from the start")
-    rows: Count = Field(2048, description="annotations of the set")
+    rows: Count = Field(2048, description="annotations of the dataset")
     batch: Count = Field(128, description="rows of a step")
-    values: Count = Field(2048, description="numbers of an annotation, as JSON text")
-    hidden: Count = Field(16, description="width of the perceptron that is trained")
+    values: Count = Field(2048, description="features of an annotation, as JSON text")
+    hidden: Count = Field(16, description="width of the trained perceptron")
     epochs: Count = Field(5, description="of each arm")
 
 
@@ -55,7 +53,7 @@ def run(options: DataOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     block = f"seconds of {options.epochs} epochs, preparation included"
     found = BenchMeasurement("data", quick, options.model_dump(), block)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    with restored_threads(options.threads if isinstance(options.threads, int) else local_inventory().cpus):
+    with restored_threads(options.thread_count):
         _measure(options, found, device, say)
     return found
 
@@ -85,24 +83,23 @@ def _measure(options: DataOptions, found: BenchMeasurement, device: torch.device
         return wall
 
     say(f"{options.blocks} times {options.epochs} epochs of each arm on {device.type}")
-    turns = {name: partial(block, name) for name in spent}
-    walls = alternate(turns, blocks=options.blocks)
+    walls = alternate({name: partial(block, name) for name in spent}, blocks=options.blocks)
     kept = {name: seconds[-options.blocks :] for name, seconds in spent.items()}
     found.arms |= walls
     found.gate(equal_series("both arms have the same losses", losses[NEW], losses[OLD]))
     once, each = len(data), len(data) * options.epochs
     detail = f"{converted[NEW]} against {converted[OLD]} conversions of {len(data)} annotations"
-    found.gate(Check("converted once, against once an epoch", _near(converted, once, each), detail))
+    found.gate(Check("converted once, against once an epoch", _converted_once(converted, once, each), detail))
     for name, seconds in kept.items():
         worst = max(abs(wall - one.total) / wall for wall, one in zip(walls[name], seconds, strict=True))
-        allowed = UNTOLD if not found.quick else 1.0
+        allowed = UNACCOUNTED if not found.quick else 1.0
         found.gate(Check(f"{name}: the total is the sum of its parts", worst <= allowed, f"within {worst:.2%}"))
     _ratios(found, walls, kept)
     _values(found, kept, say)
 
 
-def _near(converted: dict[str, int], once: int, each: int) -> bool:
-    """The first item is asked for a few times more, for its size."""
+def _converted_once(converted: dict[str, int], once: int, each: int) -> bool:
+    """The resident arm reads the first item a few more times, to determine its size."""
     return once <= converted[NEW] <= once + 8 and converted[OLD] == each
 
 
@@ -123,20 +120,19 @@ def _ratios(found: BenchMeasurement, walls: dict[str, list[float]], kept: dict[s
         total, first, compare(epoch(0, prepared=False), of=OLD, to=NEW, name="first epoch, preparation apart"),
         compare(steady, of=OLD, to=NEW, name="every later epoch"),
     ]  # fmt: skip
-    evidence = f"{total.median:.2f} [{total.low:.2f}, {total.high:.2f}] times"
-    evidence += f"; conversion is {share:.0%} of the old path"
+    evidence = f"{total:.2f} times; conversion is {share:.0%} of the old path"
     found.claim("rows kept on the device are at least 4.2 times the clone-and-copy path over all epochs",
                 bool(total.met), evidence)  # fmt: skip
     later = found.ratios[-1]
-    found.claim("2 to 5 times with rows loaded before", later.low >= 2, f"{later.median:.2f} times, epoch by epoch")
+    found.claim("2 to 5 times with rows loaded in advance", later.low >= 2, f"{later.median:.2f} times, epoch by epoch")
     pairs = zip(kept[NEW], kept[OLD], strict=True)
     prepared = statistics.median(new.preparation / sum(old.epochs[0].values()) for new, old in pairs)
-    found.claim("the preparation is a one-time cost, of about one epoch of conversions",
+    found.claim("the preparation is a one-time cost of about one epoch of conversions",
                 0.5 < prepared < 1.5, f"{prepared:.2f} of an epoch of the old path")  # fmt: skip
 
 
 def _values(found: BenchMeasurement, kept: dict[str, list[Seconds]], say: Say) -> None:
-    """Parts, and by epoch how much of the time is the model's."""
+    """Add the seconds of each part, and by epoch the fraction of the time that the model computes."""
     from jobs.bench.data.data_arms import PARTS
 
     parts: dict[str, Any] = {}
@@ -147,8 +143,8 @@ def _values(found: BenchMeasurement, kept: dict[str, list[Seconds]], say: Say) -
         busy[name] = [statistics.median(shares) for shares in zip(*(one.busy() for one in seconds), strict=True)]
     found.values |= {"parts_s": parts, "busy_share_by_epoch": busy}
     low, high = statistics.mean(busy[OLD]), statistics.mean(busy[NEW])
-    evidence = f"{low:.0%} to {high:.0%} of an epoch is the model's"
-    found.claim("the share of time that the model computes rises from 5-20 % to 70-95 %",
+    evidence = f"from {low:.0%} to {high:.0%} of an epoch"
+    found.claim("the fraction of time that the model computes rises from 5-20 % to 70-95 %",
                 high >= 0.7 and low <= 0.2, evidence)  # fmt: skip
     for name in kept:
         say(f"{name}, seconds: " + ", ".join(f"{part} {value:.3f}" for part, value in parts[name].items()))

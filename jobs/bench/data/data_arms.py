@@ -1,4 +1,4 @@
-"""The arms of benches `data` and `clone`: a set of JSON annotations, a small perceptron, and where the seconds go."""
+"""The arms of benches `data` and `clone`: JSON annotations, a small perceptron, and the seconds of each part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = ("conversion", "clone", "copy", "check", "compute")
 
 
 class Annotations:
-    """Rows as JSON text; each is converted when it is asked for, and counted."""
+    """Rows as JSON text, converted on access; counts the conversions."""
 
     def __init__(self, rows: int, values: int, *, seed: int) -> None:
         draw = np.random.default_rng(seed)
@@ -51,17 +51,17 @@ class Seconds:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """What is done inside belongs to this part of the newest epoch."""
+        """Adds the time spent inside to this part of the current epoch."""
         begin = time.perf_counter()
         yield
         self.epochs[-1][part] += time.perf_counter() - begin
 
     def begin_epoch(self) -> None:
-        """A new epoch."""
+        """Begin a new epoch."""
         self.epochs.append(dict.fromkeys(PARTS, 0.0))
 
     def parts(self) -> dict[str, float]:
-        """Each part over all epochs, the preparation among them."""
+        """Each part over all epochs, and the preparation."""
         return {"preparation": self.preparation, **{part: sum(e[part] for e in self.epochs) for part in PARTS}}
 
     @property
@@ -70,12 +70,12 @@ class Seconds:
         return sum(self.parts().values())
 
     def busy(self) -> list[float]:
-        """Of each epoch, the part that is the model's."""
+        """The fraction of each epoch that the model computes."""
         return [epoch["compute"] / max(sum(epoch.values()), 1e-12) for epoch in self.epochs]
 
 
 class Perceptron:
-    """What is trained, the same in every arm."""
+    """The trained model, the same in every arm."""
 
     def __init__(self, values: int, hidden: int, *, seed: int, device: torch.device) -> None:
         torch.manual_seed(seed)
@@ -85,7 +85,7 @@ class Perceptron:
         self.losses: list[Tensor] = []
 
     def step(self, batch: dict[str, Any]) -> None:
-        """One step on a batch that is on the device; it is waited for, so that its seconds are its own."""
+        """One step on a batch on the device; waits for the device, so that the time covers the whole step."""
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.module(batch["x"]), batch["labels"])
         loss.backward()
@@ -95,13 +95,13 @@ class Perceptron:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has done its work already."""
+    """Wait for a GPU; a CPU computes synchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.ndarray]]:
-    """The handles of every step of every epoch, as training draws them."""
+    """The sample indices of every step of every epoch, in training order."""
     loader = StepBatches(memory_source({"x": torch.zeros(rows)}, None, fraction=0.0).train,
                        seed=seed, global_batch_size=batch, micro_batch=batch)  # fmt: skip
     return [list(loader.epoch_indices(epoch)) for epoch in range(epochs)]
@@ -110,7 +110,7 @@ def order_of(rows: int, batch: int, epochs: int, *, seed: int) -> list[list[np.n
 def clone_and_copy(
     data: Annotations, order: list[list[np.ndarray]], model: Perceptron, *, device: torch.device
 ) -> Seconds:
-    """The path that is compared with: each epoch converts every annotation anew, clones each batch and copies it."""
+    """The reference path: each epoch converts all annotations again, clones each batch and copies it."""
     spent = Seconds()
     for epoch in order:
         spent.begin_epoch()
@@ -131,7 +131,7 @@ def clone_and_copy(
 def resident(
     data: Annotations, model: Perceptron, *, batch: int, epochs: int, seed: int, device: torch.device
 ) -> Seconds:
-    """The product's way: one preparation pass, rows kept on the device, each batch gathered there."""
+    """raytrain's path: one preparation pass, rows kept on the device, batches gathered there."""
     spent = Seconds()
     begin = time.perf_counter()
     plan = DataPlan("resident", seed=seed)
@@ -150,7 +150,7 @@ def resident(
                 (micro,) = loader.micro_batches(indices)
                 synchronize(device)
             with spent.of("check"):
-                there = to_device(micro.batch, device)
+                batch_on_device = to_device(micro.batch, device)
             with spent.of("compute"):
-                model.step(there)
+                model.step(batch_on_device)
     return spent

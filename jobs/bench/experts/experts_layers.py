@@ -1,4 +1,4 @@
-"""The layer that bench `experts` measures, its input, and the other ways of computing it."""
+"""The layer of bench `experts`, its input, and alternative implementations of it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from experts.models import moe_layer
 from experts.routing.grouped import GroupedExperts
 from raytrain.train.parallel.flat_gradients import GradientBuffers
 
-#: Times that the loss-free bias moves before anything is measured: every expert then has nearly the same load.
-EVENING_ROUNDS = 200
-#: Of the gradients that the layer gets: experts then change by about their own size at a learning rate of 1.
+#: Updates of the loss-free bias before the measurements, after which all experts have nearly the same load.
+BALANCING_ROUNDS = 200
+#: Of the gradients of the layer's output: at a learning rate of 1 the experts' weights change by about their own size.
 GRADIENT_STD = 1e-2
 
 
@@ -37,22 +37,22 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the products."""
+        """The dtype of the matrix products."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """What the loop sets around a forward pass."""
+        """The autocast context of a forward pass."""
         return torch.autocast("cpu", torch.bfloat16) if self.dtype == "bf16" else contextlib.nullcontext()
 
     def draw(self, seed: int) -> tuple[Tensor, Tensor]:
-        """The whole input and the gradient of the whole output, (T, D) each; the same in every process."""
+        """The global input and the gradient of the global output, (T, D) each; the same in every process."""
         source = torch.Generator().manual_seed(seed)
         x_TD = torch.randn(self.tokens, self.width, generator=source)
         return x_TD, GRADIENT_STD * torch.randn(self.tokens, self.width, generator=source)
 
 
 def build_layers(widths: list[int], *, num_experts: int, top_k: int, seed: int) -> list[MoELayer]:
-    """One layer for each width, feed-forward experts of four times that; the same weights in every process."""
+    """A layer for each width, with feed-forward experts four times as wide; the same weights in every process."""
     section = ExpertsConfig(num_experts=num_experts, top_k=top_k, balance="bias")
     layers = []
     for width in widths:
@@ -62,11 +62,11 @@ def build_layers(widths: list[int], *, num_experts: int, top_k: int, seed: int) 
 
 
 @torch.no_grad()
-def even_out(layer: MoELayer, x_TD: Tensor) -> list[int]:
-    """Let the router's own bias balance the load of this input, from zero; rows of each expert afterwards."""
+def balance(layer: MoELayer, x_TD: Tensor) -> list[int]:
+    """Train the router's bias from zero until it balances the load of this input; returns the rows of each expert."""
     router = layer.router
     router.bias_E.zero_()
-    for _ in range(EVENING_ROUNDS):
+    for _ in range(BALANCING_ROUNDS):
         router.pending_counts.zero_()
         router(x_TD.unsqueeze(0))
         router.commit(router.pending_counts.clone(), skipped=False)
@@ -74,9 +74,9 @@ def even_out(layer: MoELayer, x_TD: Tensor) -> list[int]:
 
 
 def run_pass(forward: Callable[[Tensor], tuple[Tensor, Tensor | None]], case: Case, x: Tensor, grad: Tensor) -> Tensor:
-    """Forward and backward once; the output. `x.grad` is the input's gradient afterwards.
+    """Run forward and backward once; returns the output and leaves the gradient of the input in `x.grad`.
 
-    The auxiliary loss is a mean over these tokens: it weighs as their part of the case's.
+    The auxiliary loss is a mean over these tokens, weighted with their fraction of the case's tokens.
     """
     x.grad = None
     with case.autocast():
@@ -90,9 +90,9 @@ def run_pass(forward: Callable[[Tensor], tuple[Tensor, Tensor | None]], case: Ca
 
 
 class InProcess:
-    """Experts in this process, in every way in which they can be computed here.
+    """Experts in this process, in all available implementations.
 
-    `kinds`: "sorted" is the layer as it is; "masks" runs each expert on the tokens that a mask picks; "loop" and
+    `kind`: "sorted" is the layer itself; "masks" runs each expert on the tokens that a mask selects; "loop" and
     "grouped" are the experts alone, on sorted rows.
     """
 
@@ -106,7 +106,7 @@ class InProcess:
         """Draw this case's input and balance its load."""
         self.case, self.layer = case, self.layers[case.width]
         x_TD, self.grad = case.draw(self.seed)
-        self.counts = even_out(self.layer, x_TD)
+        self.counts = balance(self.layer, x_TD)
         self.x = x_TD.requires_grad_()
         rows = case.tokens * self.layer.router.top_k
         draw = torch.Generator().manual_seed(self.seed)
@@ -117,7 +117,7 @@ class InProcess:
         self.experts = copy.deepcopy(self.layer.experts).to(self.device)
 
     def once(self, kind: str) -> Tensor:
-        """One forward and backward."""
+        """One forward and backward pass."""
         if kind == "sorted":
             return run_pass(lambda x: one_sequence(self.layer, x), self.case, self.x, self.grad)
         if kind == "masks":
@@ -134,45 +134,45 @@ class InProcess:
         return self.experts._grouped(rows_RD, torch.tensor(self.counts, device=self.device), rows_RD.dtype)
 
     def block(self, kind: str, steps: int) -> float:
-        """Seconds of so many passes; gradients are zero afterwards."""
+        """The seconds of `steps` passes; gradients are zero afterwards."""
         began = time.perf_counter()
         for _ in range(steps):
             self.once(kind)
         seconds = time.perf_counter() - began
-        self._forget()
+        self._zero_gradients()
         return seconds
 
     def results(self, kind: str) -> dict[str, Tensor]:
-        """Of one pass: output, gradients of the input and of every weight."""
-        self._forget()
+        """The output of one pass, and the gradients of the input and of all weights."""
+        self._zero_gradients()
         y = self.once(kind)
         alone = kind in ("loop", "grouped")
         x, module = (self.rows, self.experts) if alone else (self.x, self.layer)
-        made = {"output": y, "gradient of the input": x.grad}
-        made |= {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
-        made = {name: value.clone().cpu() for name, value in made.items() if value is not None}
-        self._forget()
-        return made
+        results = {"output": y, "gradient of the input": x.grad}
+        results |= {f"gradient of {name}": parameter.grad for name, parameter in module.named_parameters()}
+        results = {name: value.clone().cpu() for name, value in results.items() if value is not None}
+        self._zero_gradients()
+        return results
 
-    def _forget(self) -> None:
+    def _zero_gradients(self) -> None:
         self.buffers[self.case.width].zero_()
         self.experts.zero_grad(set_to_none=False)
 
 
 def product_device() -> torch.device:
-    """Where the grouped product is measured."""
+    """The device on which the grouped matrix product is measured."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def can_group(dtype: torch.dtype) -> bool:
-    """Whether that device has a grouped product of this dtype, forward and backward."""
+    """Whether that device has a grouped matrix product of this dtype, forward and backward."""
     x = torch.ones(16, 16, dtype=dtype, device=product_device(), requires_grad=True)
     weight = torch.ones(2, 16, 16, dtype=dtype, device=x.device, requires_grad=True)
     ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
     try:
         y = torch.nn.functional.grouped_mm(x, weight, offs=ends)
         y.backward(torch.ones_like(y))
-    except RuntimeError:  # what torch says of a kernel that it does not have
+    except RuntimeError:  # torch has no such kernel
         return False
     return True
 
@@ -184,13 +184,13 @@ def one_sequence(layer: MoELayer, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def by_masks(layer: MoELayer, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The layer as it is often written: for each expert, look for its tokens, run it, add what it says."""
+    """The layer as it is often written: for each expert, select its tokens, run it, add its output."""
     routing = layer.router(x_TD.unsqueeze(0))
     experts, y_TD = layer.experts, torch.zeros_like(x_TD)
     assert isinstance(experts, GroupedExperts)
     for expert in range(layer.router.num_experts):
         tokens, choices = torch.where(routing.indices_TK == expert)
         inner = torch.nn.functional.gelu(torch.nn.functional.linear(x_TD[tokens], experts.w1[expert]))
-        said = torch.nn.functional.linear(inner, experts.w2[expert])
-        y_TD = y_TD.index_add(0, tokens, said * routing.weights_TK[tokens, choices].unsqueeze(-1))
+        output = torch.nn.functional.linear(inner, experts.w2[expert])
+        y_TD = y_TD.index_add(0, tokens, output * routing.weights_TK[tokens, choices].unsqueeze(-1))
     return y_TD, routing.aux

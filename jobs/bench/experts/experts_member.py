@@ -1,8 +1,8 @@
-"""The processes of bench `experts`: a worker or host of a gang, or the experts in one process.
+"""The processes of bench `experts`: a worker or a host of a layout, or all experts in one process.
 
     python -m jobs.bench.experts.experts_member SETTINGS.json RANK
 
-Workers and the lone process obey the bench's orders, a host obeys its workers; everybody else waits without a CPU.
+Workers and the single process serve requests of the bench, a host serves its workers; waiting uses no CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from experts.member.shard import ExpertShard
 from experts.placement.starting import first_placement
 from experts.placement.values import Placement
 from experts.routing.load import LoadTracker
-from jobs.bench.experts.experts_layers import Case, InProcess, build_layers, even_out, one_sequence, run_pass
+from jobs.bench.experts.experts_layers import Case, InProcess, balance, build_layers, one_sequence, run_pass
 from jobs.bench.experts.file_group import FileConnection, serve_host
 from jobs.bench.harness.processes import serve_blocks
 from jobs.bench.harness.sessions import SessionArm
@@ -42,7 +42,7 @@ OPTIM = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, max_grad
 
 
 def place(settings: dict[str, Any], experts: list[int]) -> Placement:
-    """The placement of layers with so many experts each; it stays."""
+    """The fixed placement of layers with these numbers of experts."""
     return first_placement(experts, hosts=settings["hosts"] or settings["workers"])
 
 
@@ -52,13 +52,13 @@ def connection_of(settings: dict[str, Any], rank: int) -> FileConnection:
 
 
 class Meter:
-    """Seconds that this process has computed in its experts and used a CPU, in a file that the bench reads."""
+    """Writes the seconds computed in experts and the CPU seconds of this process to a file that the bench reads."""
 
     def __init__(self, path: str) -> None:
         self._file = np.memmap(path, dtype=np.float64, mode="w+", shape=(2,))
 
     def watch(self) -> None:
-        """From now on."""
+        """Start to measure."""
         for name in ("forward", "backward"):
             setattr(ExpertShard, name, self._timed(getattr(ExpertShard, name)))
 
@@ -74,7 +74,7 @@ class Meter:
 
 
 class LayerWorker:
-    """One worker of a gang, with its part of every case's tokens."""
+    """A worker, with its part of the tokens of each case."""
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
         self.seed, self.rank, self.workers = settings["seed"], rank, settings["workers"]
@@ -87,26 +87,26 @@ class LayerWorker:
         distribute(trainable, ExpertsConfig().connected(connection_of(settings, rank)))
         self.client = _client_of(layers[0].experts)
         self.buffers = GradientBuffers(trainable.module.parameters())
-        self.renew()
+        self.restore()
 
-    def renew(self) -> None:
-        """The experts have their first weights again before their next use."""
+    def restore(self) -> None:
+        """Reset the experts to their initial weights."""
         self.client.configure(OPTIM, dtype=torch.float32, device=torch.device("cpu"))
 
     def prepare(self, case: Case) -> None:
-        """Draw the whole input, balance its load, keep this worker's part."""
+        """Draw the global input, balance its load, keep this worker's part."""
         self.case, self.layer = case, self.layers[case.width]
         x_TD, grad_TD = case.draw(self.seed)
-        even_out(self.layer, x_TD)
+        balance(self.layer, x_TD)
         part = slice(self.rank * case.tokens // self.workers, (self.rank + 1) * case.tokens // self.workers)
         self.x, self.grad = x_TD[part].clone().requires_grad_(), grad_TD[part].clone()
 
     def once(self) -> Tensor:
-        """One forward and backward."""
+        """One forward and backward pass."""
         return run_pass(lambda x: one_sequence(self.layer, x), self.case, self.x, self.grad)
 
     def block(self, steps: int) -> dict[str, float]:
-        """So many passes; gradients are zero afterwards, everywhere."""
+        """Run `steps` passes; gradients of all processes are zero afterwards."""
         before, cpu = self.client.group.seconds, time.process_time()
         began = time.perf_counter()
         for _ in range(steps):
@@ -122,14 +122,14 @@ class LayerWorker:
         return answer
 
     def results(self) -> dict[str, Tensor]:
-        """Of one pass on the first weights: output, gradients of input and router, and what a step of 1 takes off each
-        expert (on rank 0)."""
-        self.renew()
+        """The output of one pass with the initial weights, the gradients of input and router, and on rank 0 the
+        gradients of the experts: their change in a step at a learning rate of 1."""
+        self.restore()
         self.buffers.zero_()
         y = self.once()
         assert self.x.grad is not None and self.layer.router.weight.grad is not None
-        made = {"output": y.clone(), "gradient of the input": self.x.grad.clone()}
-        made["gradient of router.weight"] = self.layer.router.weight.grad.clone()
+        results = {"output": y.clone(), "gradient of the input": self.x.grad.clone()}
+        results["gradient of router.weight"] = self.layer.router.weight.grad.clone()
         nothing = torch.zeros((), dtype=torch.float64)
         step = self.client.steps + 1
         self.client.agree(LocalStep(step, nothing, torch.tensor(False), lr=1.0))
@@ -137,10 +137,10 @@ class LayerWorker:
         after = self.client.fetch(number)
         for name in ("w1", "w2") if after is not None else ():
             stacked = torch.stack([weights[name] for weights in after or ()])
-            made[f"gradient of experts.{name}"] = self.first[number][name].detach() - stacked
-        self.renew()
+            results[f"gradient of experts.{name}"] = self.first[number][name].detach() - stacked
+        self.restore()
         self.buffers.zero_()
-        return made
+        return results
 
 
 def _client_of(experts: torch.nn.Module) -> ExpertClient:
@@ -153,7 +153,7 @@ def _no_loss(_module: torch.nn.Module, _batch: Any) -> Any:
 
 
 def train(settings: dict[str, Any], rank: int) -> None:
-    """A worker that trains a model, its experts in the hosts."""
+    """A worker that trains a model with its experts on the hosts."""
     arm = SessionArm(settings["job"], precision="fp32", connection=connection_of(settings, rank))
     arm.session.step.inflight = settings["inflight"]
     serve_blocks(settings["arm"], rank, lambda request: arm.run_block(request["steps"]))
@@ -161,7 +161,7 @@ def train(settings: dict[str, Any], rank: int) -> None:
 
 
 def work(settings: dict[str, Any], rank: int) -> None:
-    """A worker that runs single layers; afterwards it lets the hosts exit."""
+    """A worker that runs single layers and lets the hosts exit at the end."""
     worker = LayerWorker(settings, rank)
 
     def run_block(request: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def work(settings: dict[str, Any], rank: int) -> None:
 
 
 def work_alone(settings: dict[str, Any]) -> None:
-    """All experts in this process."""
+    """The single process with all experts."""
     alone = InProcess(settings["widths"], **{name: settings[name] for name in ("num_experts", "top_k", "seed")})
 
     def run_block(request: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def work_alone(settings: dict[str, Any]) -> None:
 
 
 def main(settings: dict[str, Any], rank: int) -> None:
-    """Be this member."""
+    """Run as the process of this rank."""
     keep_freed_memory()
     torch.set_num_threads(1)
     if settings["workers"] == 0:

@@ -1,58 +1,78 @@
-"""The arms of bench `experts`: workers and hosts in processes of their own, or all experts in one process."""
+"""The arms of bench `experts`: workers and hosts in separate processes, or all experts in one process. Torch-free."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.torch import load_file
-from torch import Tensor
 
-from jobs.bench.experts.experts import ExpertsLayout
-from jobs.bench.experts.experts_layers import Case
 from jobs.bench.harness.processes import ArmProcesses, ArmServer
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class ExpertsArm:
+    from jobs.bench.experts.experts_layers import Case
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """Where the experts are: on `hosts` hosts of `workers` workers, or with 0 hosts in the workers. 0 workers means one
+    process without any exchange."""
+
+    workers: int
+    hosts: int = 0
+
+    @property
+    def processes(self) -> int:
+        """The number of processes; each has one thread, except a single process."""
+        return max(1, self.workers + self.hosts)
+
+    def __str__(self) -> str:
+        if not self.workers:
+            return "in process"
+        return f"{self.workers} + {self.hosts}" if self.hosts else f"{self.workers} colocated"
+
+
+class ExpertsArm(ArmProcesses):
     """The processes of one layout.
 
     Args:
         sizes: widths, num_experts, top_k and seed of the layers.
-        name: needed where several arms have one layout.
+        name: required if several arms have the same layout.
     """
 
     def __init__(self, server: ArmServer, layout: ExpertsLayout, sizes: dict[str, Any], *, name: str = "") -> None:
-        self.layout, self._folder = layout, server.folder
-        self.name = name or str(layout).replace(" ", "")
+        self.layout = layout
         self._case: Case | None = None
+        name = name or str(layout).replace(" ", "")
+        self._files = server.folder / name
         settings = {
-            **sizes, "arm": self.name, "workers": layout.workers, "hosts": layout.hosts,
-            "store": str(server.folder / f"{self.name}.store"), "meters": str(server.folder / f"{self.name}.meter"),
+            **sizes, "arm": name, "workers": layout.workers, "hosts": layout.hosts, "store": f"{self._files}.store",
+            "meters": f"{self._files}.meter",
         }  # fmt: skip
-        self._processes = ArmProcesses(
-            server, self.name, "jobs.bench.experts.experts_member", settings, processes=layout.processes,
+        super().__init__(
+            server, name, "jobs.bench.experts.experts_member", settings, processes=layout.processes,
             connecting=max(1, layout.workers),
         )  # fmt: skip
-        self.await_ready, self.close = self._processes.await_ready, self._processes.close
 
     def run_case(self, case: Case, *, steps: int, **more: Any) -> dict[str, Any]:
-        """A block of `steps` passes of a case; see `run_block`."""
+        """Run a block of `steps` passes of a case; see `run_block`."""
         if case != self._case:
             more["prepare"] = asdict(case)
             self._case = case
         return self.run_block(steps=steps, **more)
 
     def run_block(self, *, steps: int, **more: Any) -> dict[str, Any]:
-        """A block: the answer of the slowest worker, with the CPU seconds of all processes; where there is an exchange
-        also the seconds in it (`transport_s`), and those of the slowest holder of experts (`computing_s`).
+        """Run a block; returns the answer of the slowest worker, with the CPU seconds of all processes, and with an
+        exchange also its seconds (`transport_s`) and the computation of the slowest holder of experts (`computing_s`).
 
         Raises:
             RunError: a process died.
         """
         before = self._read_meters()
-        answers = self._processes.ask(steps=steps, **more)
+        answers = self.ask(steps=steps, **more)
         after = self._read_meters()
         slowest = max(answers, key=lambda answer: answer["seconds"])
         computed, used = (after - before).T if len(after) else (np.zeros(1), np.zeros(1))
@@ -64,15 +84,17 @@ class ExpertsArm:
         }
 
     def results(self, case: Case, **more: Any) -> list[dict[str, Tensor]]:
-        """The tensors that one pass makes in each worker."""
-        stem = str(self._folder / f"{self.name}-results")
+        """The output and gradients of one pass in each worker."""
+        from safetensors.torch import load_file
+
+        stem = f"{self._files}-results"
         self.run_case(case, steps=1, results=stem, **more)
-        made = [load_file(f"{stem}-{rank}.safetensors") for rank in range(max(1, self.layout.workers))]
-        for rank in range(len(made)):
+        results = [load_file(f"{stem}-{rank}.safetensors") for rank in range(max(1, self.layout.workers))]
+        for rank in range(len(results)):
             os.unlink(f"{stem}-{rank}.safetensors")
-        return made
+        return results
 
     def _read_meters(self) -> np.ndarray:
-        paths = [self._folder / f"{self.name}.meter-{rank}" for rank in range(self.layout.processes)]
-        read = [np.fromfile(path) if path.exists() else np.zeros(2) for path in paths if self.layout.workers]
+        paths = [f"{self._files}.meter-{rank}" for rank in range(self.layout.processes)]
+        read = [np.fromfile(path) if os.path.exists(path) else np.zeros(2) for path in paths if self.layout.workers]
         return np.asarray(read)

@@ -1,4 +1,4 @@
-"""How the processes of an experts bench join one transport group without Ray: by a store in a file they share."""
+"""The transport group of an experts bench: its processes join it without Ray, through a store in a shared file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from experts.placement.values import Placement
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 
-#: An arm waits at most this long while the others run their blocks, which on a busy machine take long.
+#: Longest wait of an arm while the others run their blocks, which can take long on a busy machine.
 TIMEOUT_S = 4 * 3600.0
 
 
 @dataclass(frozen=True)
 class FileConnection:
-    """A worker's connection to its hosts, whose only generation has these members.
+    """A worker's connection to its hosts, with a fixed set of members.
 
     Args:
         settings: with "store", "workers" and "hosts" (0: the workers hold the experts).
-        place: the first placement for the layers of a model.
+        place: returns the initial placement of the layers of a model.
     """
 
     settings: dict[str, Any]
@@ -34,10 +34,10 @@ class FileConnection:
     place: Callable[[list[LayerShape], PlacementRules], Placement]
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing."""
 
     def join(self, shapes: list[LayerShape], rules: PlacementRules) -> tuple[JointGroup, Membership]:
-        """Join the group of all members."""
+        """Join the group of all processes."""
         membership = Membership(
             generation=1, rank=self.rank, workers=self.settings["workers"], placement=self.place(shapes, rules),
             run_path="unused", host=None if self.settings["hosts"] else self.rank,
@@ -46,7 +46,7 @@ class FileConnection:
 
 
 def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
-    """This member's end of the group: workers first, then hosts."""
+    """This process's end of the group: workers first, then hosts."""
     workers, hosts = settings["workers"], settings["hosts"]
     size = workers + hosts
     return JointGroup(
@@ -63,6 +63,6 @@ def joint_group(settings: dict[str, Any], rank: int) -> JointGroup:
 
 
 def serve_host(settings: dict[str, Any], rank: int, placement: Placement) -> None:
-    """Be a host until the workers let it exit."""
+    """Run as a host until the workers let it exit."""
     group, device = joint_group(settings, rank), torch.device("cpu")
     HostServer(group, host=rank - settings["workers"], generation=1, placement=placement, device=device).serve()

@@ -1,9 +1,9 @@
-"""Bench `moves`: training with a load that is skewed and shifts, on hosts of unequal speed; experts that move, against
-experts that stay where round-robin put them.
+"""Bench `moves`: training with a skewed, shifting load on hosts of unequal speed; experts that move between hosts,
+against a fixed round-robin placement.
 
-Both arms train the same model on the same text, each with a worker and hosts of its own, and take turns block by block.
-Which experts are liked changes every `shift_steps`. A slow host computes everything several times. The moves are in the
-times: the arm begins like one that knows nothing.
+Both arms train the same model on the same text, each with its own worker and hosts; blocks alternate. The preferred
+experts change every `shift_steps` steps. A slow host computes everything several times. The times include the moves;
+the moving arm starts without knowledge of load or speed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from experts.config import ExpertsConfig
 from experts.placement.starting import PlacementRules
 from experts.plan.sizes import hidden_widths
 from experts.shapes import LayerShape
-from jobs.bench.harness.inputs import write_text
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series
+from jobs.bench.harness.inputs import gpt_model, job_of, write_text
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, equal_series
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.processes import ArmProcesses, ArmServer
 
-#: Seconds per step of round-robin over those of experts that move.
+#: Seconds per step of round-robin over those of moving experts.
 GOAL = Goal(at_least=1.2)
-#: The step after a switch over the median step around it.
+#: The step after a switch of placements over the median step around it.
 SWITCH_GOAL = Goal(at_most=1.5)
 AROUND = 10
 ROUND_ROBIN, MOVING = "round-robin", "moving"
 
 
 class MovesOptions(BenchOptions):
-    """Training with a shifting load on unequal hosts: experts that move against experts that stay."""
+    """Training with a shifting load on unequal hosts: moving experts against a fixed placement."""
 
     MEASURES: ClassVar[str] = (
         "moving experts against round-robin, with a shifting load on expert hosts of unequal speed"
@@ -52,10 +52,10 @@ class MovesOptions(BenchOptions):
     batch: Count = Field(8, description="rows of a step")
     experts: Count = Field(8, description="of each layer")
     top_k: Count = Field(2, description="experts of a token")
-    skew: float = Field(0.4, ge=0, description="added to the best-liked expert's score; to the n-th an n-th of it")
-    shift_steps: Count = Field(60, description="steps until other experts are liked")
-    every: Count = Field(10, description="experts.rebalance_every of the arm that moves")
-    slowness: list[Count] = Field([1, 3], description="how often each host computes everything")
+    skew: float = Field(0.4, ge=0, description="added to the score of the preferred expert; to the n-th, 1/n of it")
+    shift_steps: Count = Field(60, description="steps until other experts are preferred")
+    every: Count = Field(10, description="experts.rebalance_every of the moving arm")
+    slowness: list[Count] = Field([1, 3], description="times that each host computes everything")
 
 
 def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -64,20 +64,15 @@ def run(options: MovesOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     Raises:
         RunError: a process died.
     """
-    found = BenchMeasurement(
-        "moves", quick, options.model_dump(), f"seconds per step, the mean of {options.block_steps}"
-    )
+    block = f"seconds per step, the mean of {options.block_steps}"
+    found = BenchMeasurement("moves", quick, options.model_dump(), block)
     with ArmServer() as server:
         steps = (2 + options.blocks) * options.block_steps
         text = write_text(server.folder, batch=options.batch, context=options.context, steps=steps, seed=options.seed)
         arms = {name: MovesArm(server, name, options, text) for name in (ROUND_ROBIN, MOVING)}
-        try:
-            for arm in arms.values():
-                arm.await_ready()
-            _measure(options, found, arms, say)
-        finally:
-            for arm in arms.values():
-                arm.close()
+        for arm in arms.values():
+            arm.await_ready()
+        _measure(options, found, arms, say)
     return found
 
 
@@ -88,7 +83,6 @@ def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> d
         "num_experts": options.experts, "top_k": options.top_k, "balance": "none", "noise": 1.0, "hosts": 1,
         "placement": "auto" if moving else "round_robin", "rebalance_every": options.every if moving else None,
     }  # fmt: skip
-    model = {"layers": options.layers, "heads": 4, "width": options.width, "context": options.context}
     section = ExpertsConfig(**experts)
     shape = LayerShape(options.width, tuple(hidden_widths(section, options.width)), "gelu")
     rules = PlacementRules(section.placement, 0, section.rebalance_every)
@@ -97,35 +91,27 @@ def settings_of(options: MovesOptions, name: str, folder: Path, text: Path) -> d
         "seed": options.seed, "skew": options.skew, "shift_steps": options.shift_steps,
         "slowness": options.slowness, "store": str(folder / f"{name}.store"), "rules": rules.to_json(),
         "shapes": [shape.to_json()] * options.layers,
-        "job": {
-            "name": f"bench-{name}", "seed": options.seed,
-            "model": {"builder": "experts.models:moe_gpt", **model},
-            "data": {"source": "text", "path": str(text), "eval_fraction": 0.0},
-            "optim": {"schedule": "constant"},
-            "loop": {"max_steps": 1_000_000, "global_batch_size": options.batch, "log_every": 1},
-            "scale": {"workers": 1, "mode": "cpu", "threads": 1},
-            "experts": experts,
-        },
+        "job": job_of(
+            options, gpt_model(options, builder="experts.models:moe_gpt"), text, name=name,
+            loop={"global_batch_size": options.batch, "log_every": 1}, optim={"schedule": "constant"}, experts=experts,
+        ),
     }  # fmt: skip
 
 
-class MovesArm:
-    """The processes of one arm, and everything that its worker reported."""
+class MovesArm(ArmProcesses):
+    """The processes of one arm, and the reports of its worker."""
 
     def __init__(self, server: ArmServer, name: str, options: MovesOptions, text: Path) -> None:
-        settings = settings_of(options, name, server.folder, text)
-        self._processes = ArmProcesses(
-            server, name, "jobs.bench.experts.moves_member", settings, processes=1 + len(options.slowness),
-            connecting=1,
-        )  # fmt: skip
-        self.await_ready, self.close = self._processes.await_ready, self._processes.close
+        settings, processes = settings_of(options, name, server.folder, text), 1 + len(options.slowness)
+        module = "jobs.bench.experts.moves_member"
+        super().__init__(server, name, module, settings, processes=processes, connecting=1)
         self.times: list[float] = []
         self.losses: list[float] = []
         self.notices: list[tuple[str, dict[str, Any]]] = []
 
     def run_block(self, steps: int) -> float:
         """Train `steps` steps; returns the seconds per step."""
-        answer = self._processes.ask_slowest(steps=steps)
+        answer = self.ask_slowest(steps=steps)
         self.times += answer["times"]
         self.losses += answer["losses"]
         self.notices += [tuple(notice) for notice in answer["notices"]]
@@ -137,12 +123,11 @@ def _measure(options: MovesOptions, found: BenchMeasurement, arms: dict[str, Mov
     blocks = {name: partial(arm.run_block, options.block_steps) for name, arm in arms.items()}
     times = alternate(blocks, blocks=options.blocks, dropped=0)
     still, moving = arms[ROUND_ROBIN], arms[MOVING]
-    label = "losses of the arm that moves experts equal those of the arm that does not"
+    label = "losses of the moving arm equal those of the round-robin arm"
     if not found.gate(equal_series(label, moving.losses, still.losses)):
         return
     found.arms |= times
-    ratio = compare(times, of=ROUND_ROBIN, to=MOVING, name=f"{ROUND_ROBIN} / {MOVING}", goal=GOAL)
-    found.ratios.append(ratio)
+    ratio = found.compare(times, of=ROUND_ROBIN, to=MOVING, goal=GOAL)
     moves = [fields for kind, fields in moving.notices if kind == "move"]
     after = _after_switches(moving.times, [fields["step"] for fields in moves])
     found.values |= {
@@ -153,8 +138,8 @@ def _measure(options: MovesOptions, found: BenchMeasurement, arms: dict[str, Mov
         "whole_run": sum(still.times) / sum(moving.times),
     }
     found.claim(
-        f"on hosts {' : '.join(str(1 / factor)[:5] for factor in options.slowness)} in speed, experts that move by "
-        "measured load train at least 1.2 times as fast, the moves counted in",
+        f"on hosts {' : '.join(str(1 / factor)[:5] for factor in options.slowness)} in speed, experts moved by "
+        "measured load train at least 1.2 times as fast, moves included",
         bool(ratio.met),
         f"{sum(still.times) / sum(moving.times):.3f} over all {len(still.times)} steps, {len(moves)} moves",
     )
@@ -168,7 +153,7 @@ def _measure(options: MovesOptions, found: BenchMeasurement, arms: dict[str, Mov
 
 
 def _after_switches(times: list[float], steps: list[int]) -> list[float]:
-    """Time of the step after each switch over the median of those around it; `steps` count from 1."""
+    """The time of the step after each switch over the median of the steps around it; `steps` count from 1."""
     found = []
     for step in steps:
         around = times[max(0, step - AROUND) : step] + times[step + 1 : step + 1 + AROUND]

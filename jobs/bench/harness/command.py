@@ -1,4 +1,4 @@
-"""The verb `bench`: a name and its keys in, a table for people and a JSON document out."""
+"""The verb `bench`: runs a bench with its keys, prints the result and writes a JSON document."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DEFAULT_FOLDER = Path("runs") / "bench"
 
 
 def list_lines() -> list[str]:
-    """One line for each bench: its name and what it measures."""
+    """A line for each bench: its name and what it measures."""
     benches = find_benches()
     width = max(len(name) for name in benches)
     return [f"{name:<{width}}  {bench.measures}" for name, bench in benches.items()]
 
 
 def bench_key_lines() -> list[str]:
-    """Every bench's keys with what they take and their defaults, for `bench --help`."""
+    """The keys of all benches with types and defaults, for `bench --help`."""
     return [
         f"{name}: {row.key} = {row.default}  ({row.expected})"
         for name, bench in find_benches().items()
@@ -36,10 +36,10 @@ def bench_key_lines() -> list[str]:
 
 
 def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOptions:
-    """The keys of bench `name`: defaults, under them the quick ones, under those the command line.
+    """The options of bench `name`: its defaults, overridden by the quick values, overridden by the command line.
 
     Raises:
-        InputError: no such bench, or a key or value it does not take.
+        InputError: no such bench, or an unknown key or an invalid value.
     """
     benches = find_benches()
     if name not in benches:
@@ -54,7 +54,7 @@ def options_of(name: str, overrides: Sequence[str], *, quick: bool) -> BenchOpti
 
 
 def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
-    """Of a bench that passes keys on, `section.key=value` become `changes`; of one of a job, its JOB.yaml `job`."""
+    """Collect `section.key=value` arguments in the option `changes` and, with `job`, a JOB.yaml in the option `job`."""
     files = [text for text in arguments if "=" not in text] if job else []
     if len(files) > 1:
         raise InputError("arguments", seen=" ".join(files), expected="at most one JOB.yaml; keys as key=value")
@@ -65,9 +65,9 @@ def _with_changes(arguments: Sequence[str], *, job: bool) -> list[str]:
 
 
 def bench_verb(name: str, overrides: Sequence[str], *, out: str | None, quick: bool, as_json: bool) -> int:
-    """Measure, show, write the document; 1 where the arms do not compute the same thing, else 0.
+    """Measure, print, write the document; returns 1 if the arms do not compute the same results, else 0.
 
-    A goal that is missed is a result, and no failure.
+    A missed goal is a result, not a failure.
     """
     options = options_of(name, overrides, quick=quick)
     found = find_benches()[name].run(options, quick=quick, say=lambda text: click.echo(f"  {text}", err=True))

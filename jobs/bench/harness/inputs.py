@@ -1,6 +1,6 @@
-"""Input that benches generate: a text to train on, and load traces of experts.
+"""Input of benches: generated training data, the jobs that train on it, and load traces of experts.
 
-A load trace says how many rows each expert got, interval by interval. In a JSONL file one line is one interval:
+A load trace holds the number of rows of each expert for each interval. In a JSONL file a line is an interval:
 {"step": its last step, "layers": [[rows of each expert], ...]}.
 """
 
@@ -8,18 +8,83 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jobs.bench.harness.options import BenchOptions
 from raytrain.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_TOKENS = 4_000_000
 
 
+def job_of(
+    options: BenchOptions, model: dict[str, Any], data: Any, *, name: str, loop: dict[str, Any], workers: int = 1,
+    threads: int = 1, **sections: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """A job on the CPU that trains on all of its data.
+
+    Args:
+        data: the path of a text, or training data for `data.train`.
+        loop: keys of the section, over an endless `max_steps`. sections: further sections.
+    """
+    source = {"source": "text", "path": str(data)} if isinstance(data, Path) else {"train": data}
+    return {
+        "name": f"bench-{name}",
+        "seed": options.seed,
+        "model": model,
+        "data": {**source, "eval_fraction": 0.0},
+        "loop": {"max_steps": 1_000_000, **loop},
+        "scale": {"workers": workers, "mode": "cpu", "threads": threads, **sections.pop("scale", {})},
+        **sections,
+    }
+
+
+def gpt_model(options: BenchOptions, *, builder: str = "raytrain.models.gpt:gpt", **sizes: int) -> dict[str, Any]:
+    """The section `model` of a GPT with the sizes of the options, over four heads."""
+    own = options.model_dump(include={"layers", "heads", "width", "context"})
+    return {"builder": builder, "heads": 4, **own, **sizes}
+
+
+def perceptron_model(width: int, *, classes: int) -> dict[str, Any]:
+    """The section `model` of a perceptron with three hidden layers."""
+    return {"builder": "raytrain.models.mlp:mlp", "hidden": [width] * 3, "num_classes": classes}
+
+
+def draw_bytes(seed: int) -> bytes:
+    """60,000 random letters."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    return bytes(torch.randint(97, 123, (60_000,), generator=draw, dtype=torch.uint8).tolist())
+
+
+def draw_rows(rows: int, features: int, *, classes: int, seed: int) -> dict[str, Tensor]:
+    """Random features "x", (rows, features), with random "labels"."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(rows, features, generator=draw),
+        "labels": torch.randint(classes, (rows,), generator=draw),
+    }
+
+
+def draw_tokens(rows: int, context: int, *, vocabulary: int, seed: int) -> dict[str, Tensor]:
+    """Random token sequences "input_ids", (rows, context), with the next tokens as "labels"."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (rows, context + 1), generator=draw)
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
 def write_text(folder: Path, *, batch: int, context: int, steps: int, seed: int, source: str | None = None) -> Path:
     """Write a text whose windows fill every step of an epoch (the plain loop has no shorter last batch) and return its
-    path: drawn words for `steps` steps, or what fits of the file `source`.
+    path: random words for `steps` steps, or the beginning of the file `source`.
 
     Raises:
         InputError: `source` is shorter than one batch of windows.
@@ -44,7 +109,7 @@ Loads = list[list[float]]
 
 
 def read_trace(path: str) -> list[Loads]:
-    """The intervals of a trace in their order.
+    """The intervals of a trace, in order.
 
     Raises:
         InputError: no such file, a line that is not an interval, intervals of different shapes, fewer than two.
@@ -82,8 +147,8 @@ def _read_interval(line: str, *, origin: str) -> Loads:
 def draw_trace(
     *, intervals: int, layers: int, experts: int, sigma: float, drift: float, rows: int, seed: int
 ) -> list[Loads]:
-    """Lognormal loads of spread `sigma`, sampled as `rows` per layer. Their logarithms do a random walk with step
-    `drift` per interval that is pulled back to its mean, so that the spread stays."""
+    """Lognormal loads of spread `sigma`, sampled as `rows` per layer. Their logarithms follow a mean-reverting random
+    walk with step `drift` per interval, so that the spread stays constant."""
     draw = np.random.default_rng(seed)
     logs = draw.normal(0.0, sigma, (layers, experts))
     stays = max(0.0, 1 - (drift / sigma) ** 2) ** 0.5 if sigma > 0 else 0.0

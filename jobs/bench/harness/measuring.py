@@ -1,7 +1,8 @@
-"""How every bench measures: arms in alternating blocks of one run, the gate first, ratios with an interval.
+"""How every bench measures: arms in alternating blocks of one run, a correctness gate, ratios with an interval.
 
-A measurement is one JSON document: what was asked, on which machine, whether the arms compute the same thing, every
-raw value, and what follows from them. A ratio is claimed only where its interval excludes 1.
+A measurement is one JSON document: the settings, the machine, whether the arms compute the same results, all raw
+values, and the ratios and claims derived from them. A difference is claimed only if the interval of the ratio excludes
+1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def alternate(arms: Mapping[str, Callable[[], float]], *, blocks: int, dropped: 
     Args:
         arms: name -> run one block, return its value (seconds, lower is better).
         blocks: repetitions that are kept.
-        dropped: repetitions before them that warm caches, allocators and optimizer state.
+        dropped: warm-up repetitions before them (caches, allocators, optimizer state).
 
     Returns:
         name -> values, one for each kept repetition; position i of every arm belongs to the same repetition.
@@ -51,11 +52,15 @@ def alternate(arms: Mapping[str, Callable[[], float]], *, blocks: int, dropped: 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and the interval of it over bootstrap resamples."""
+    """A median with its interval over bootstrap resamples; prints as "1.234 [1.200, 1.267]"."""
 
     median: float
     low: float
     high: float
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".3f"
+        return f"{self.median:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
@@ -71,7 +76,7 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a ratio should reach."""
+    """The bound that a ratio should reach."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -85,23 +90,20 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Interval):
     """`of` / `to`, pair by pair.
 
     Attributes:
         values: one ratio for each repetition.
-        verdict: "faster" or "slower" (`to` is, than `of`; "smaller" or "larger" where no times are compared) where the
-            interval excludes 1, else "no difference shown".
-        goal, met: what it should reach, and whether its median does; None without a goal.
-        share: part of `of` that the difference between the arms can touch (the bound of any gain), where known.
+        verdict: whether `to` is "faster" or "slower" than `of` ("smaller" or "larger" if the values are not times), if
+            the interval excludes 1; else "no difference shown".
+        goal, met: the goal, and whether the median reaches it; None without a goal.
+        share: fraction of `of` that the difference between the arms affects (an upper bound of the gain), if known.
     """
 
     name: str
     of: str
     to: str
-    median: float
-    low: float
-    high: float
     values: list[float]
     verdict: str
     goal: Goal | None = None
@@ -110,20 +112,22 @@ class Ratio:
 
 
 def compare(
-    times: Mapping[str, Sequence[float]], *, of: str, to: str, name: str, goal: Goal | None = None,
+    times: Mapping[str, Sequence[float]], *, of: str, to: str, name: str = "", goal: Goal | None = None,
     share: float | None = None, words: tuple[str, str] = ("faster", "slower"),
 ) -> Ratio:  # fmt: skip
-    """The ratio of two arms' values: above 1, `to` is the first of `words`, below 1 the second."""
+    """The ratio of two arms' values, named "of / to" by default: above 1, `to` is the first of `words`, below 1 the
+    second."""
     values = [a / b for a, b in zip(times[of], times[to], strict=True)]
     found = median_interval(values)
     verdict = words[0] if found.low > 1 else words[1] if found.high < 1 else NO_DIFFERENCE
     met = None if goal is None else goal.met(found.median)
-    return Ratio(name, of, to, found.median, found.low, found.high, values, verdict, goal, met, share)
+    return Ratio(**vars(found), name=name or f"{of} / {to}", of=of, to=to, values=values, verdict=verdict, goal=goal,
+                 met=met, share=share)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Check:
-    """One condition under which the arms may be compared at all."""
+    """One condition that must hold before the arms are compared."""
 
     name: str
     passed: bool
@@ -131,7 +135,7 @@ class Check:
 
 
 def equal_series(name: str, ours: Sequence[float], theirs: Sequence[float], *, relative: float = 0.0) -> Check:
-    """Whether two series of losses agree: bit for bit, or within a relative tolerance."""
+    """Whether two series of losses agree, bit for bit or within a relative tolerance."""
     if len(ours) != len(theirs) or not ours:
         return Check(name, False, f"{len(ours)} losses against {len(theirs)}")
     worst = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))
@@ -143,9 +147,9 @@ def equal_series(name: str, ours: Sequence[float], theirs: Sequence[float], *, r
 
 @dataclass(frozen=True)
 class Claim:
-    """A promise by its effect, and what this machine says of it.
+    """A claimed effect, and whether it was reproduced on this machine.
 
-    `verdict` is "reproduced", "not reproduced" or "not measurable here"; `evidence` says why, with numbers.
+    `verdict` is "reproduced", "not reproduced" or "not measurable here"; `evidence` gives the numbers.
     """
 
     effect: str
@@ -158,10 +162,11 @@ class BenchMeasurement:
     """The document of one bench; filled while it runs.
 
     Attributes:
-        block, unit: what one value of an arm stands for.
+        block, unit: what one value of an arm measures.
         arms: name -> raw values.
         values: everything else that was measured, by name.
-        advice: lines for people. picture: a plot spec (`raytrain.report.plots.figure`), written beside the document.
+        advice: further lines of the printed output. picture: a plot spec (`raytrain.report.plots.figure`), saved next
+            to the document.
     """
 
     bench: str
@@ -180,27 +185,32 @@ class BenchMeasurement:
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def gate(self, check: Check) -> bool:
-        """Note a condition; returns whether it holds."""
+        """Add a condition; returns whether it holds."""
         self.checks.append(check)
         return check.passed
 
+    def compare(self, times: Mapping[str, Sequence[float]], *, of: str, to: str, **about: Any) -> Ratio:
+        """Add the ratio of two arms, see `compare`, and return it."""
+        self.ratios.append(compare(times, of=of, to=to, **about))
+        return self.ratios[-1]
+
     def claim(self, effect: str, holds: bool, evidence: str) -> None:
-        """Note a verdict; sizes made for a test show nothing either way."""
+        """Add a claim with its verdict; with `--quick` sizes the verdict is always "not measurable here"."""
         verdict = "not measurable here" if self.quick else "reproduced" if holds else "not reproduced"
         self.claims.append(Claim(effect, verdict, f"{evidence}{'; --quick sizes' if self.quick else ''}"))
 
     def cannot(self, effect: str, why: str) -> None:
-        """Note that something cannot be measured here."""
+        """Add a claim that cannot be measured on this machine."""
         self.claims.append(Claim(effect, "not measurable here", why))
         self.gate(Check("what is needed", True, why))
 
     @property
     def passed(self) -> bool:
-        """Whether every condition of the gate holds; without one nothing was compared."""
+        """Whether all conditions of the gate hold; False if there are none."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole document, as plain values. Ratios and claims of a failed gate are left out."""
+        """The document as plain values, without ratios and claims if the gate failed."""
         return {
             "schema": SCHEMA,
             "bench": self.bench,
@@ -219,16 +229,13 @@ class BenchMeasurement:
         }
 
     def lines(self) -> list[str]:
-        """What a person reads."""
+        """The printed output."""
         shown = [f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}" for check in self.checks]
         if not self.passed:
             return [*shown, "the gate failed: nothing is compared", *self.advice]
         for ratio in self.ratios:
             goal = "" if ratio.goal is None else f"; goal {ratio.goal}: {'met' if ratio.met else 'MISSED'}"
-            shown.append(
-                f"{ratio.name}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] "
-                f"over {len(ratio.values)} blocks, {_sentence(ratio)}{goal}"
-            )
+            shown.append(f"{ratio.name}: {ratio:.3f} over {len(ratio.values)} blocks, {_sentence(ratio)}{goal}")
         claims = [f"{claim.effect}: {claim.verdict} ({claim.evidence})" for claim in self.claims]
         return [*shown, *claims, *self.advice]
 
@@ -238,9 +245,9 @@ def _sentence(ratio: Ratio) -> str:
 
 
 def header(began: float, *, load_before: float) -> dict[str, Any]:
-    """The machine, the versions, the threads and the command; load averages tell whether the machine was idle."""
+    """The machine, versions, threads, command, and load averages, which show whether the machine was idle."""
     record = environment_record()
-    torch: Any = sys.modules.get("torch")  # never imported for the sake of a header
+    torch: Any = sys.modules.get("torch")  # not imported only for the header
     return {
         **record,
         "date": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
@@ -253,7 +260,7 @@ def header(began: float, *, load_before: float) -> dict[str, Any]:
 
 
 def matrix_units(flags: Mapping[str, bool]) -> str:
-    """What this CPU has for bfloat16 products: "AMX", "AVX512-bf16" or "neither"."""
+    """The CPU's instruction set for bfloat16 matrix products: "AMX", "AVX512-bf16" or "neither"."""
     return "AMX" if flags.get("amx_bf16") else "AVX512-bf16" if flags.get("avx512_bf16") else "neither"
 
 

@@ -1,4 +1,4 @@
-"""Options that every bench takes, and the registry of benches, which are found by their modules. Torch-free."""
+"""Options of all benches, and the registry of benches, which are found by their modules. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from pydantic import Field
 
 from cluster.config import Count, NonNegativeInt, Section
+from cluster.devices.inventory import local_inventory
 
 FOLDER = Path(__file__).parents[1]
 ORDER = (
     "loop", "precision", "checkpoint", "memory", "attention", "compile", "placement", "moves", "unequal", "overlap",
     "recovery", "oom", "experts", "data", "clone", "pinned", "tune", "peers", "lr", "all",
 )  # fmt: skip
-"""Order of `bench --list` and of bench `all`; a bench that is not named here comes after the others of its kind."""
+"""Order of `bench --list` and of bench `all`; benches that are not listed come last."""
 
 
 class BenchOptions(Section):
-    """Options of one bench; a bench derives its own class from it, next to its `run`.
+    """Options of one bench; each bench derives its own class, the type of the `options` of its `run`.
 
     Attributes:
         MEASURES: one line for `bench --list`.
-        QUICK: values under `--quick`, sized for a test; their figures mean nothing.
+        QUICK: values for `--quick`: sizes for a test, too small for meaningful figures.
         IN_ALL: whether bench `all` runs it.
-        OUT: default path of its JSON document; None is a new file in runs/bench.
+        OUT: default path of its JSON document; None means a new file in runs/bench.
     """
 
     MEASURES: ClassVar[str] = ""
@@ -39,6 +40,11 @@ class BenchOptions(Section):
     seed: NonNegativeInt = Field(42, description="of weights, order and generated data")
     blocks: Count = Field(20, description="repetitions that are kept; each runs one block of every arm")
     threads: Count | Literal["auto"] = Field("auto", description="threads of one process, the same for every arm")
+
+    @property
+    def thread_count(self) -> int:
+        """`threads`; the number of CPUs for "auto"."""
+        return self.threads if isinstance(self.threads, int) else local_inventory().cpus
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,8 @@ class Bench:
 
 @functools.cache
 def find_benches() -> dict[str, Bench]:
-    """All benches by name: the modules of one word in the folders of jobs/bench, but for the harness. A module that
-    belongs to a bench has its name and an underscore, such as `experts_member`."""
+    """All benches by name: the modules in the folders of jobs/bench, except the harness and modules with an underscore
+    in their name. Such a module belongs to a bench, as `experts_member` to `experts`."""
     paths = [*FOLDER.glob("*.py"), *(path for path in FOLDER.glob("*/*.py") if path.parent.name != "harness")]
     found = [_load_bench(path) for path in paths if "_" not in path.stem]
     found.sort(key=lambda bench: (not bench.options.IN_ALL, _rank(bench.name), bench.name))
@@ -67,12 +73,7 @@ def find_benches() -> dict[str, Bench]:
 
 def _load_bench(path: Path) -> Bench:
     module = importlib.import_module(".".join(("jobs", "bench", *path.relative_to(FOLDER).with_suffix("").parts)))
-    (options,) = [
-        kind
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, BenchOptions) and kind.__module__ == module.__name__
-    ]
-    return Bench(path.stem, options, module.run)
+    return Bench(path.stem, get_type_hints(module.run)["options"], module.run)
 
 
 def _rank(name: str) -> int:

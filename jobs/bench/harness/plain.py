@@ -1,10 +1,10 @@
-"""The plain loop that ours is measured against: PyTorch as written by hand, with nothing of raytrain in it.
+"""The plain PyTorch loop that raytrain is compared with: a hand-written script that uses nothing of raytrain.
 
     python -m jobs.bench.harness.plain SETTINGS.json               one process
     torchrun --nproc-per-node 2 -m jobs.bench.harness.plain ...    the same under DDP
 
-The loop is `PlainLoop.step`. It clips by the global norm of float64 squares, as raytrain does, so that the losses of
-both can be compared bit for bit; with `clip: torch` it calls torch's own `clip_grad_norm_` instead.
+The loop is `PlainLoop.step`. It computes the global gradient norm in float64, as raytrain does, so that the losses of
+both are equal bit for bit; with `clip: torch` it calls `clip_grad_norm_` instead.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from jobs.bench.harness.processes import serve_blocks
 
 
 class PlainLoop:
-    """Forward, backward, clip, AdamW, and a learning rate by step: as in a script of forty lines.
+    """Forward, backward, clip, AdamW and a learning-rate schedule, as in a script of forty lines.
 
     Args:
         module: the model, on the CPU.
-        loss: `loss(model, batch)` -> scalar, `model` being the module or DDP around it.
+        loss: `loss(model, batch)` -> scalar; `model` is the module, or DDP around it.
         batches: an endless iterator.
         max_steps, lr, weight_decay, betas, clip: as in a job's sections.
         autocast: dtype of the forward pass, None for fp32.
-        ddp: wrap the module.
+        ddp: wrap the module in DistributedDataParallel.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PlainLoop:
 
 
 def text_batches(settings: dict[str, Any], *, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of the text in the order of the job's epochs; this rank's part of each step."""
+    """Windows of the text in the order of a job's epochs; this rank's rows of each step."""
     from raytrain.data.sources.text import text_source
 
     text, context, batch = Path(settings["text"]).read_bytes(), settings["context"], settings["batch"]
@@ -128,16 +128,14 @@ def language_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gpt_loop(settings: dict[str, Any], *, clip: str, rank: int, world_size: int) -> PlainLoop:
-    """The bench's GPT under the plain loop, with the weights that our run draws from the same seed."""
+    """The plain loop on the bench's GPT, with the initial weights that a job with the same seed has."""
     from raytrain.models.gpt import gpt
 
     torch.manual_seed(settings["seed"])
     sizes = {name: settings[name] for name in ("layers", "heads", "width", "context")}
     module = gpt(**sizes, vocab_size=256).module
     batches = text_batches(settings, rank=rank, world_size=world_size)
-    return PlainLoop(
-        module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world_size > 1
-    )  # fmt: skip
+    return PlainLoop(module, language_loss, batches, max_steps=settings["max_steps"], clip=clip, ddp=world_size > 1)
 
 
 def main(path: str) -> None:

@@ -3,8 +3,8 @@
 Every process connects to the bench over a Unix socket and sends one JSON message per line. The bench asks one arm at a
 time with `{"steps": n, ...}`; all other processes wait on their socket and use no CPU. `{"steps": 0}` ends a process.
 
-The bench's side is `ArmServer` and, for each arm, `ArmProcesses`; a process uses `serve_blocks`, or `connect` where the
-steps are those of somebody else's loop.
+The bench uses an `ArmServer` and an `ArmProcesses` for each arm; a process uses `serve_blocks`, or `connect` if another
+library's loop runs the steps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from raytrain.errors import RunError
 
 #: Environment variable with the path of the bench's socket; Ray's workers inherit it from the driver.
 ADDRESS = "RAYTRAIN_BENCH_SOCKET"
-#: Seconds within which an arm has to answer.
+#: Seconds within which an arm must answer.
 ANSWER_TIMEOUT_S = 180.0
-#: Seconds within which a process has to exit after its last block.
+#: Seconds within which a process must exit after its last block.
 EXIT_TIMEOUT_S = 20.0
 LOG_TAIL = 2000
 #: Workers of a `training_pair`.
@@ -103,7 +103,7 @@ def serve_blocks(arm: str, rank: int, run_block: Callable[[dict[str, Any]], dict
 
 
 class ArmServer:
-    """The bench's end of all connections, by arm; a context manager.
+    """The bench's end of all connections, by arm; a context manager that ends the processes of all arms on exit.
 
     Attributes:
         folder: private temporary folder for settings, logs and results; removed at the end.
@@ -120,6 +120,7 @@ class ArmServer:
         self._listener.settimeout(0.5)
         self._connections: dict[str, list[JsonConnection]] = {}
         self._ready: dict[str, float] = {}
+        self._arms: list[ArmProcesses] = []
         self._environment = restored_environment()
 
     def __enter__(self) -> ArmServer:
@@ -128,12 +129,18 @@ class ArmServer:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        for arm in self._arms:
+            arm.close(kill=exception[0] is not None)
         for connections in self._connections.values():
             for connection in connections:
                 connection.close()
         self._listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         self._environment.__exit__(*exception)
+
+    def own(self, arm: ArmProcesses) -> None:
+        """Close this arm on exit; its processes are killed after an error."""
+        self._arms.append(arm)
 
     def await_arm(self, arm: str, *, processes: int, alive: Callable[[], bool]) -> float:
         """Wait until all processes of `arm` have connected; returns the Unix time at which the last was ready.
@@ -169,7 +176,7 @@ class ArmServer:
         return max(self.ask(arm, steps=steps, **more), key=lambda answer: answer["seconds"])
 
     def dismiss(self, arm: str) -> None:
-        """Tell the processes of an arm that there are no more blocks, and forget them."""
+        """Tell the processes of an arm that there are no more blocks, and disconnect them."""
         self._ready.pop(arm, None)
         for connection in self._connections.pop(arm, []):
             with contextlib.suppress(OSError):
@@ -178,14 +185,14 @@ class ArmServer:
 
 
 class ArmProcesses:
-    """The processes of one arm, each `python -m MODULE SETTINGS.json RANK`; they share one log file.
+    """The processes of one arm, each `python -m MODULE SETTINGS.json RANK`, with one log file.
 
     Args:
         module: dotted name of what they run.
         settings: written to SETTINGS.json.
-        processes: how many are started; `connecting` of them (default: all) connect to the bench.
+        processes: number of processes; `connecting` of them (default: all) connect to the bench.
         launcher: arguments before `-m MODULE`, such as those of torchrun.
-        environment: variables that they get besides those of the bench.
+        environment: variables in addition to those of the bench.
         cwd: their working directory.
     """
 
@@ -198,14 +205,14 @@ class ArmProcesses:
         self._connecting = processes if connecting is None else connecting
         path, self._log = server.folder / f"{arm}.json", server.folder / f"{arm}.log"
         path.write_text(json.dumps(settings))
+        server.own(self)
+        self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, *launcher, "-m", module, str(path)]
         with self._log.open("ab") as log:
-            self._processes = [
-                subprocess.Popen(
-                    [*command, str(rank)], stdout=log, stderr=log, env={**os.environ, **(environment or {})}, cwd=cwd
-                )
-                for rank in range(processes)
-            ]
+            for rank in range(processes):
+                variables = {**os.environ, **(environment or {})}
+                started = subprocess.Popen([*command, str(rank)], stdout=log, stderr=log, env=variables, cwd=cwd)
+                self._processes.append(started)
 
     def await_ready(self) -> float:
         """Wait until they have connected; returns the Unix time at which the last was ready.
@@ -243,7 +250,7 @@ class ArmProcesses:
 
     def log_tail(self) -> str:
         """The end of their log, as part of a sentence."""
-        return f"its log ends with:\n{self._log.read_text(errors='replace')[-LOG_TAIL:]}"
+        return log_tail(self._log)
 
     def _is_alive(self) -> bool:
         return all(process.poll() is None for process in self._processes)
@@ -256,8 +263,8 @@ def training_pair(
     """Two workers of one thread each that run `jobs.bench.training.<arm>_member` and are ready.
 
     Args:
-        settings_of: returns their settings and may write files to the folder that it gets; "store" is added, the file
-            by which they find each other (see `sessions.serve_pair`).
+        settings_of: returns their settings, and may write files to the given folder. "store" is added, the file that
+            they use as rendezvous (see `sessions.serve_pair`).
     """
     with ArmServer(answer_timeout_s=answer_timeout_s) as server:
         settings = {**settings_of(server.folder), "store": str(server.folder / "store")}
@@ -265,11 +272,26 @@ def training_pair(
         pair = ArmProcesses(
             server, arm, f"jobs.bench.training.{arm}_member", settings, processes=PAIR, environment=one_thread
         )
-        try:
-            pair.await_ready()
-            yield pair
-        finally:
-            pair.close()
+        pair.await_ready()
+        yield pair
+
+
+def log_tail(log: Path) -> str:
+    """The end of a log, as part of a sentence."""
+    return f"its log ends with:\n{log.read_text(errors='replace')[-LOG_TAIL:]}"
+
+
+def run_command(command: list[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end; returns its standard output.
+
+    Raises:
+        RunError: it failed.
+    """
+    variables = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise RunError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-LOG_TAIL:]}")
+    return done.stdout
 
 
 def await_exit(process: subprocess.Popen[Any], *, within_s: float = EXIT_TIMEOUT_S) -> None:

@@ -1,4 +1,4 @@
-"""The product's own step and loop in this process, without Ray, trained block by block as an arm of a bench."""
+"""A session of raytrain in this process, without Ray, trained block by block as an arm of a bench."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from jobs.bench.harness.measuring import alternate
 from jobs.bench.harness.processes import PAIR, serve_blocks
 from jobs.driver.session import session_of
 from raytrain.autotune.startup.precision import measure_precision
@@ -22,8 +23,16 @@ from raytrain.plan.choice import Deferred
 from raytrain.train.memory.allocator import keep_freed_memory
 
 
+class TrainingArm(Protocol):
+    """An arm that trains in this process."""
+
+    def run(self, steps: int) -> float:
+        """Train `steps` more steps; returns the seconds."""
+        ...
+
+
 class SessionArm:
-    """A prepared session whose loop is run some steps at a time.
+    """A prepared session whose loop runs a block of steps at a time.
 
     Args:
         connection: to the processes that hold the experts, see `session_of`.
@@ -43,14 +52,14 @@ class SessionArm:
         return self.reporter.losses
 
     def run(self, steps: int) -> float:
-        """Train `steps` more steps; returns the seconds. Ends with a logged row, so that the device has caught up."""
+        """Train `steps` more steps; returns the seconds. The last step is logged, which synchronizes the device."""
         self.loop.limits = replace(self.loop.limits, max_steps=self.session.state.step + steps)
         began = time.perf_counter()
         self.loop.run(self.session.state)
         return time.perf_counter() - began
 
     def run_block(self, steps: int) -> dict[str, Any]:
-        """`run` as an answer to the bench: {"seconds", "cpu_s" of this process, "losses" of these steps}."""
+        """`run`, with the answer to the bench: {"seconds", "cpu_s" of this process, "losses" of these steps}."""
         before, cpu = len(self.losses), time.process_time()
         seconds = self.run(steps)
         return {"seconds": seconds, "cpu_s": time.process_time() - cpu, "losses": self.losses[before:]}
@@ -61,13 +70,18 @@ class SessionArm:
         return self.run_block(steps)
 
 
+def alternate_steps(arms: Mapping[str, TrainingArm], *, steps: int, blocks: int) -> dict[str, list[float]]:
+    """Train blocks of `steps` steps of each arm in turn; returns the seconds per step, see `alternate`."""
+    return alternate({name: lambda arm=arm: arm.run(steps) / steps for name, arm in arms.items()}, blocks=blocks)
+
+
 def serve_pair(
     arm: str, open_member: Callable[[dict[str, Any], int], Callable[[dict[str, Any]], dict[str, Any]]]
 ) -> None:
     """The main function of a process of a `training_pair`: joins the gloo group of both, then answers the bench.
 
     Args:
-        open_member: gets the settings and the rank, returns what answers a request.
+        open_member: takes the settings and the rank, returns the function that answers a request.
     """
     settings, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     keep_freed_memory()
@@ -79,7 +93,7 @@ def serve_pair(
 
 @contextlib.contextmanager
 def restored_threads(threads: int | None = None) -> Iterator[None]:
-    """Restores torch's number of threads on exit; `threads` is set inside if it is given."""
+    """Restores torch's number of threads on exit; sets it to `threads` inside, if given."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -90,7 +104,7 @@ def restored_threads(threads: int | None = None) -> Iterator[None]:
 
 
 def chosen_precision(job: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """What `precision.dtype: auto` chooses for this job on this machine: (value, reason, trials)."""
+    """The choice of `precision.dtype: auto` for this job on this machine: (value, reason, trials)."""
     session = session_of({**job, "precision": {"dtype": "auto"}})
     precision = session.job.plan.precision
     if not isinstance(precision, Deferred):
@@ -105,7 +119,7 @@ def _never() -> bool:
 
 
 class LossLog(SilentReporter):
-    """A reporter that keeps the loss and the peak memory of each logged step."""
+    """A reporter that records the loss and the peak memory of each logged step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -118,24 +132,24 @@ class LossLog(SilentReporter):
 
 
 class SavedForBackward:
-    """Counts the bytes that autograd keeps between forward and backward, without parameters, each storage once."""
+    """Counts the bytes that autograd saves for backward, without parameters, each storage once."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        self._kept: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self._saved: dict[int, torch.UntypedStorage] = {}  # held until counted, so that no address is reused
         self.bytes = 0
 
     def during(self, forward: Callable[[], Any]) -> int:
         """Run `forward`, keep its result alive while counting, and return the bytes."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             result = forward()
-        self.bytes = sum(storage.nbytes() for storage in self._kept.values())
+        self.bytes = sum(storage.nbytes() for storage in self._saved.values())
         del result
-        self._kept.clear()
+        self._saved.clear()
         return self.bytes
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._kept[storage.data_ptr()] = storage
+        if storage.data_ptr() not in self._parameters:
+            self._saved[storage.data_ptr()] = storage
         return tensor

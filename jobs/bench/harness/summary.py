@@ -1,4 +1,4 @@
-"""The written summary of measurements: `raytrain report FILE.json`. Every figure in it stands in that file."""
+"""The Markdown summary of measurements: `raytrain report FILE.json`. All its figures come from that file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_summary(path: Path) -> Path:
     """Writes FILE.md beside a bench's FILE.json and returns its path.
 
     Raises:
-        InputError: no such file, or one that no bench wrote.
+        InputError: no such file, or not a document of a bench.
     """
     document = _read(path)
     page = path.with_suffix(".md")
@@ -27,7 +27,7 @@ def write_summary(path: Path) -> Path:
 
 
 def summary_lines(document: Mapping[str, Any]) -> list[str]:
-    """The summary as Markdown: machine and command, claims with verdicts, every ratio, gates that failed."""
+    """The summary as Markdown: machine and command, claims with verdicts, all ratios, failed gates."""
     name = document["bench"]
     documents = document["values"]["benches"] if name == "all" else {name: document}
     rows = table(documents)
@@ -44,7 +44,7 @@ def summary_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def table(documents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for each claim, and for each ratio that has a goal: {bench, claim, figure, verdict}."""
+    """A row for each claim and for each ratio with a goal: {bench, claim, figure, verdict}."""
     rows: list[dict[str, str]] = []
     for name, document in documents.items():
         for claim in document["claims"]:
@@ -71,14 +71,14 @@ def _figure(ratio: Mapping[str, Any]) -> str:
 
 
 def markdown(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """The table as a README shows it."""
+    """The table as Markdown."""
     cells = ("bench", "claim", "figure", "verdict")
     head = ["| bench | claim | our figure, with its 95 % interval | verdict |", "|---|---|---|---|"]
     return [*head, *("| " + " | ".join(row[cell].replace("|", "/") for cell in cells) + " |" for row in rows)]
 
 
 def count_line(rows: list[dict[str, str]]) -> str:
-    """How many claims stand."""
+    """The number of claims by verdict."""
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in VERDICTS}
     return f"{len(rows)} claims: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
@@ -87,7 +87,7 @@ def _machine(document: Mapping[str, Any]) -> list[str]:
     seen = document["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in (seen.get("versions") or {}).items() if version)
     gpus = ", ".join(map(str, seen.get("gpus") or [])) or "no GPU"
-    quick = ["Small sizes (`--quick`): it shows that the benches work, and no figure worth quoting."]
+    quick = ["Small sizes (`--quick`): they show that the benches run; the figures are not meaningful."]
     return [
         f"{seen['date']} on {seen.get('cpu_model')}, {seen.get('cores')} cores, {gpus}; {versions}.",
         f"Load average {seen['load_before']:g} before, {seen['load_after']:g} after; {seen['seconds']:.0f} s in all.",

@@ -1,14 +1,14 @@
-"""SearchedModel `tune`: what the search for batch size and precision finds, and what it costs, against two other ways.
+"""Bench `tune`: result and cost of the search for batch size and precision, against a grid and against doubling.
 
-A wide GPT and a narrow one. The grid times every size in every precision. Doubling takes fp32 alone through 3 steps and
-3 validation batches of each size from 2 to the largest. Ours reads memory, confirms a peak and runs the numeric gate
-besides, and measures its winner once more in turn with the others. All run in this process, in turns, with every kernel
-warm; what Ray would add to ours is not in it.
+It uses a wide and a narrow GPT. The grid times every size in every precision. Doubling runs 3 training steps and 3
+validation batches of each size from 2 to the largest, in fp32 only. Our search also measures memory, confirms a peak,
+runs the numeric gate, and compares its winner with the other candidates again, in alternation. All run in turn in this
+process, after a warm-up of all kernels, without the overhead of Ray.
 
-A ceiling is a budget half-way between the peaks of two neighbouring sizes, by brute force. It means something where
-that is further from both than two readings of one peak are from each other, which is told beside it; of the narrow GPT,
-4 and 8 rows differ by 1 % of the process. Throughput is flat from some size on: any size between the smallest that the
-rule may take, `NEAR` the best that fits, and that best itself answers a ceiling.
+A ceiling is a memory budget half-way between the measured peaks of two neighbouring sizes. It is meaningful only if
+that distance exceeds the difference between two readings of one peak, which is reported too; for the narrow GPT, 4 and
+8 rows differ by 1 % of the process. Throughput saturates with the size: any size up to the fastest that fits counts as
+right if its throughput is within `NEAR` of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pydantic import Field
 
 from cluster.config import Count
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, matrix_units
+from jobs.bench.harness.inputs import draw_tokens, gpt_model, job_of
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, matrix_units
 from jobs.bench.harness.options import BenchOptions
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import WORTHWHILE_GAIN
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
     from jobs.bench.search.tune_arms import FinishedSearch, SearchedModel
 
 MIB = 2**20
+VOCABULARY = 256
 #: Goals of issue 5.
 OF_THE_BEST, OF_THE_GRIDS_TIME, OF_DOUBLINGS_TIME = 0.95, 0.25, 0.4
 
 
 class TuneOptions(BenchOptions):
-    """The search for batch size and precision against an exhaustive grid and against doubling until failure."""
+    """The search for batch size and precision against an exhaustive grid and against doubling."""
 
     MEASURES: ClassVar[str] = (
         "the search for batch size and precision against an exhaustive grid and against doubling until failure"
@@ -51,20 +53,20 @@ class TuneOptions(BenchOptions):
     }  # fmt: skip
 
     blocks: Count = Field(15, description="repetitions of the chosen point against the grid's best")
-    repeats: Count = Field(3, description="times that each way of searching is taken, in turn")
+    repeats: Count = Field(3, description="runs of each kind of search, in turn")
     wide: Count = Field(256, description="width of one GPT of two layers")
     narrow: Count = Field(64, description="width of the other")
     context: Count = Field(64, description="tokens of a window of both")
-    rows: Count = Field(256, description="of a step, and the largest micro-batch that is tried; a power of two")
-    free: bool = Field(False, description="the micro-batch is the whole batch of a step, which may be any size")
+    rows: Count = Field(256, description="rows of a step, and the largest micro-batch; a power of two")
+    free: bool = Field(False, description="a step has one micro-batch, and its batch size is searched")
     gate_steps: Count = Field(20, description="steps of the numeric gate")
     block_s: float = Field(0.25, ge=0, description="seconds that one block of the chosen point should take")
-    ceilings: list[Count] = Field([4, 8, 32], description="budgets are set so that so many rows of the GPT just fit")
+    ceilings: list[Count] = Field([4, 8, 32], description="micro-batch sizes that just fit in the injected budgets")
 
 
 @dataclass
 class _ModelResults:
-    """Everything that is found out about one model."""
+    """All results for one model."""
 
     name: str
     width: int
@@ -91,10 +93,10 @@ def _score(space: BatchSpace, point: Candidate, times: list[float], updates: lis
 
 
 def run(options: TuneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
-    """Measure the wide model and the narrow one, then the injected ceilings; see `TuneOptions`.
+    """Measure the wide and the narrow model, then the injected ceilings; see `TuneOptions`.
 
     Raises:
-        InputError: rows that are no power of two.
+        InputError: rows that are not a power of two.
     """
     from jobs.bench.harness.sessions import restored_threads
 
@@ -103,17 +105,28 @@ def run(options: TuneOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     found = BenchMeasurement("tune", quick, options.model_dump(), "seconds of one search, or of one row of training")
     found.values["matrix_units"] = matrix_units(local_inventory().cpu_flags)
     with restored_threads():
-        wide = _model(found, options, options.wide, say)
-        narrow = _model(found, options, options.narrow, say)
-        ceilings = _ceilings(found, options, narrow, say)
+        wide = _measure_model(found, options, options.wide, say)
+        narrow = _measure_model(found, options, options.narrow, say)
+        ceilings = _measure_ceilings(found, options, narrow, say)
     _claims(found, [wide, narrow], ceilings)
     return found
 
 
-def _model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) -> _ModelResults:
-    from jobs.bench.search.tune_arms import PRECISIONS, SearchedModel, gpt_job
+def _gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
+    """A GPT of two layers on random tokens, in micro-batches of `size` rows."""
+    data = draw_tokens(options.rows, options.context, vocabulary=VOCABULARY, seed=options.seed)
+    model = gpt_model(options, layers=2, width=width, vocab_size=VOCABULARY)
+    batch = size if options.free else options.rows
+    loop = {"global_batch_size": batch, "micro_batch_size": size, "log_every": 0}
+    return job_of(
+        options, model, data, name="tune", loop=loop, threads=options.thread_count, precision={"dtype": "fp32"}
+    )
 
-    job = gpt_job(options, width=width, size=options.rows)
+
+def _measure_model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) -> _ModelResults:
+    from jobs.bench.search.tune_arms import PRECISIONS, SearchedModel
+
+    job = _gpt_job(options, width=width, size=options.rows)
     searched = SearchedModel(job, sizes_free(options.rows, 1), options.gate_steps, options.free)
     name = f"gpt {width}"
     model = _ModelResults(name, width, searched)
@@ -137,16 +150,13 @@ def _model(found: BenchMeasurement, options: TuneOptions, width: int, say: Say) 
     arms = {"grid": grid, "search": search, "search, fp32 alone": alone, "doubling": searched.doubling}
     times = alternate(arms, blocks=options.repeats, dropped=0)
     found.arms |= {f"{name}, {arm}": values for arm, values in times.items()}
-    found.gate(
-        Check(f"{name}: weights are as before the searches", before == _hash(searched), "hash of the parameters")
-    )
-    found.ratios += [
-        compare(times, of="search", to="grid", name=f"{name}: time of the search / of the grid",
-                goal=Goal(at_most=OF_THE_GRIDS_TIME)),
-        compare(times, of="search, fp32 alone", to="doubling", name=f"{name}: time of the search in fp32 / of doubling",
-                goal=Goal(at_most=OF_DOUBLINGS_TIME)),
-    ]  # fmt: skip
-    _against_the_best(found, options, model, say)
+    unchanged = before == _hash(searched)
+    found.gate(Check(f"{name}: the searches do not change the weights", unchanged, "hash of the parameters"))
+    found.compare(times, of="search", to="grid", name=f"{name}: time of the search / of the grid",
+                  goal=Goal(at_most=OF_THE_GRIDS_TIME))  # fmt: skip
+    label = f"{name}: time of the search in fp32 / of doubling"
+    found.compare(times, of="search, fp32 alone", to="doubling", name=label, goal=Goal(at_most=OF_DOUBLINGS_TIME))
+    _compare_with_best(found, options, model, say)
     return model
 
 
@@ -157,8 +167,8 @@ def _hash(searched: SearchedModel) -> str:
     return total.hexdigest()
 
 
-def _against_the_best(found: BenchMeasurement, options: TuneOptions, model: _ModelResults, say: Say) -> None:
-    """Train at the chosen point and at the grid's best, in turn: the seconds of a row."""
+def _compare_with_best(found: BenchMeasurement, options: TuneOptions, model: _ModelResults, say: Say) -> None:
+    """Train at the chosen point and at the grid's best, in turn; a value is the seconds per row."""
     scores = model.grid_scores()
     best = max(scores, key=lambda point: scores[point])
     chosen = model.searches[0].decision.candidate
@@ -170,10 +180,8 @@ def _against_the_best(found: BenchMeasurement, options: TuneOptions, model: _Mod
     times = alternate(arms, blocks=options.blocks)
     found.arms |= {f"{model.name}, {arm}": values for arm, values in times.items()}
     ours, theirs = arms
-    found.ratios.append(
-        compare(times, of=theirs, to=ours, name=f"{model.name}: throughput at the choice / at the grid's best",
-                goal=Goal(at_least=OF_THE_BEST))
-    )  # fmt: skip
+    found.compare(times, of=theirs, to=ours, name=f"{model.name}: throughput at the choice / at the grid's best",
+                  goal=Goal(at_least=OF_THE_BEST))  # fmt: skip
     found.values[model.name] = {
         "chosen": [_named(one.decision.candidate) for one in model.searches],
         "fp32_alone": [_named(one.decision.candidate) for one in model.alone],
@@ -188,11 +196,10 @@ def _named(point: Candidate) -> str:
 
 
 def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[], float]:
-    """A block of real training steps at one point; returns the seconds of a row."""
+    """A block of training steps at one point; returns the seconds per row."""
     from jobs.bench.harness.sessions import SessionArm
-    from jobs.bench.search.tune_arms import gpt_job
 
-    arm = SessionArm(gpt_job(options, width=width, size=point.micro_batch_size), precision=point.precision)
+    arm = SessionArm(_gpt_job(options, width=width, size=point.micro_batch_size), precision=point.precision)
     rows = arm.session.loader.batches.global_batch_size
     arm.run(1)
     steps = max(1, min(1000, round(options.block_s / arm.run(1))))
@@ -202,8 +209,10 @@ def _training(options: TuneOptions, width: int, point: Candidate) -> Callable[[]
 # -- ceilings -------------------------------------------------------------------------------------
 
 
-def _ceilings(found: BenchMeasurement, options: TuneOptions, model: _ModelResults, say: Say) -> list[dict[str, Any]]:
-    """A budget that so many rows just fit into, and what the search makes of it; fp32, the narrow model."""
+def _measure_ceilings(
+    found: BenchMeasurement, options: TuneOptions, model: _ModelResults, say: Say
+) -> list[dict[str, Any]]:
+    """Search within budgets that given sizes just fit in; fp32, the narrow model."""
     searched, ceilings = model.searched, []
     peaks, again, scores = searched.peaks(), searched.peaks(), model.grid_scores()
     for rows in options.ceilings:
@@ -244,14 +253,13 @@ def _claims(found: BenchMeasurement, models: list[_ModelResults], ceilings: list
         found.claim(
             f"{model.name}: at least {OF_THE_BEST} of the grid's best in at most {OF_THE_GRIDS_TIME} of its time",
             rate.median >= OF_THE_BEST and cost.median <= OF_THE_GRIDS_TIME,
-            f"{rate.median:.3f} [{rate.low:.3f}, {rate.high:.3f}] in {cost.median:.3f} [{cost.low:.3f}, "
-            f"{cost.high:.3f}]; chose {', '.join(_named(one.decision.candidate) for one in model.searches)}",
+            f"{rate} in {cost}; chose {', '.join(_named(one.decision.candidate) for one in model.searches)}",
         )
         found.claim(
             f"{model.name}: at most {MOST_SIZES} sizes, {MOST_STEPS} steps of a precision, {OF_DOUBLINGS_TIME} of "
             "doubling's time",
             sizes <= MOST_SIZES and steps <= MOST_STEPS and double.median <= OF_DOUBLINGS_TIME,
-            f"{sizes} sizes, {steps} steps, {double.median:.3f} [{double.low:.3f}, {double.high:.3f}]",
+            f"{sizes} sizes, {steps} steps, {double}",
         )
         gain = _grid_gain(model)
         wanted = "bf16" if gain > 1 + WORTHWHILE_GAIN else "fp32"
@@ -263,7 +271,7 @@ def _claims(found: BenchMeasurement, models: list[_ModelResults], ceilings: list
             f"chose {', '.join(chose)}; bf16's best is {gain:.2f} times fp32's in the grid",
         )
     found.claim(
-        "an injected ceiling is answered within one size, and no process dies of it",
+        "under an injected ceiling the choice is at most one size away, and no process dies",
         all(row["steps_apart"] <= 1 and row["chosen"] <= row["fits"] for row in ceilings),
         "; ".join(
             f"{row['fits']} rows fit: {row['chosen']}, right {row['near_the_best']}; {row['half_way'] / MIB:.1f} MiB"

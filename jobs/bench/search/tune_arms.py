@@ -1,15 +1,14 @@
-"""The ways to search that bench `tune` compares: ours, the grid and doubling, each on one session in this process."""
+"""The searches that bench `tune` compares: ours, the grid and doubling, each on one session in this process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from cluster.devices.inventory import local_inventory
 from jobs.driver.session import session_of
 from raytrain.autotune.probe.run_proposal import run_proposal
 from raytrain.autotune.probe.state_guard import preserve_model, preserve_optimizers
@@ -22,39 +21,15 @@ from raytrain.autotune.search.space import PASSES, BatchSpace, Proposal
 from raytrain.train.memory.device import process_budget
 from raytrain.train.session import Session
 
-if TYPE_CHECKING:
-    from jobs.bench.search.tune import TuneOptions
-
 PRECISIONS = ("fp32", "bf16")
-VOCABULARY = 256
 #: Training steps, and validation batches, of each size, as in Lightning's tuner.
 DOUBLING_STEPS = 3
 MEMORY_FRACTION = 0.9
 
 
-def gpt_job(options: TuneOptions, *, width: int, size: int) -> dict[str, Any]:
-    """A GPT of two layers on drawn tokens, in micro-batches of `size` rows."""
-    draw = torch.Generator().manual_seed(options.seed)
-    threads = options.threads if isinstance(options.threads, int) else local_inventory().cpus
-    tokens = torch.randint(VOCABULARY, (options.rows, options.context + 1), generator=draw)
-    sizes = {"layers": 2, "heads": 4, "width": width, "context": options.context, "vocab_size": VOCABULARY}
-    batch = size if options.free else options.rows
-    return {
-        "name": "bench-tune",
-        "seed": options.seed,
-        "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
-        "data": {
-            "train": {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}, "eval_fraction": 0.0
-        },
-        "loop": {"max_steps": 1_000_000, "global_batch_size": batch, "micro_batch_size": size, "log_every": 0},
-        "precision": {"dtype": "fp32"},
-        "scale": {"workers": 1, "mode": "cpu", "threads": threads},
-    }  # fmt: skip
-
-
 @dataclass(frozen=True)
 class FinishedSearch:
-    """A finished search: its decision, its measurements, its seconds by phase and in total."""
+    """A finished search: its decision, its measurements, and its seconds by phase and in total."""
 
     decision: BatchDecision
     measurements: list[Measurement]
@@ -65,7 +40,7 @@ class FinishedSearch:
 
     @property
     def largest_effort(self) -> tuple[int, int]:
-        """(sizes, steps) of the precision on which most was spent."""
+        """The largest number of sizes, and of steps, over the precisions."""
         sizes = [
             len({one.candidate for one in self.measurements if one.candidate.precision == name})
             for name in self.decision.steps
@@ -86,7 +61,7 @@ class FinishedSearch:
 
 @dataclass
 class SearchedModel:
-    """The session of one model, and the sizes that may be tried."""
+    """The session of one model, and the candidate sizes."""
 
     job: dict[str, Any]
     sizes: tuple[int, ...]
@@ -105,7 +80,7 @@ class SearchedModel:
         return process_budget(self.session.device, fraction=MEMORY_FRACTION, limit=None, processes=1)
 
     def warm_up(self) -> None:
-        """Run every kernel for every size once, so that the first arm does not pay for the others."""
+        """Run every kernel for every size once, so that no arm is charged for the warm-up."""
         for candidate in self.grid_points():
             self._timed(candidate, passes=1)
 
@@ -117,13 +92,13 @@ class SearchedModel:
         return self.probe.measure(candidate, budget=None, passes=passes, with_memory=False)
 
     def grid(self) -> tuple[list[Measurement], float]:
-        """Time every point without measuring its memory; returns the measurements and the seconds they took."""
+        """Time every candidate without measuring memory; returns the measurements and the total seconds."""
         began = time.perf_counter()
         found = [self._timed(candidate) for candidate in self.grid_points()]
         return found, time.perf_counter() - began
 
     def peaks(self) -> dict[int, int]:
-        """Peak bytes of every size in fp32, by brute force."""
+        """The measured peak bytes of every size in fp32."""
         found = {
             size: self.probe.measure(Candidate("fp32", size), budget=None, passes=0, with_memory=True)
             for size in self.sizes
@@ -131,12 +106,12 @@ class SearchedModel:
         return {size: one.peak_bytes or 0 for size, one in found.items()}
 
     def space(self, precisions: Sequence[str], *, budget: int | None) -> BatchSpace:
-        """The space of all sizes: a step has the rows of the largest size, or with `free` those of one micro-batch."""
+        """The search space of all sizes. A step has the rows of the largest size, or with `free` of one micro-batch."""
         rows = None if self.free else self.sizes[-1]
         return BatchSpace(tuple(precisions), self.sizes, rows, budget, gate_steps=self.gate_steps)
 
     def search(self, precisions: Sequence[str] = PRECISIONS, *, budget: int | None) -> FinishedSearch:
-        """Our search, from nothing to a decision."""
+        """Run our search, without prior measurements."""
         space = self.space(precisions, budget=budget)
         measurements: list[Measurement] = []
         gates: list[GateReport] = []
@@ -155,8 +130,8 @@ class SearchedModel:
         return FinishedSearch(decision, measurements, gates, contests, phases, time.perf_counter() - began)
 
     def doubling(self) -> float:
-        """Seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32; the size that
-        fails in the end is not counted."""
+        """The seconds of 3 steps and 3 validation batches of every size from 2 to the largest, in fp32, without the
+        final size that runs out of memory."""
         session = self.session
         with preserve_model(session.trainable, session.device), preserve_optimizers(session.optimizers):
             began = time.perf_counter()
@@ -173,7 +148,7 @@ class SearchedModel:
 
 
 def _phase(proposal: Proposal) -> str:
-    """The phase that a proposal belongs to."""
+    """The phase of a proposal."""
     if proposal.gate_steps:
         return "gate"
     if proposal.against:

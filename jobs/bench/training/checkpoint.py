@@ -1,8 +1,8 @@
-"""Bench `checkpoint`: how long taking a checkpoint stops the loop, written in the background or in its way.
+"""Bench `checkpoint`: how long saving a checkpoint stops the loop, asynchronously and synchronously.
 
-A block is a few real steps with one checkpoint after the first of them. The asynchronous arm copies the state and goes
-on; what the copy costs is its stall, and what the writing beside them costs the steps that follow shows in the whole
-block, which is why both are reported. The state written is the product's: weights, AdamW's moments, generators.
+A block is a few training steps with one checkpoint after the first step. The asynchronous arm copies the state and
+continues; the copy is its stall, and the cost of the write for the following steps shows in the time of the whole
+block. Both are reported. The saved state is that of a real run: weights, AdamW moments, random generators.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from cluster.config import Count, Text
-from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare
+from jobs.bench.harness.inputs import draw_rows, job_of, perceptron_model
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate
 from jobs.bench.harness.options import BenchOptions
 from raytrain.execution.reporter import SilentReporter
 from raytrain.runs.folder import RunFolder
@@ -35,7 +35,7 @@ KINDS = ("asynchronous", "synchronous")
 
 
 class CheckpointOptions(BenchOptions):
-    """The pause that a checkpoint makes in the loop, written in the background or in its way."""
+    """The stall of the loop for a checkpoint that is saved asynchronously, and for one saved synchronously."""
 
     MEASURES: ClassVar[str] = "pause of training for an asynchronous checkpoint, against a synchronous one"
     QUICK: ClassVar[dict[str, Any]] = {"millions": [0.05], "blocks": 3, "steps": 2, "batch": 4}
@@ -43,7 +43,7 @@ class CheckpointOptions(BenchOptions):
     millions: list[float] = Field([1.0, 10.0, 50.0], description="millions of parameters, with AdamW state")
     batch: Count = Field(64, description="rows of a step")
     steps: Count = Field(5, description="steps of one block; the checkpoint is taken after the first")
-    dir: Text | None = Field(None, description="where they are written; null is the system's temporary directory")
+    dir: Text | None = Field(None, description="folder to save them in; null is the system's temporary directory")
 
 
 def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -67,49 +67,30 @@ def run(options: CheckpointOptions, *, quick: bool, say: Say) -> BenchMeasuremen
 
 def _job(options: CheckpointOptions, millions: float, *, folder: str) -> dict[str, Any]:
     """A perceptron of about `millions` million parameters: three layers of one width."""
-    import torch
-
     width = max(8, round(math.sqrt(millions * 1e6 / 2)))
-    draw = torch.Generator().manual_seed(options.seed)
-    rows = 4 * options.batch
-    data = {
-        "x": torch.randn(rows, FEATURES, generator=draw),
-        "labels": torch.randint(CLASSES, (rows,), generator=draw),
-    }
-    threads = options.threads if isinstance(options.threads, int) else local_inventory().cpus
-    return {
-        "name": f"bench-{millions:g}m",
-        "seed": options.seed,
-        "model": {"builder": "raytrain.models.mlp:mlp", "hidden": [width] * 3, "num_classes": CLASSES},
-        "data": {"train": data, "eval_fraction": 0.0},
-        "loop": {"max_steps": 1_000_000, "global_batch_size": options.batch, "log_every": 0},
-        "save": {"dir": folder},
-        "scale": {"workers": 1, "mode": "cpu", "threads": threads},
-    }
+    return job_of(
+        options, perceptron_model(width, classes=CLASSES),
+        draw_rows(4 * options.batch, FEATURES, classes=CLASSES, seed=options.seed), name=f"{millions:g}m",
+        loop={"global_batch_size": options.batch, "log_every": 0}, threads=options.thread_count, save={"dir": folder},
+    )  # fmt: skip
 
 
 class _Arm:
-    """One way of saving, on a session that both ways share: the same state is saved in turn."""
+    """Saving of one kind; both kinds save the same session in turn."""
 
     def __init__(self, session_arm: SessionArm, run: RunFolder, *, kind: str, steps: int) -> None:
         from raytrain.execution.checkpointer import CheckpointSaver
 
         self.session_arm, self.run, self.steps = session_arm, run, steps
         self.saver = CheckpointSaver(
-            session_arm.session,
-            run,
-            every=1_000_000,
-            keep=1,
-            asynchronous=kind == "asynchronous",
-            reporter=SilentReporter(),
-            clock=session_arm.loop.clock,
-            fence=None,
-        )
+            session_arm.session, run, every=1_000_000, keep=1, asynchronous=kind == "asynchronous",
+            reporter=SilentReporter(), clock=session_arm.loop.clock, fence=None,
+        )  # fmt: skip
         self.blocks: list[float] = []
         self.writes: list[float] = []
 
     def block(self) -> float:
-        """A step, a checkpoint, the other steps; returns the stall. What is still being written ends before it."""
+        """A step, a checkpoint, the other steps; returns the stall, after the write has finished."""
         state = self.session_arm.session.state
         began = time.perf_counter()
         self.session_arm.run(1)
@@ -119,15 +100,15 @@ class _Arm:
         if self.steps > 1:
             self.session_arm.run(self.steps - 1)
         self.blocks.append(time.perf_counter() - began)
-        self.writer.wait()  # apart from the block: the next arm begins with a quiet disk
+        self.writer.wait()  # not part of the block, so that the next arm starts with an idle disk
         self.writes.append(self.writer.last_write_s or 0.0)
         return stall
 
     @property
     def writer(self) -> Any:
-        """The product's writer."""
+        """The writer of the checkpoints."""
         writer = self.saver.writer
-        assert writer is not None  # rank 0 of one
+        assert writer is not None  # this is rank 0
         return writer
 
 
@@ -136,7 +117,7 @@ def _size(found: BenchMeasurement, options: CheckpointOptions, millions: float, 
     from raytrain.execution.checkpointer import STALL_BUDGET, solve_interval
 
     session_arm = SessionArm(_job(options, millions, folder=folder), precision="fp32")
-    session_arm.run(3)  # AdamW's moments exist from the first step on
+    session_arm.run(3)  # the first step creates AdamW's moments
     arms = {
         kind: _Arm(session_arm, RunFolder.create(folder, f"{millions:g}m-{kind}"), kind=kind, steps=options.steps)
         for kind in KINDS
@@ -155,7 +136,7 @@ def _size(found: BenchMeasurement, options: CheckpointOptions, millions: float, 
     share = statistics.median(stalls["synchronous"]) / medians["synchronous"]
     for what, values, goal in (("stall", stalls, GOAL), ("whole block", blocks, None)):
         label = f"{name}: {what}, asynchronous / synchronous"
-        found.ratios.append(compare(values, of="asynchronous", to="synchronous", name=label, goal=goal, share=share))
+        found.compare(values, of="asynchronous", to="synchronous", name=label, goal=goal, share=share)
     stall, step = statistics.median(stalls["asynchronous"]), medians["no checkpoint"] / options.steps
     solved = solve_interval(stall_s=stall, step_time_s=step, budget=STALL_BUDGET)
     found.values["models"][name] = {
@@ -185,7 +166,7 @@ def _block_without(session_arm: SessionArm, steps: int) -> float:
 
 
 def _same_bytes(name: str, session_arm: SessionArm, arms: dict[str, _Arm]) -> Check:
-    """Both ways write the live state: the same tensors, bit for bit, complete and verified by their checksums."""
+    """Whether both kinds save the live state bit for bit, with valid checksums."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,69 +1,42 @@
-"""Bench `loop`: a real `train` run in Ray Train workers against a plain PyTorch loop, and against DDP under torchrun.
+"""Bench `loop`: a `train` run in Ray Train workers against a plain PyTorch loop, and against DDP under torchrun.
 
-Ray runs throughout. The plain loop has processes of its own, our run has Ray's workers; blocks alternate, and the arm
-that waits uses no CPU. Start-up is measured separately, with the command that a user types.
+Ray is running throughout. The plain loop has its own processes, our run has Ray's workers; blocks alternate, and the
+waiting arm uses no CPU. Start-up is measured separately, with the command line.
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
 
-from pydantic import Field
-
-from cluster.config import Count, NonNegativeInt, Text
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series, median_interval
-from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import ArmProcesses, ArmServer
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, equal_series, median_interval
+from jobs.bench.harness.processes import ArmProcesses, ArmServer, run_command
 from jobs.bench.training.loop_arms import (
     LOG_EVERY,
+    LoopOptions,
     OurRun,
-    job_of,
+    loop_job,
     make_text,
     start_plain,
     threads_of,
 )
 from raytrain.errors import InputError, RunError
 
-#: Steady-state steps per second of ours over those of the plain loop.
+#: Steady-state steps per second of our run over those of the plain loop.
 GOAL = Goal(at_least=0.98)
-#: Two workers sum in another order than DDP's buckets: equal within fp32 rounding over the first blocks.
+#: Two workers sum in a different order than DDP's buckets: equal within fp32 rounding over the first blocks.
 DDP_TOLERANCE = 1e-4
-ENDING_S = 120.0
-
-
-class LoopOptions(BenchOptions):
-    """Our loop in Ray Train workers against the loop one writes by hand."""
-
-    MEASURES: ClassVar[str] = (
-        "raytrain against a plain PyTorch loop and plain DDP: steady state and, separately, startup"
-    )
-    QUICK: ClassVar[dict[str, Any]] = {
-        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10, "startups": 0,
-    }  # fmt: skip
-
-    workers: list[Count] = Field([1, 2], description="world sizes, one after the other")
-    layers: Count = Field(4, description="of the GPT")
-    heads: Count = Field(4, description="of the GPT")
-    width: Count = Field(128, description="of the GPT")
-    context: Count = Field(64, description="tokens of a window")
-    batch: Count = Field(12, description="rows of a step, over all workers")
-    text: Text | None = Field(None, description="a text file; null generates one")
-    block_steps: Count = Field(40, description="steps of one block, a multiple of 10 (the log interval)")
-    dropped: Count = Field(2, description="blocks before the kept ones")
-    startups: NonNegativeInt = Field(2, description="times that each arm's start-up is measured, apart")
+END_TIMEOUT_S = 120.0
 
 
 def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure each world size; see `LoopOptions`.
 
     Raises:
-        InputError: a block does not end with a logged row, or the workers cannot share the batch equally.
+        InputError: a block does not end with a logged row, or the batch is not divisible by the workers.
         RunError: an arm died.
     """
     _check(options)
@@ -72,9 +45,9 @@ def run(options: LoopOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     )
     with ArmServer() as server:
         text = make_text(options, server.folder)
-        _steady(options, found, server, text=text, say=say)
+        _measure_steps(options, found, server, text=text, say=say)
         if found.passed and options.startups:
-            _startups(options, found, folder=server.folder, text=text, say=say)
+            _measure_startups(options, found, folder=server.folder, text=text, say=say)
     return found
 
 
@@ -91,38 +64,38 @@ def _check(options: LoopOptions) -> None:
 # -- steady state ---------------------------------------------------------------------------------
 
 
-def _steady(options: LoopOptions, found: BenchMeasurement, server: ArmServer, *, text: Path, say: Say) -> None:
+def _measure_steps(options: LoopOptions, found: BenchMeasurement, server: ArmServer, *, text: Path, say: Say) -> None:
     from jobs.driver.runtime import connected
 
     say("starting Ray")
     with connected("local", num_cpus=max(options.workers) + 1, num_gpus=0, verbose=False):
         for world_size in options.workers:
-            if not _one_world(options, found, server, world_size=world_size, text=text, say=say):
+            if not _measure_world_size(options, found, server, world_size=world_size, text=text, say=say):
                 return
 
 
-def _one_world(
+def _measure_world_size(
     options: LoopOptions, found: BenchMeasurement, server: ArmServer, *, world_size: int, text: Path, say: Say
 ) -> bool:
-    """Gate, then alternating blocks; False if the gate failed."""
+    """Check the gate, then run alternating blocks; False if the gate failed."""
     say(f"{world_size} worker(s), {threads_of(options, world_size)} thread(s) each: starting both arms")
     plain = start_plain(server, options, world_size=world_size, text=text)
-    ours = OurRun(server, job_of(options, world_size=world_size, text=text, save_dir=server.folder / "runs"))
+    ours = OurRun(server, loop_job(options, world_size=world_size, text=text, save_dir=server.folder / "runs"))
     try:
         plain.await_ready()
         ours.start()
-        passed = _blocks(options, found, ours, plain, world_size=world_size, say=say)
+        passed = _run_blocks(options, found, ours, plain, world_size=world_size, say=say)
     except RunError as error:
         raise RunError(f"{error}; ours: {ours.error or 'running'}; the plain loop: {plain.log_tail()}") from error
     finally:
         ours.dismiss()
         plain.close()
     if passed:
-        ours.join(ENDING_S)
+        ours.join(END_TIMEOUT_S)
     return passed
 
 
-def _blocks(
+def _run_blocks(
     options: LoopOptions, found: BenchMeasurement, ours: OurRun, plain: ArmProcesses, *, world_size: int, say: Say
 ) -> bool:
     peer = "plain loop" if world_size == 1 else "plain DDP"
@@ -151,15 +124,15 @@ def _blocks(
         found.gate(equal_series(f"{label}, whole run", losses["ours"], losses[peer]))
     for name in arms:
         found.arms[f"{name}, {world_size} worker(s)"] = times[name]
-    for name in arms:
-        if name != "ours":
-            label = f"{name} / ours, {world_size} worker(s)"
-            found.ratios.append(compare(times, of=name, to="ours", name=label, goal=GOAL))
-    first = next(ratio for ratio in found.ratios if ratio.name == f"{peer} / ours, {world_size} worker(s)")
+    first, _ = (
+        found.compare(times, of=name, to="ours", name=f"{name} / ours, {world_size} worker(s)", goal=GOAL)
+        for name in arms
+        if name != "ours"
+    )
     found.claim(
         f"with {world_size} worker(s), Ray, logging and votes cost at most 2 % of a steady step",
         bool(first.met),
-        f"{first.median:.3f} of the {peer}'s rate, interval [{first.low:.3f}, {first.high:.3f}]",
+        f"{first} of the {peer}'s rate",
     )
     found.values[f"{world_size} worker(s)"] = {
         "threads": threads_of(options, world_size),
@@ -173,8 +146,8 @@ def _blocks(
 # -- start-up -------------------------------------------------------------------------------------
 
 
-def _startups(options: LoopOptions, found: BenchMeasurement, *, folder: Path, text: Path, say: Say) -> None:
-    """Seconds from the start of the process to the first step; one arm at a time, alternating."""
+def _measure_startups(options: LoopOptions, found: BenchMeasurement, *, folder: Path, text: Path, say: Say) -> None:
+    """Seconds from the start of the process to the first step, of both arms in turn."""
     for world_size in options.workers:
         say(f"{world_size} worker(s): start-up, {options.startups} times each")
         arms = {
@@ -190,24 +163,18 @@ def _startups(options: LoopOptions, found: BenchMeasurement, *, folder: Path, te
 def _plain_startup(options: LoopOptions, *, world_size: int, text: Path) -> float:
     with ArmServer() as server:
         began = time.time()
-        plain = start_plain(server, options, world_size=world_size, text=text)
-        ready = plain.await_ready()
-        plain.close()
-    return ready - began
+        return start_plain(server, options, world_size=world_size, text=text).await_ready() - began
 
 
 def _our_startup(options: LoopOptions, *, world_size: int, text: Path, folder: Path) -> float:
-    """`raytrain train` of a single step; the event of the attempt is written right before it."""
+    """Runs `raytrain train` for a single step; the event of the attempt is written right before it."""
     from raytrain.config.decode import dump_yaml
     from raytrain.runs.folder import RunFolder
 
-    job = job_of(options, world_size=world_size, text=text, save_dir=folder / "startup")
+    job = loop_job(options, world_size=world_size, text=text, save_dir=folder / "startup")
     path = folder / "job.yaml"
     path.write_text(dump_yaml({**job, "loop": {**job["loop"], "max_steps": 1}}))
     began = time.time()
-    command = [sys.executable, "-m", "jobs", "train", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ENDING_S * 2, check=False)
-    if done.returncode:
-        raise RunError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    run_command([sys.executable, "-m", "jobs", "train", str(path)], timeout_s=2 * END_TIMEOUT_S)
     run = RunFolder.open(str(folder / "startup" / "latest"))
     return next(row["time"] for row in run.read_rows(run.events) if row["kind"] == "attempt") - began

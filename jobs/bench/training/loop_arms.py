@@ -1,8 +1,7 @@
-"""The two arms of bench `loop`: the same model on the same text, as a job of ours and as a plain script.
+"""The options and the two arms of bench `loop`: the same model on the same text, as a raytrain job and as a script.
 
-Our run takes its blocks through an observer (`telemetry.observers`), as a user's own would be: rank 0 waits between
-two blocks, and the other workers wait for its vote. So the time of a block holds the steps, the logged rows, the votes
-and everything else that a run does next to training.
+An observer (`telemetry.observers`) holds our run between blocks: rank 0 waits for the bench, and the other workers wait
+for its vote. The time of a block therefore includes the steps, the logged rows, the votes and all other work of a run.
 """
 
 from __future__ import annotations
@@ -11,21 +10,44 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from cluster.config import Count, NonNegativeInt, Text
 from cluster.devices.inventory import local_inventory
-from jobs.bench.harness.inputs import write_text
+from jobs.bench.harness.inputs import gpt_model, job_of, write_text
+from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.processes import ArmProcesses, ArmServer, JsonConnection, connect
 from raytrain.errors import RunError
-
-if TYPE_CHECKING:
-    from jobs.bench.training.loop import LoopOptions
 
 LOG_EVERY = 10
 
 
+class LoopOptions(BenchOptions):
+    """Our loop in Ray Train workers against a hand-written loop."""
+
+    MEASURES: ClassVar[str] = (
+        "raytrain against a plain PyTorch loop and plain DDP: steady state and, separately, startup"
+    )
+    QUICK: ClassVar[dict[str, Any]] = {
+        "layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "blocks": 3, "block_steps": 10, "startups": 0,
+    }  # fmt: skip
+
+    workers: list[Count] = Field([1, 2], description="world sizes, one after the other")
+    layers: Count = Field(4, description="of the GPT")
+    heads: Count = Field(4, description="of the GPT")
+    width: Count = Field(128, description="of the GPT")
+    context: Count = Field(64, description="tokens of a window")
+    batch: Count = Field(12, description="rows of a step, over all workers")
+    text: Text | None = Field(None, description="a text file; null generates one")
+    block_steps: Count = Field(40, description="steps of one block, a multiple of 10 (the log interval)")
+    dropped: Count = Field(2, description="warm-up blocks")
+    startups: NonNegativeInt = Field(2, description="measurements of each arm's start-up")
+
+
 def make_text(options: LoopOptions, folder: Path) -> Path:
-    """The text that both arms train on."""
+    """The training text of both arms."""
     return write_text(
         folder, batch=options.batch, context=options.context, steps=total_steps(options), seed=options.seed,
         source=options.text,
@@ -33,36 +55,31 @@ def make_text(options: LoopOptions, folder: Path) -> Path:
 
 
 def threads_of(options: LoopOptions, world_size: int) -> int:
-    """Threads of one process, the same for both arms: the cores shared among the workers."""
+    """Threads of one process, the same for both arms: the cores divided by the workers."""
     return options.threads if isinstance(options.threads, int) else max(1, local_inventory().cpus // world_size)
 
 
 def total_steps(options: LoopOptions) -> int:
-    """Steps of each arm from the first to the last block."""
+    """Steps of each arm in all blocks."""
     return (options.dropped + options.blocks) * options.block_steps
 
 
-def job_of(options: LoopOptions, *, world_size: int, text: Path, save_dir: Path) -> dict[str, Any]:
-    """The job of our arm; it writes one checkpoint, at its end (bench `checkpoint` measures those)."""
-    sizes = {name: getattr(options, name) for name in ("layers", "heads", "width", "context")}
+def loop_job(options: LoopOptions, *, world_size: int, text: Path, save_dir: Path) -> dict[str, Any]:
+    """The job of our arm; it saves one checkpoint, at its end (bench `checkpoint` measures checkpoints)."""
     steps = total_steps(options)
-    return {
-        "name": f"bench-loop-{world_size}",
-        "seed": options.seed,
-        "model": {"builder": "raytrain.models.gpt:gpt", **sizes},
-        "data": {"source": "text", "path": str(text), "eval_fraction": 0.0},
-        "precision": {"dtype": "fp32"},
-        "loop": {"max_steps": steps, "global_batch_size": options.batch, "log_every": LOG_EVERY},
-        "save": {"every": steps + 1, "dir": str(save_dir)},
-        "scale": {"workers": world_size, "mode": "cpu", "threads": threads_of(options, world_size)},
-    }
+    return job_of(
+        options, gpt_model(options), text, name=f"loop-{world_size}", workers=world_size,
+        threads=threads_of(options, world_size), precision={"dtype": "fp32"},
+        loop={"max_steps": steps, "global_batch_size": options.batch, "log_every": LOG_EVERY},
+        save={"every": steps + 1, "dir": str(save_dir)},
+    )  # fmt: skip
 
 
 def start_script(
     server: ArmServer, arm: str, module: str, options: LoopOptions, *, world_size: int, text: Path,
     cwd: Path | None = None,
 ) -> ArmProcesses:  # fmt: skip
-    """`module` as an arm of its own: one process, or `world_size` of them under torchrun."""
+    """Start `module` as an arm: one process, or `world_size` processes under torchrun."""
     keys = ("layers", "heads", "width", "context", "batch", "seed")
     settings = {key: getattr(options, key) for key in keys}
     threads = threads_of(options, world_size)
@@ -81,12 +98,12 @@ def start_script(
 
 
 def start_plain(server: ArmServer, options: LoopOptions, *, world_size: int, text: Path) -> ArmProcesses:
-    """The plain loop, under DDP where `world_size` is above 1."""
+    """The plain loop, with DDP if `world_size` is above 1."""
     return start_script(server, "plain", "jobs.bench.harness.plain", options, world_size=world_size, text=text)
 
 
 class OurRun:
-    """Our arm: one `train` whose driver is a thread of the bench, on a Ray that runs already."""
+    """Our arm: a `train` call whose driver is a thread of the bench, on a running Ray."""
 
     ARM = "ours"
 
@@ -105,7 +122,7 @@ class OurRun:
             self.error = f"{type(error).__name__}: {error}"
 
     def start(self) -> None:
-        """Start the run and wait until its first step is due.
+        """Start the run and wait until it is about to take its first step.
 
         Raises:
             RunError: the run ended first.
@@ -114,11 +131,11 @@ class OurRun:
         self._server.await_arm(self.ARM, processes=1, alive=self._thread.is_alive)
 
     def ask_slowest(self, *, steps: int, **_unused: Any) -> dict[str, Any]:
-        """Train `steps` steps; the answer of rank 0, as of `ArmProcesses.ask_slowest`."""
+        """Train `steps` steps; returns the answer of rank 0, like `ArmProcesses.ask_slowest`."""
         return self._server.ask_slowest(self.ARM, steps=steps)
 
     def dismiss(self) -> None:
-        """There are no more blocks: the run goes on to its end without waiting."""
+        """Tell the run that there are no more blocks; it continues to its end without waiting."""
         self._server.dismiss(self.ARM)
 
     def join(self, timeout: float) -> None:
@@ -133,7 +150,7 @@ class OurRun:
 
 
 class BlockObserver:
-    """The observer in rank 0 of our run: waits for the bench before each block and answers after it."""
+    """The observer in rank 0 of our run: waits for the bench before each block and sends the answer after it."""
 
     def __init__(self) -> None:
         self._connection: JsonConnection | None = None
@@ -142,13 +159,13 @@ class BlockObserver:
         self._losses: list[float] = []
 
     def event(self, row: dict[str, Any]) -> None:
-        """Connect at the event of the attempt, which comes right before the first step: the start-up ends here."""
+        """Connect at the event of the attempt, right before the first step, where the start-up ends."""
         if row["kind"] == "attempt" and self._connection is None:
             self._connection = connect(arm=OurRun.ARM, rank=0)
             self._wait()
 
     def metrics(self, row: dict[str, Any]) -> None:
-        """Keep the loss of a logged row; at the end of a block, send the seconds and wait for the next."""
+        """Record the loss of a logged row; at the end of a block, send its seconds and wait for the next block."""
         if self._connection is None:
             return
         ended, cpu = time.perf_counter(), time.process_time()
@@ -167,7 +184,7 @@ class BlockObserver:
         self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def close(self) -> None:
-        """Disconnect: the run goes on to its end without waiting."""
+        """Disconnect; the run continues to its end without waiting."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None

@@ -1,9 +1,9 @@
-"""Bench `lr`: a learning-rate range test of a job. Advice: nothing of the job is changed or written.
+"""Bench `lr`: a learning-rate range test of a job. It suggests a rate; the job file is not changed.
 
-The learning rate rises exponentially over a short run while the loss of each step is kept; where the loss falls
-fastest is a good rate, and where it leaves for good is too much. Method: L. N. Smith, "Cyclical learning rates for
-training neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smoothing and the stop of fastai's
-`lr_find`. The job's own optimizer, precision, clip and batches are used, in a session of its own, in this process.
+The learning rate rises exponentially over a short run while the loss of each step is recorded. A good rate is where the
+loss falls fastest; the test ends where the loss diverges. Method: L. N. Smith, "Cyclical learning rates for training
+neural networks" (2017, https://arxiv.org/abs/1506.01186), with the smoothing and the stopping rule of fastai's
+`lr_find`. It runs in this process, with the job's optimizer, precision, clipping and batches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raytrain.config.sections import OptimConfig
 from raytrain.errors import InputError, RunError
 
 SETTLING = 0.05
-"""Part of the ramp at whose start the smoothed loss still jumps; no slope is read there."""
-FEWEST = 3
-LEAST_FALL = 0.01
-"""The smoothed loss has to fall by this part somewhere, or nothing was learned that advice could rest on."""
+"""Fraction of the ramp at its start in which the smoothed loss is still unstable; slopes there are ignored."""
+MIN_STEPS = 3
+MIN_FALL = 0.01
+"""Without a fall of the smoothed loss by this fraction there is no suggestion."""
 
 
 class LrOptions(BenchOptions):
@@ -40,22 +40,22 @@ class LrOptions(BenchOptions):
     IN_ALL: ClassVar[bool] = False
 
     job: Text | None = Field(None, description="a JOB.yaml or a recipe's name; null is the recipe default")
-    changes: list[Text] = Field([], description="section.key=value over the job, also as arguments")
+    changes: list[Text] = Field([], description="section.key=value overrides of the job, also as arguments")
     steps: Annotated[int, Field(ge=5)] = Field(150, description="of the ramp")
     lowest: Positive = Field(1e-6, description="learning rate of the first step")
     highest: Positive = Field(10.0, description="learning rate of the last step")
-    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of the past in the smoothed loss")
-    divergence: float = Field(2.0, gt=1, description="times the least smoothed loss, at which the ramp stops")
+    smoothing: float = Field(0.9, ge=0, lt=1, description="weight of earlier steps in the smoothed loss")
+    divergence: float = Field(2.0, gt=1, description="multiple of the lowest smoothed loss at which the ramp stops")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a curve says; None where it does not.
+    """Learning rates read from a curve; None if the curve does not show one.
 
     Attributes:
-        steepest: learning rate at which the smoothed loss falls fastest. lowest: at which it is least.
-        diverged: at which the test stopped.
-        suggested: the steepest, but at most a tenth of where it diverged.
+        steepest: where the smoothed loss falls fastest. lowest: where it is lowest.
+        diverged: where the test stopped.
+        suggested: `steepest`, but at most a tenth of `diverged`.
     """
 
     steepest: float | None
@@ -65,11 +65,11 @@ class Advice:
 
 
 def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
-    """Take the ramp; see `LrOptions`.
+    """Train on the ramp; see `LrOptions`.
 
     Raises:
-        InputError: what is wrong with the job, or a ramp that does not rise.
-        RunError: the loss was not finite from the first steps on.
+        InputError: an invalid job, or `lowest` is not below `highest`.
+        RunError: the loss was not finite in the first steps.
     """
     from jobs.bench.training.lr_ramp import run_ramp
 
@@ -79,12 +79,15 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     changes = list(options.changes) + ([] if options.threads == "auto" else [f"scale.threads={options.threads}"])
     loaded = load_spec(None if options.job is None else Path(options.job), changes)
     refuse_later(loaded.spec, "bench")
-    rates, losses, diverged, precision = run_ramp(loaded, options, say=say)
-    if len(losses) < FEWEST:
+    rates, losses, diverged, precision = run_ramp(
+        loaded, lowest=options.lowest, highest=options.highest, steps=options.steps,
+        has_diverged=lambda losses: has_diverged(losses, options), say=say,
+    )  # fmt: skip
+    if len(losses) < MIN_STEPS:
         raise RunError(f"the loss was not finite after {len(losses)} steps, at lr {diverged}; try a smaller lowest")
     smooth = smoothed(losses, options.smoothing)
     advice = advise(rates, smooth, diverged=diverged)
-    found.gate(Check("the ramp was taken", True, f"{len(losses)} of {options.steps} steps in {precision}"))
+    found.gate(Check("the ramp was run", True, f"{len(losses)} of {options.steps} steps in {precision}"))
     own = loaded.spec.optim
     found.values |= {
         "optimizer": own.name, "precision": precision, "own_lr": own.lr, "lr": rates, "loss": losses,
@@ -92,12 +95,12 @@ def run(options: LrOptions, *, quick: bool, say: Say) -> BenchMeasurement:
         "suggested": advice.suggested,
     }  # fmt: skip
     found.picture = curve_spec(loaded.spec.name, rates, losses, smooth, advice=advice, own=own.lr)
-    found.advice = told(advice, own, options)
+    found.advice = advice_lines(advice, own, options)
     return found
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Exponential moving average that gives what is past `weight`, corrected for its start."""
+    """Exponential moving average with `weight` for earlier values, with bias correction."""
     average, found = 0.0, []
     for number, value in enumerate(values, start=1):
         average = weight * average + (1 - weight) * value
@@ -105,43 +108,48 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return found
 
 
+def has_diverged(losses: Sequence[float], options: LrOptions) -> bool:
+    """Whether the smoothed loss is far above its lowest value."""
+    smooth = smoothed(losses, options.smoothing)
+    return smooth[-1] > options.divergence * min(smooth)
+
+
 def advise(rates: Sequence[float], smooth: Sequence[float], *, diverged: float | None) -> Advice:
-    """What a curve of smoothed losses over rising rates says."""
+    """The advice from a curve of smoothed losses over rising rates."""
     bottom = min(range(len(smooth)), key=lambda index: smooth[index])
     begin = min(int(SETTLING * len(smooth)), bottom)
     slopes = {
         index: (smooth[index + 1] - smooth[index - 1]) / math.log(rates[index + 1] / rates[index - 1])
         for index in range(max(1, begin), min(bottom + 1, len(smooth) - 1))
     }
-    if not slopes or smooth[bottom] > (1 - LEAST_FALL) * smooth[0]:
+    if not slopes or smooth[bottom] > (1 - MIN_FALL) * smooth[0]:
         return Advice(None, None, diverged, None)
     steepest = rates[min(slopes, key=lambda index: slopes[index])]
     suggested = steepest if diverged is None else min(steepest, diverged / 10)
     return Advice(steepest, rates[bottom], diverged, suggested)
 
 
-def told(advice: Advice, optim: OptimConfig, options: LrOptions) -> list[str]:
-    """For people, in a few lines."""
+def advice_lines(advice: Advice, optim: OptimConfig, options: LrOptions) -> list[str]:
+    """The printed advice."""
     if advice.suggested is None:
         return [f"no advice: the loss did not fall between {options.lowest:g} and {options.highest:g}"]
     ends = (
         f"diverges at {advice.diverged:.2g}" if advice.diverged is not None
         else f"did not diverge up to {options.highest:g}"
     )  # fmt: skip
-    lines = [f"the loss falls fastest at lr {advice.steepest:.2g}, is least at {advice.lowest:.2g}, {ends}"]
-    apart = advice.suggested / optim.lr
-    same = 0.5 <= apart <= 2.0
-    said = "about what it is" if same else f"{apart:.2g} times the job's {optim.lr:g}"
-    return [*lines, f"suggested for {optim.name}: optim.lr={advice.suggested:.2g} ({said}); the job is left as it is"]
+    lines = [f"the loss falls fastest at lr {advice.steepest:.2g}, is lowest at {advice.lowest:.2g}, {ends}"]
+    factor = advice.suggested / optim.lr
+    change = "about the job's rate" if 0.5 <= factor <= 2.0 else f"{factor:.2g} times the job's {optim.lr:g}"
+    return [*lines, f"suggested for {optim.name}: optim.lr={advice.suggested:.2g} ({change}); the job is unchanged"]
 
 
 def curve_spec(
     name: str, rates: Sequence[float], losses: Sequence[float], smooth: Sequence[float], *, advice: Advice, own: float
 ) -> dict[str, Any]:
-    """The picture: loss over learning rate, with the suggestion and the job's own rate marked on the curve."""
+    """The plot: loss over learning rate, with marks at the suggested rate and the job's rate."""
     marks = [
-        {"x": at, "y": smooth[nearest(rates, at)], "text": f"{word} {at:.2g}"}
-        for word, at in (("suggested", advice.suggested), ("the job's", own))
+        {"x": at, "y": smooth[nearest(rates, at)], "text": f"{label} {at:.2g}"}
+        for label, at in (("suggested", advice.suggested), ("the job's", own))
         if at is not None and rates and rates[0] <= at <= rates[-1]
     ]
     series = [
@@ -156,5 +164,5 @@ def curve_spec(
 
 
 def nearest(rates: Sequence[float], at: float) -> int:
-    """The place of the rate that is nearest to `at` by its logarithm."""
+    """The index of the rate whose logarithm is nearest to that of `at`."""
     return min(range(len(rates)), key=lambda index: abs(math.log(rates[index] / at)))

@@ -1,9 +1,9 @@
-"""Bench `oom`: what an out-of-memory error costs a run of two workers, and that it changes nothing.
+"""Bench `oom`: the cost of an out-of-memory error in a run of two workers; the results must not change.
 
-Two processes hold two sessions of one job in float64 and train a step of each in turn: one session is undisturbed, in
-the other errors are raised on one of the ranks, in forward or backward of some micro-batch. A value is the time of a
-step: of the disturbed session at an error (the dropped passes and the step in halves), and of the undisturbed session
-at that same step. Afterwards the weights of both are compared.
+Two processes each hold two sessions of one job in float64 and train a step of each in turn. In one session errors are
+injected on one of the ranks, in the forward or backward of a micro-batch. A value is the time of a step: with an error
+(the dropped passes and the step in halves), and of the session without errors at the same step. At the end the weights
+of both sessions are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, compare, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, median_interval
 from jobs.bench.harness.options import BenchOptions
 from jobs.bench.harness.processes import PAIR, training_pair
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 1800.0
 
 
 class OomOptions(BenchOptions):
-    """Out-of-memory errors on one of two workers, in steps drawn at random."""
+    """Out-of-memory errors on one of two workers, in random steps."""
 
     MEASURES: ClassVar[str] = "cost of out-of-memory errors on one of two workers; checks that results do not change"
     QUICK: ClassVar[dict[str, Any]] = {
@@ -33,7 +33,7 @@ class OomOptions(BenchOptions):
     }  # fmt: skip
 
     blocks: Count = Field(20, description="errors")
-    steps_between: Annotated[int, Field(ge=2)] = Field(6, description="steps to one error, on average")
+    steps_between: Annotated[int, Field(ge=2)] = Field(6, description="steps between errors, on average")
     layers: Count = Field(4, description="of the GPT")
     heads: Count = Field(4, description="of the GPT")
     width: Count = Field(128, description="of the GPT")
@@ -44,7 +44,7 @@ class OomOptions(BenchOptions):
 
     @property
     def steps(self) -> int:
-        """Of the whole measurement."""
+        """Steps of the whole measurement."""
         return self.blocks * self.steps_between
 
 
@@ -52,27 +52,26 @@ def run(options: OomOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `OomOptions`.
 
     Raises:
-        RunError: a process died, or they did not answer in time.
+        RunError: a process died or did not answer in time.
     """
     found = BenchMeasurement("oom", quick, options.model_dump(), "one optimizer step of two workers")
     errors = plan_errors(options)
-    say(f"{len(errors)} errors in {options.steps} steps, and as many steps without any")
-    settings = {**options.model_dump(), "errors": errors}
+    say(f"{len(errors)} errors in {options.steps} steps, and as many steps without errors")
+    settings = {"options": options.model_dump(), "errors": errors}
     with training_pair("oom", lambda _folder: settings, answer_timeout_s=TIMEOUT_S) as pair:
         ranks = pair.ask(steps=options.steps)
     events, seconds = ranks[0]["events"], ranks[0]["seconds"]
     expected = [{"step": error["step"], "who": [f"rank {error['rank']}"]} for error in errors]
-    found.gate(Check("each error is one event on record", events == expected, f"{len(events)} of {len(errors)}"))
+    found.gate(Check("each error is recorded as one event", events == expected, f"{len(events)} of {len(errors)}"))
     gap = max(rank["largest_difference"] for rank in ranks)
     detail = f"largest difference {gap:.3g} in float64"
-    found.gate(Check("weights are those of the undisturbed run", gap <= EXACT, detail))
+    found.gate(Check("weights equal those of the run without errors", gap <= EXACT, detail))
     alike = len({rank["digest"] for rank in ranks}) == 1
     if not found.gate(Check("both ranks hold the same weights", alike, "bit for bit")) or not found.passed:
         return found
     at = [error["step"] - 1 for error in errors]
     found.arms = {ERROR: [seconds["errors"][step] for step in at], CLEAN: [seconds["clean"][step] for step in at]}
-    ratio = compare(found.arms, of=ERROR, to=CLEAN, name=f"{ERROR} / {CLEAN}", goal=GOAL)
-    found.ratios.append(ratio)
+    ratio = found.compare(found.arms, of=ERROR, to=CLEAN, goal=GOAL)
     others = [step for step in range(options.steps) if step not in at]
     halved = median_interval([seconds["errors"][step] / seconds["clean"][step] for step in others])
     found.values |= {
@@ -82,19 +81,19 @@ def run(options: OomOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     found.claim(
         f"{len(errors)} out-of-memory errors on one of two ranks cost at most 2.5 step times each and change nothing",
         ratio.high <= 2.5,
-        f"{ratio.median:.2f} steps [{ratio.low:.2f}, {ratio.high:.2f}], worst {max(ratio.values):.2f}; the steps "
-        f"between them {halved.median:.2f} [{halved.low:.2f}, {halved.high:.2f}]; weights within {gap:.2g}",
+        f"{ratio:.2f} steps, worst {max(ratio.values):.2f}; the steps between them {halved:.2f}; weights within "
+        f"{gap:.2g}",
     )
     return found
 
 
 def plan_errors(options: OomOptions) -> list[dict[str, Any]]:
-    """`blocks` errors, one in each stretch of `steps_between` steps: {"step", "rank", "micro_batch", "backward"}."""
+    """`blocks` errors, one in each interval of `steps_between` steps: {"step", "rank", "micro_batch", "backward"}."""
     draw = np.random.default_rng(options.seed)
     micro_batches = max(1, options.batch // (PAIR * options.micro_batch))
     return [
         {
-            # not the very first step: it also allocates the optimizer's state, which is no cost of an error
+            # not the first step, which also allocates the optimizer's state
             "step": 2 + index * options.steps_between + int(draw.integers(options.steps_between - 1)),
             "rank": int(draw.integers(PAIR)),
             "micro_batch": int(draw.integers(micro_batches)),

@@ -8,23 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jobs.bench.harness.inputs import draw_tokens, gpt_model, job_of
 from jobs.bench.harness.processes import PAIR
 from jobs.bench.harness.sessions import LossLog, SessionArm, serve_pair
+from jobs.bench.training.oom import OomOptions
 from raytrain.trainable import LossOutput
 
 VOCABULARY = 64
 
 
 class OomWorker:
-    """One of the two workers, with an undisturbed and a disturbed session."""
+    """One of the two workers, with a session without and a session with errors."""
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
-        self._arms = {name: SessionArm(_job(settings), precision="fp64", reporter=OomLog())
-                      for name in ("clean", "errors")}  # fmt: skip
+        job = _job(OomOptions(**settings["options"]))
+        self._arms = {name: SessionArm(job, precision="fp64", reporter=OomLog()) for name in ("clean", "errors")}
         InjectedErrors(self._arms["errors"], [error for error in settings["errors"] if error["rank"] == rank])
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Train all steps of both sessions in turn; returns their seconds, and what is compared of them."""
+        """Train all steps of both sessions in turn; returns their seconds and results."""
         arms, sizes = self._arms, []
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for step in range(request["steps"]):
@@ -43,44 +45,33 @@ class OomWorker:
         }
 
 
-def _job(settings: dict[str, Any]) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(settings["seed"])
-    rows = 8 * settings["batch"]
-    tokens = torch.randint(VOCABULARY, (rows, settings["context"] + 1), generator=draw)
-    data = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    model = {name: settings[name] for name in ("layers", "heads", "width", "context")}
-    return {
-        "name": "bench-oom",
-        "seed": settings["seed"],
-        "model": {"builder": "raytrain.models.gpt:gpt", **model, "vocab_size": VOCABULARY},
-        "data": {"train": data, "eval_fraction": 0.0},
-        "precision": {"dtype": "fp64"},
-        "loop": {
-            "max_steps": 1_000_000, "global_batch_size": settings["batch"], "log_every": 0,
-            "micro_batch_size": settings["micro_batch"], "grow_after": settings["grow_after"],
-        },
-        "scale": {
-            "workers": PAIR, "mode": "cpu",
-            "threads": 1 if settings["threads"] == "auto" else settings["threads"],
-        },
+def _job(options: OomOptions) -> dict[str, Any]:
+    data = draw_tokens(8 * options.batch, options.context, vocabulary=VOCABULARY, seed=options.seed)
+    loop = {
+        "global_batch_size": options.batch, "log_every": 0, "micro_batch_size": options.micro_batch,
+        "grow_after": options.grow_after,
     }  # fmt: skip
+    return job_of(
+        options, gpt_model(options, vocab_size=VOCABULARY), data, name="oom", loop=loop, workers=PAIR,
+        threads=1 if options.threads == "auto" else options.threads, precision={"dtype": "fp64"},
+    )  # fmt: skip
 
 
 class OomLog(LossLog):
-    """A reporter that keeps the out-of-memory events too."""
+    """A reporter that also records out-of-memory events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shortages: list[dict[str, Any]] = []
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Keep an out-of-memory event."""
+        """Record an out-of-memory event."""
         if kind == "out_of_memory":
             self.shortages.append({"step": fields["step"], "who": fields["who"]})
 
 
 class InjectedErrors:
-    """Raises `torch.OutOfMemoryError` in a session, once at each place, as an allocator would."""
+    """Raises `torch.OutOfMemoryError` in a session, once for each planned error, as an allocator would."""
 
     def __init__(self, arm: SessionArm, errors: list[dict[str, Any]]) -> None:
         self._session, self._errors = arm.session, {error["step"]: error for error in errors}

@@ -1,4 +1,4 @@
-"""A worker of bench `overlap`: two sessions of the product in a gloo group of two, with small and with large buckets.
+"""A worker of bench `overlap`: two sessions in a gloo group of two, with small and with large buckets.
 
 python -m jobs.bench.training.overlap_member SETTINGS.json RANK
 """
@@ -16,22 +16,22 @@ from raytrain.train.parallel.flat_gradients import BUCKET_BYTES
 
 
 def open_workers(settings: dict[str, Any], _rank: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Both sessions; a request for "undivided" goes to the one with large buckets, all others to the other."""
+    """Open both sessions; a request for "undivided" goes to the one with large buckets, all others to the other."""
     divided = OverlapWorker(settings["job"], bucket_bytes=settings["bucket_bytes"])
     undivided = OverlapWorker(settings["job"], bucket_bytes=BUCKET_BYTES)
     return lambda request: (undivided if request["what"] == "undivided" else divided).answer(request)
 
 
 class OverlapWorker:
-    """One session, which trains on through all blocks."""
+    """One session, which continues to train through all blocks."""
 
     def __init__(self, job: dict[str, Any], *, bucket_bytes: int) -> None:
         raytrain.train.parallel.reduction.BUCKET_BYTES["cpu"] = bucket_bytes
         self._arm = SessionArm(job, precision="fp32")
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Does what the request's `what` names: report "facts", "measure" as a run does at its start, or train a block
-        with gradients summed "during" the last backward, or after it."""
+        """Does what the request's `what` names: report "facts", "measure" as a run does when it starts, or train a
+        block with gradients reduced "during" the last backward, or after it."""
         session, began = self._arm.session, time.perf_counter()
         if request["what"] == "facts":
             sizes = [flat.nbytes for flat in session.step.gradients.buffers]

@@ -1,7 +1,7 @@
-"""Bench `peers`: the same model on the same text, trained by us in a Ray worker, by Lightning and by Accelerate.
+"""Bench `peers`: the same model on the same text, trained by raytrain in a Ray worker, Lightning and Accelerate.
 
-Each has a process of its own; blocks alternate, and an arm that waits uses no CPU. The peers are an optional extra
-(`pip install raytrain[peers]`); one that is not installed is left out, and its claim says so.
+Each runs in a separate process; blocks alternate, and a waiting arm uses no CPU. The peers are an optional extra
+(`pip install raytrain[peers]`); without it their claims are "not measurable here".
 """
 
 from __future__ import annotations
@@ -15,32 +15,25 @@ from pydantic import Field
 
 from cluster.config import Count, NonNegativeInt
 from cluster.environment import package_version
-from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, compare, equal_series, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Goal, Say, alternate, equal_series, median_interval
 from jobs.bench.harness.processes import ArmProcesses, ArmServer
-from jobs.bench.training.loop import LoopOptions
-from jobs.bench.training.loop_arms import (
-    LOG_EVERY,
-    OurRun,
-    job_of,
-    make_text,
-    start_script,
-)
+from jobs.bench.training.loop_arms import LOG_EVERY, LoopOptions, OurRun, loop_job, make_text, start_script
 from raytrain.errors import InputError, RunError
 
-#: Step time of the better peer over ours.
+#: Step time of the faster peer over ours.
 GOAL = Goal(at_least=1.0)
-#: They clip by a norm summed in float32, we in float64; the losses of the first blocks differ by no more than this.
+#: They compute the gradient norm in float32, we in float64; the losses of the first blocks differ by at most this.
 TOLERANCE = 1e-3
 PEERS = ("lightning", "accelerate")
-ENDING_S = 120.0
+END_TIMEOUT_S = 120.0
 
 
 class PeersOptions(LoopOptions):
-    """A step of ours against one of Lightning and one of Accelerate: same model, text, optimizer and schedule."""
+    """A step of raytrain against Lightning and Accelerate: same model, text, optimizer and schedule."""
 
     MEASURES: ClassVar[str] = "a training step against Lightning's and Accelerate's, if they are installed"
-    workers: list[Count] = Field([1], description="one")
-    startups: NonNegativeInt = Field(0, description="none: start-up is measured by bench loop")
+    workers: list[Count] = Field([1], description="always one")
+    startups: NonNegativeInt = Field(0, description="always 0; bench loop measures the start-up")
 
 
 def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
@@ -59,7 +52,7 @@ def run(options: PeersOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     if installed:
         with ArmServer() as server:
             _measure(options, found, server, installed, say=say)
-    _note(found, installed)
+    _add_versions(found, installed)
     return found
 
 
@@ -73,25 +66,23 @@ def _measure(options: PeersOptions, found: BenchMeasurement, server: ArmServer, 
         name: start_script(server, name, module, options, world_size=1, text=text, cwd=server.folder)
         for name in ("plain", *peers)
     }
-    ours = OurRun(server, job_of(options, world_size=1, text=text, save_dir=server.folder / "runs"))
+    ours = OurRun(server, loop_job(options, world_size=1, text=text, save_dir=server.folder / "runs"))
     try:
         with connected("local", num_cpus=2, num_gpus=0, verbose=False):
             for arm in others.values():
                 arm.await_ready()
             ours.start()
-            _blocks(options, found, {"ours": ours, **others}, peers, say=say)
+            _run_blocks(options, found, {"ours": ours, **others}, peers, say=say)
             ours.dismiss()
-            ours.join(ENDING_S)
+            ours.join(END_TIMEOUT_S)
     except RunError as error:
         logs = "; ".join(f"{name}: {arm.log_tail()}" for name, arm in others.items())
         raise RunError(f"{error}; ours: {ours.error or 'running'}; {logs}") from error
     finally:
         ours.dismiss()
-        for arm in others.values():
-            arm.close()
 
 
-def _blocks(
+def _run_blocks(
     options: PeersOptions, found: BenchMeasurement, arms: Mapping[str, OurRun | ArmProcesses], peers: list[str], *,
     say: Say,
 ) -> None:  # fmt: skip
@@ -112,14 +103,15 @@ def _blocks(
         return
     say(f"{options.blocks} blocks of {len(arms)} arms")
     found.arms = alternate(blocks, blocks=options.blocks, dropped=0)
-    found.ratios = [compare(found.arms, of=name, to="ours", name=f"{name} / ours, a step") for name in others]
+    for name in others:
+        found.compare(found.arms, of=name, to="ours", name=f"{name} / ours, a step")
     better = min(peers, key=lambda name: median_interval(found.arms[name]).median)
     found.values["better"] = better
     label = f"the better of the peers ({better}) / ours, a step"
-    found.ratios.append(compare(found.arms, of=better, to="ours", name=label, goal=GOAL))
+    found.compare(found.arms, of=better, to="ours", name=label, goal=GOAL)
 
 
-def _note(found: BenchMeasurement, installed: list[str]) -> None:
+def _add_versions(found: BenchMeasurement, installed: list[str]) -> None:
     found.values["versions"] = {peer: package_version(peer) for peer in installed}
     missing = [peer for peer in PEERS if peer not in installed]
     if missing:

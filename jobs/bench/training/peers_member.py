@@ -1,7 +1,7 @@
-"""One arm of bench `peers` in a process of its own: `python -m jobs.bench.training.peers_member SETTINGS.json`.
+"""The process of one arm of bench `peers`: `python -m jobs.bench.training.peers_member SETTINGS.json`.
 
-Each peer is used as its documentation shows, without what would cost time: no logger, no checkpoint, no progress bar.
-All use the model, the batches, the optimizer and the learning rates of the plain loop.
+Each peer is used as its documentation shows, without extra work: no logger, no checkpoint, no progress bar. All use the
+model, the batches, the optimizer and the learning rates of the plain loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jobs.bench.training.loop_arms import LOG_EVERY
 
 
 class BlockTimer:
-    """Times blocks of steps in a loop that is not ours: `begin` before its first step, `end_step` after each.
+    """Times blocks of steps in another library's loop: call `begin` before the first step, `end_step` after each step.
 
     Attributes:
         over: there are no more blocks.
@@ -42,7 +42,7 @@ class BlockTimer:
         self._losses, self._began, self._cpu = [], time.perf_counter(), time.process_time()
 
     def end_step(self, loss: Tensor) -> None:
-        """A step has been trained; at the end of a block, answer and wait for the next."""
+        """Count a step; at the end of a block, send the answer and wait for the next block."""
         self._number += 1
         self._left -= 1
         if self._number % LOG_EVERY == 0:
@@ -54,7 +54,7 @@ class BlockTimer:
 
 
 def plain(loop: PlainLoop, timer: BlockTimer) -> None:
-    """The plain loop itself, with torch's clip."""
+    """The plain loop, with torch's clipping."""
     timer.begin()
     while not timer.over:
         timer.end_step(loop.step())

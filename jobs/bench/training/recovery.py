@@ -1,8 +1,8 @@
-"""Bench `recovery`: how long a run stands still when an expert host dies, and when a worker does.
+"""Bench `recovery`: the downtime of a run after the death of an expert host, and of a worker.
 
-One real `raytrain train`. A host and a worker are killed with SIGKILL in turn, each some steps after the last; a value
-is the time from the kill to the next step that is committed and on record, reload included. A dead host is replaced
-while Ray's workers stay; a dead worker is a restart of Ray's worker group.
+One real `raytrain train`. A host and a worker are killed with SIGKILL in turn, some steps apart. A value is the time
+from the kill to the next committed and logged step, including the reload. A dead host is replaced while Ray's workers
+stay alive; a dead worker restarts Ray's worker group.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from cluster.config import Count
-from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, compare, median_interval
+from jobs.bench.harness.measuring import BenchMeasurement, Check, Goal, Say, alternate, median_interval
 from jobs.bench.harness.options import BenchOptions
-from jobs.bench.harness.processes import await_exit, restored_environment
+from jobs.bench.harness.processes import await_exit, log_tail, restored_environment
 from raytrain.errors import RunError
 from raytrain.runs.folder import RunFolder
 
-#: A host's death against a restart of the worker group, and seconds for the default recipe on a CPU.
+#: Restart of the worker group over replacement of a host, and seconds for the default recipe on a CPU.
 GOAL, SECONDS_GOAL = Goal(at_least=1.0), Goal(at_most=5.0)
-#: Every process of the run inherits it, Ray's workers and actors too.
+#: Environment variable that all processes of the run inherit, including Ray's workers and actors.
 MARK = "RAYTRAIN_BENCH_RUN"
 POLL_S = 0.01
-PATIENCE_S = 180.0
+TIMEOUT_S = 180.0
 HOST, WORKER = "expert host", "worker"
 TITLES = {HOST: b"ray::ExpertHost", WORKER: b"ray::RayTrainWorker"}
 
@@ -56,7 +56,7 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     """Measure; see `RecoveryOptions`.
 
     Raises:
-        RunError: the run ended, or did not go on in time.
+        RunError: the run ended, or did not recover in time.
     """
     found = BenchMeasurement(
         "recovery", quick, options.model_dump(), "seconds from the kill to the next committed step"
@@ -68,8 +68,8 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
             say("starting a run")
             command.await_step(options.steps_between)
             say(f"{options.blocks} deaths of an expert host and of a worker, in turn")
-            turns = {kind: partial(command.survive, kind) for kind in (HOST, WORKER)}
-            times = alternate(turns, blocks=options.blocks, dropped=0)
+            deaths = {kind: partial(command.survive, kind) for kind in (HOST, WORKER)}
+            times = alternate(deaths, blocks=options.blocks, dropped=0)
             events = command.run.read_rows(command.run.events)
         finally:
             command.end()
@@ -77,24 +77,22 @@ def run(options: RecoveryOptions, *, quick: bool, say: Say) -> BenchMeasurement:
     attempts = sum(row["kind"] == "attempt" for row in events)
     detail = f"{len(rewinds)} rewinds and {attempts} attempts for {options.blocks} deaths of each kind"
     passed = len(rewinds) == options.blocks and attempts == options.blocks + 1
-    if not found.gate(Check("a host's death costs no restart, a worker's one", passed, detail)):
+    if not found.gate(Check("a host's death causes no restart, a worker's death one", passed, detail)):
         return found
     found.arms |= times
     found.values["rewind_s"] = rewinds
-    ratio = compare(times, of=WORKER, to=HOST, name=f"{WORKER} / {HOST}", goal=GOAL)
-    found.ratios.append(ratio)
+    ratio = found.compare(times, of=WORKER, to=HOST, goal=GOAL)
     host = median_interval(times[HOST])
     found.claim(
         "an expert host's death costs less than a restart of Ray's worker group, and at most 5 s",
         ratio.low > 1 and SECONDS_GOAL.met(host.median),
-        f"{host.median:.2f} s [{host.low:.2f}, {host.high:.2f}] against "
-        f"{median_interval(times[WORKER]).median:.2f} s; worst {max(times[HOST]):.2f} s",
+        f"{host:.2f} s against {median_interval(times[WORKER]).median:.2f} s; worst {max(times[HOST]):.2f} s",
     )
     return found
 
 
 class RecoveryCommand:
-    """A run of the default recipe, every step on record."""
+    """A run of the default recipe that logs every step."""
 
     def __init__(self, options: RecoveryOptions, folder: Path) -> None:
         self.options = options
@@ -112,28 +110,28 @@ class RecoveryCommand:
 
     @property
     def run(self) -> RunFolder:
-        """Its folder."""
+        """The folder of the run."""
         return RunFolder.open(str(self._latest))
 
     def await_step(self, step: int) -> None:
-        """Until this step is on record."""
+        """Wait until this step is logged."""
         self._until(lambda: self._latest.exists() and self._step() >= step, f"step {step}")
 
     def survive(self, kind: str) -> float:
-        """Kill one; the seconds until a step is committed again. Returns some steps after."""
-        before = self._returns(kind)
+        """Kill a process; returns the seconds until the next committed step. Waits for `steps_between` more steps."""
+        before = self._restart_steps(kind)
         victim = self._oldest(kind)
         os.kill(victim, signal.SIGKILL)
         killed = time.perf_counter()
-        self._until(lambda: len(self._returns(kind)) > len(before), f"what follows the death of a {kind}")
-        begin = int(self._returns(kind)[-1])
+        self._until(lambda: len(self._restart_steps(kind)) > len(before), f"the recovery from the death of a {kind}")
+        begin = int(self._restart_steps(kind)[-1])
         self._until(lambda: self._step() > begin, f"a step after {begin}")
         seconds = time.perf_counter() - killed
         self.await_step(self._step() + self.options.steps_between)
         return seconds
 
-    def _returns(self, kind: str) -> list[int]:
-        """The steps that the run went back to, by a rewind or by a new attempt."""
+    def _restart_steps(self, kind: str) -> list[int]:
+        """The steps from which the run continued after a rewind or with a new attempt."""
         rows = self.run.read_rows(self.run.events)
         if kind == HOST:
             return [row["value"] for row in rows if row["kind"] == "decision" and row.get("what") == "rewind"]
@@ -144,7 +142,7 @@ class RecoveryCommand:
         return int(rows[-1]["step"]) if rows else 0
 
     def _oldest(self, kind: str) -> int:
-        """The process of this run that has lived longest: the one that stands by is the youngest host."""
+        """The oldest process of this kind in this run; the stand-by host is the youngest."""
         mark = f"{MARK}={os.environ[MARK]}".encode()
         found: list[tuple[int, int]] = []
         for entry in Path("/proc").iterdir():
@@ -153,23 +151,20 @@ class RecoveryCommand:
                 if title.startswith(TITLES[kind]) and mark in environment.split(b"\0"):
                     began = int((entry / "stat").read_text().rpartition(")")[2].split()[19])
                     found.append((began, int(entry.name)))
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended
                 continue
         if not found:
-            raise RunError(f"there is no {kind} to kill; {self._end_of_log()}")
+            raise RunError(f"there is no {kind} to kill; {log_tail(self._log)}")
         return min(found)[1]
 
     def _until(self, done: Callable[[], Any], what: str) -> None:
-        ends = time.monotonic() + PATIENCE_S
+        ends = time.monotonic() + TIMEOUT_S
         while not done():
             if self.process.poll() is not None or time.monotonic() > ends:
-                raise RunError(f"the run ended or stood still before {what}; {self._end_of_log()}")
+                raise RunError(f"the run ended or hung before {what}; {log_tail(self._log)}")
             time.sleep(POLL_S)
 
-    def _end_of_log(self) -> str:
-        return f"its log ends with:\n{self._log.read_text(errors='replace')[-2000:]}"
-
     def end(self) -> None:
-        """Stop it as a user would; it saves and leaves."""
+        """Stop the run with SIGTERM; it saves and exits."""
         self.process.send_signal(signal.SIGTERM)
         await_exit(self.process, within_s=60.0)

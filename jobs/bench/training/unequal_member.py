@@ -1,8 +1,8 @@
-"""A worker of bench `unequal`: a session of the product in a gloo group of two.
+"""A worker of bench `unequal`: a session in a gloo group of two.
 
     python -m jobs.bench.training.unequal_member SETTINGS.json RANK
 
-The passes of rank 1 take several times as long, because it keeps computing after each of them.
+The passes of rank 1 take several times as long, because it continues to compute after each pass.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class UnequalWorker:
 
 
 def slow_down(session: Session, times: int) -> None:
-    """Make this worker's passes take `times` as long: after each it computes products that nobody uses."""
+    """Make this worker's passes take `times` as long: after each it computes unused matrix products."""
     backward, square = session.step.backward, torch.ones(64, 64)
 
     def slow(*args: Any, **keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
         began = time.perf_counter()
-        made = backward(*args, **keys)
+        result = backward(*args, **keys)
         ends = began + times * (time.perf_counter() - began)
         while time.perf_counter() < ends:
             torch.mm(square, square)
-        return made
+        return result
 
     session.step.backward = slow  # type: ignore[method-assign]
 

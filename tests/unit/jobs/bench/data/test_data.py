@@ -1,4 +1,4 @@
-"""Benches `data` and `clone` in their quick form: both arms run, their parts add up, their figures are told."""
+"""Benches `data` and `clone` with --quick: both arms run, the parts add up, and the figures are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.covers("PERF-10", "PERF-14", "PERF-16")
 @pytest.mark.timeout(120)
-def test_rows_kept_against_clone_and_copy_by_parts(kept: dict[str, Any]) -> None:
+def test_resident_rows_and_clone_and_copy_are_timed_by_parts(kept: dict[str, Any]) -> None:
     assert kept["gate"]["passed"] and len(kept["gate"]["checks"]) == 4
     assert set(kept["arms"]) == {"clone and copy", "resident"}
     parts = kept["values"]["parts_s"]
@@ -42,7 +42,7 @@ def test_rows_kept_against_clone_and_copy_by_parts(kept: dict[str, Any]) -> None
 
 @pytest.mark.covers("PERF-17", "PERF-18")
 @pytest.mark.timeout(120)
-def test_the_first_and_the_later_epochs_are_told_apart(kept: dict[str, Any]) -> None:
+def test_the_first_and_the_later_epochs_are_reported_separately(kept: dict[str, Any]) -> None:
     names = [ratio["name"] for ratio in kept["ratios"]]
     assert names == ["all epochs", "first epoch, preparation included", "first epoch, preparation apart",
                      "every later epoch"]  # fmt: skip
@@ -51,10 +51,10 @@ def test_the_first_and_the_later_epochs_are_told_apart(kept: dict[str, Any]) -> 
 
 @pytest.mark.covers("PERF-15", "PERF-20", "PERF-21")
 @pytest.mark.timeout(120)
-def test_the_models_share_of_each_epoch_is_told(kept: dict[str, Any]) -> None:
+def test_the_busy_share_of_each_epoch_is_reported(kept: dict[str, Any]) -> None:
     busy = kept["values"]["busy_share_by_epoch"]
     assert len(busy["resident"]) == len(busy["clone and copy"]) == 3
-    assert sum(busy["resident"]) > sum(busy["clone and copy"]), "the model has more of each epoch"
+    assert sum(busy["resident"]) > sum(busy["clone and copy"]), "the model computes for a larger part of each epoch"
 
 
 @pytest.mark.covers("PERF-03", "PERF-05")
@@ -64,20 +64,20 @@ def test_the_gain_over_the_reference_is_one_ratio_of_totals_and_one_pair_of_busy
     total = kept["ratios"][0]
     assert total["values"] == [a / b for a, b in zip(old, new, strict=True)] and total["low"] <= total["median"]
     busy = {name: sum(shares) / len(shares) for name, shares in kept["values"]["busy_share_by_epoch"].items()}
-    (claim,) = [claim for claim in kept["claims"] if "share of time that the model computes" in claim["effect"]]
-    assert claim["evidence"].startswith(f"{busy['clone and copy']:.0%} to {busy['resident']:.0%} of an epoch")
+    (claim,) = [claim for claim in kept["claims"] if "fraction of time that the model computes" in claim["effect"]]
+    assert claim["evidence"].startswith(f"from {busy['clone and copy']:.0%} to {busy['resident']:.0%} of an epoch")
 
 
 @pytest.mark.covers("PERF-11", "PERF-12", "PERF-28")
 @pytest.mark.timeout(120)
-def test_clones_moves_and_a_process_that_reads(tmp_path: Path) -> None:
+def test_clones_moves_and_a_loader_process_are_measured(tmp_path: Path) -> None:
     found = document("clone", tmp_path, "transform_ms=1.0")
     assert found["gate"]["passed"] and len(found["gate"]["checks"]) == 3
     assert [ratio["name"] for ratio in found["ratios"]] == [
-        "cloned / as they are", "always moved / looked at first", "0 processes / 1 process that reads"
+        "cloned / not cloned", "always moved / device checked first", "0 processes / 1 process that reads"
     ]  # fmt: skip
     values = found["values"]
-    assert values["microseconds_per_tensor"]["looked at"] > 0 and values["microseconds_per_tensor"]["moved"] > 0
+    assert values["microseconds_per_tensor"]["checked"] > 0 and values["microseconds_per_tensor"]["moved"] > 0
     hidden = values["hidden_share_of_reading"]
     assert len(hidden["values"]) == 2 and hidden["process_start_s"] > 0 and len(found["claims"]) == 3
     assert {name: len(blocks) for name, blocks in hidden["seconds_of_blocks"].items()} == {

@@ -1,4 +1,4 @@
-"""`raytrain bench`: names, keys, exit codes, and what counting the bytes of a model finds."""
+"""`raytrain bench`: names, keys, exit codes, and the counting of bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from raytrain.errors import InputError
 # ---------------------------------------------------------------- what benches count
 
 
-def test_the_bytes_kept_of_a_known_model_are_counted_exactly() -> None:
+def test_the_bytes_saved_for_backward_are_counted_exactly() -> None:
     from jobs.bench.harness.sessions import SavedForBackward
 
     layers = torch.nn.Linear(8, 16, bias=False), torch.nn.Tanh(), torch.nn.Linear(16, 4, bias=False)
     module = torch.nn.Sequential(*layers)
     x = torch.randn(32, 8)
-    # kept: x for the first weight, tanh's output for tanh and for the second weight, but once
+    # saved: x for the first weight; the output of tanh for tanh and for the second weight, counted once
     assert SavedForBackward(module).during(lambda: module(x)) == 4 * (32 * 8 + 32 * 16)
 
 
-def test_peak_bytes_by_length_are_told_by_their_shape() -> None:
+def test_the_growth_of_peak_bytes_is_recognised() -> None:
     from jobs.bench.compute.attention import shape_of
 
     lengths = [64, 128, 256, 512]
@@ -50,8 +50,8 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
     usual, quick = options_of(name, [], quick=False), options_of(name, [], quick=True)
     assert set(kind.QUICK) <= set(kind.model_fields) and quick.blocks <= usual.blocks
     assert options_of(name, ["blocks=7"], quick=True).blocks == 7
-    dear = ("memory", "recovery", "data")  # a process, or five whole epochs of two arms, in each
-    assert name in dear or usual.blocks >= 15, "an interval needs repetitions"
+    costly = ("memory", "recovery", "data")  # a block is a process, or five epochs of two arms
+    assert name in costly or usual.blocks >= 15, "an interval needs repetitions"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_quick_values_are_keys_of_the_bench_and_the_command_line_wins(name: str)
         ("tune", ["rows=24"], "rows"),
     ],
 )
-def test_a_wrong_name_or_key_is_named(tmp_path: Path, name: str, keys: list[str], named: str) -> None:
+def test_the_error_names_a_wrong_bench_or_key(tmp_path: Path, name: str, keys: list[str], named: str) -> None:
     with pytest.raises(InputError) as caught:
         bench_verb(name, keys, out=str(tmp_path / "x.json"), quick=True, as_json=False)
     assert caught.value.key == named

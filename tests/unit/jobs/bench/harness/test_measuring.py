@@ -1,4 +1,4 @@
-"""The method every bench shares: alternation, intervals, verdicts, the gate, and the document."""
+"""The method of all benches: alternation, intervals, verdicts, the gate, and the document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jobs.bench.harness.measuring import (
 )
 
 
-def test_arms_take_turns_in_reversed_order_and_the_first_blocks_are_dropped() -> None:
+def test_arms_alternate_in_reversed_order_and_the_first_blocks_are_dropped() -> None:
     calls: list[str] = []
 
     def arm(name: str) -> float:
@@ -32,7 +32,7 @@ def test_arms_take_turns_in_reversed_order_and_the_first_blocks_are_dropped() ->
     assert values == {"a": [6.0, 7.0, 12.0], "b": [5.0, 8.0, 11.0], "c": [4.0, 9.0, 10.0]}
 
 
-def test_an_interval_holds_the_median_repeats_itself_and_narrows_with_more_values() -> None:
+def test_an_interval_contains_the_median_is_reproducible_and_narrows_with_more_values() -> None:
     few, many = median_interval([1.0, 2.0, 3.0, 4.0, 5.0]), median_interval([1.0, 2.0, 3.0, 4.0, 5.0] * 40)
     assert few == median_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert few.low < few.median == 3.0 < few.high
@@ -57,7 +57,7 @@ def test_a_ratio_is_claimed_only_where_its_interval_excludes_one(theirs: list[fl
     assert Goal(at_most=0.25).met(0.25) and not Goal(at_most=0.25).met(0.26)
 
 
-def test_pairs_of_one_repetition_are_compared_so_that_a_drift_of_the_machine_cancels() -> None:
+def test_values_of_one_repetition_are_compared_so_that_drift_of_the_machine_cancels() -> None:
     drift = [1.0, 2.0, 4.0, 8.0, 16.0]
     ratio = compare({"a": [1.5 * d for d in drift], "b": drift}, of="a", to="b", name="r")
     assert (ratio.median, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
@@ -81,7 +81,7 @@ def _measurement(*, passed: bool, quick: bool = False) -> BenchMeasurement:
     return found
 
 
-def test_the_document_holds_raw_values_the_machine_and_what_follows() -> None:
+def test_the_document_holds_raw_values_the_machine_ratios_and_claims() -> None:
     document = json.loads(json.dumps(_measurement(passed=True).to_json()))
     assert {"schema", "bench", "quick", "settings", "environment", "gate", "block", "arms", "ratios", "claims"} <= set(
         document
@@ -100,7 +100,7 @@ def test_a_failed_gate_leaves_no_ratio_and_no_claim() -> None:
     document = found.to_json()
     assert not document["gate"]["passed"] and document["ratios"] == [] and document["claims"] == []
     assert "nothing is compared" in found.lines()[-1] and not any("plain / ours" in line for line in found.lines())
-    assert not BenchMeasurement("loop", False, {}, "s").passed, "without a check nothing was shown"
+    assert not BenchMeasurement("loop", False, {}, "s").passed, "without a check nothing is shown"
 
 
 def test_quick_sizes_claim_nothing() -> None:
@@ -108,7 +108,7 @@ def test_quick_sizes_claim_nothing() -> None:
     assert claim["verdict"] == "not measurable here" and "--quick" in claim["evidence"]
 
 
-def test_a_missed_goal_is_told() -> None:
+def test_a_missed_goal_is_reported() -> None:
     lines = _measurement(passed=True).lines()
     assert any("ours is faster" in line and "at least 3.0: MISSED" in line for line in lines)
 
@@ -127,7 +127,7 @@ def test_the_width_where_a_precision_breaks_even(gains: dict[int, float], width:
     assert found == (None if width is None else pytest.approx(width))
 
 
-def test_what_a_cpu_has_for_bf16_is_named() -> None:
+def test_the_matrix_units_of_a_cpu_are_named() -> None:
     assert matrix_units({"amx_bf16": True, "avx512_bf16": True}) == "AMX"
     assert matrix_units({"amx_bf16": False, "avx512_bf16": True}) == "AVX512-bf16"
     assert matrix_units({"amx_bf16": False, "avx512_bf16": False}) == "neither"

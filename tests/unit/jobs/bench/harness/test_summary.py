@@ -1,4 +1,4 @@
-"""Summaries of files that are no measurement, and copies to a GPU where there is none."""
+"""Summaries of invalid files, and the document of a bench that needs a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def report(path: Path) -> Result:
     return CliRunner().invoke(main, ["report", str(path)])
 
 
-def test_what_is_no_measurement_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_bench_document_is_refused(tmp_path: Path) -> None:
     written = {"list.json": "[]", "half.json": '{"bench": "data", "values": {}}', "text.json": "no JSON"}
     for name, text in written.items():
         (tmp_path / name).write_text(text)
@@ -29,11 +29,11 @@ def test_what_is_no_measurement_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("PERF-13")
-def test_without_a_gpu_pinned_copies_have_no_figure_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_bench_pinned_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "pinned.json"
     assert bench_verb("pinned", [], out=str(out), quick=False, as_json=False) == 0
     document: dict[str, Any] = json.loads(out.read_text())
     (claim,) = document["claims"]
     assert claim["verdict"] == "not measurable here" and "no GPU" in claim["evidence"]
-    assert document["ratios"] == [] and document["arms"] == {}, "and none that says 1.0"
+    assert document["ratios"] == [] and document["arms"] == {}, "not a ratio of 1.0 either"

@@ -1,4 +1,4 @@
-"""Bench `loop`: the line between its processes, the plain loop, and the observer that takes turns."""
+"""Bench `loop`: the connection between its processes, the plain loop, and the observer that waits between blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from jobs.bench.harness.plain import gpt_loop
 from jobs.bench.harness.processes import ArmServer, connect
 from jobs.bench.harness.sessions import SessionArm
-from jobs.bench.training.loop import LoopOptions
-from jobs.bench.training.loop_arms import BlockObserver, job_of, make_text
+from jobs.bench.training.loop_arms import BlockObserver, LoopOptions, loop_job, make_text
 from raytrain.errors import RunError
 
 SMALL = {**LoopOptions.QUICK, "threads": 1}
@@ -30,12 +29,12 @@ def test_the_text_fills_every_step_of_an_epoch(text: Path) -> None:
     assert text.read_bytes() == make_text(options, text.parent).read_bytes()
 
 
-def test_the_plain_loop_takes_our_steps_over_the_end_of_an_epoch(tmp_path: Path) -> None:
+def test_the_plain_loop_equals_our_loop_across_the_end_of_an_epoch(tmp_path: Path) -> None:
     options = LoopOptions(**{**SMALL, "blocks": 1, "dropped": 1})
     path = tmp_path / "short.txt"
     path.write_bytes(make_text(options, tmp_path).read_bytes()[: 16 * (4 * 7 + 1)])  # seven steps an epoch
     threads = torch.get_num_threads()
-    ours = SessionArm(job_of(options, world_size=1, text=path, save_dir=tmp_path), precision="fp32")
+    ours = SessionArm(loop_job(options, world_size=1, text=path, save_dir=tmp_path), precision="fp32")
     ours.run(20)
     settings = {**options.model_dump(), "text": str(path), "max_steps": 20}
     exact = gpt_loop(settings, clip="float64", rank=0, world_size=1).run(20)
@@ -45,16 +44,16 @@ def test_the_plain_loop_takes_our_steps_over_the_end_of_an_epoch(tmp_path: Path)
     assert near == pytest.approx(exact, rel=1e-4)
 
 
-def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last() -> None:
+def test_a_run_waits_between_blocks_and_continues_alone_after_the_last() -> None:
     with ArmServer() as server:
-        pace, seen = BlockObserver(), []
+        observer, seen = BlockObserver(), []
 
         def train() -> None:
-            pace.event({"kind": "decision"})  # before the attempt nothing waits
-            pace.event({"kind": "attempt"})
+            observer.event({"kind": "decision"})  # does not wait before the attempt
+            observer.event({"kind": "attempt"})
             for step in (10, 20, 30, 40, 50):
                 seen.append(step)
-                pace.metrics({"step": step, "loss": float(step)})
+                observer.metrics({"step": step, "loss": float(step)})
 
         thread = threading.Thread(target=train, daemon=True)
         thread.start()
@@ -68,7 +67,7 @@ def test_a_run_waits_between_blocks_and_goes_on_alone_after_the_last() -> None:
         assert not thread.is_alive() and seen == [10, 20, 30, 40, 50]
 
 
-def test_an_arm_that_dies_is_named() -> None:
+def test_the_error_names_an_arm_that_died() -> None:
     with ArmServer() as server:
         with pytest.raises(RunError, match="'plain' ended before"):
             server.await_arm("plain", processes=1, alive=lambda: False)

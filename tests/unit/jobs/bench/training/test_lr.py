@@ -1,4 +1,4 @@
-"""`raytrain bench lr`: the ramp, what a curve says, and that nothing else is touched."""
+"""`raytrain bench lr`: the ramp, the advice from a curve, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ loop: {global_batch_size: 8}
 
 
 @pytest.mark.covers("LOOP-07")
-def test_the_range_test_writes_its_curve_and_a_suggestion_and_leaves_all_else_as_it_was(
+def test_the_range_test_writes_a_curve_and_a_suggestion_and_changes_nothing_else(
     tmp_path: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -47,21 +47,21 @@ def test_the_range_test_writes_its_curve_and_a_suggestion_and_leaves_all_else_as
     assert rates[0] == pytest.approx(1e-4) and len(rates) == len(losses) == len(values["smoothed"]) > 20
     rises = [b / a for a, b in pairwise(rates)]
     assert rises == pytest.approx([1e6 ** (1 / 39)] * len(rises))
-    assert values["diverged"] is not None and len(rates) < 40, "it goes on although nothing is learned any more"
+    assert values["diverged"] is not None and len(rates) < 40, "the ramp continued after divergence"
     assert 1e-4 < values["suggested"] <= values["diverged"] / 10 and values["suggested"] <= values["steepest"]
-    said = capsys.readouterr().out
-    assert f"optim.lr={values['suggested']:.2g}" in said and "the job is left as it is" in said
+    printed = capsys.readouterr().out
+    assert f"optim.lr={values['suggested']:.2g}" in printed and "the job is unchanged" in printed
 
 
-def test_a_curve_of_a_known_shape_gives_its_own_points() -> None:
-    """Falls as a sigmoid around 1e-3, is least where a parabola turns it at 1e-1."""
+def test_a_curve_of_a_known_shape_gives_its_known_points() -> None:
+    """The curve falls as a sigmoid around 1e-3; a parabola puts its minimum at 1e-1."""
     rates = [10 ** (-6 + 8 * index / 200) for index in range(201)]
     powers = [math.log10(rate) for rate in rates]
     losses = [4 - 2 / (1 + math.exp(-4 * (power + 3))) + max(0.0, power + 1) ** 2 for power in powers]
     free, stopped = advise(rates, losses, diverged=None), advise(rates, losses, diverged=5e-3)
     assert free.steepest == pytest.approx(1e-3, rel=0.1) == free.suggested
     assert free.lowest == pytest.approx(1e-1, rel=0.3) and free.diverged is None
-    assert stopped.suggested == pytest.approx(5e-4), "never above a tenth of where it diverged"
+    assert stopped.suggested == pytest.approx(5e-4), "at most a tenth of the diverging rate"
 
 
 def test_without_a_fall_there_is_no_advice() -> None:
@@ -71,13 +71,13 @@ def test_without_a_fall_there_is_no_advice() -> None:
     assert advise(rates, [3.0, 9.0, 9.0], diverged=1e-7).suggested is None
 
 
-def test_smoothing_is_corrected_for_its_start() -> None:
+def test_smoothing_has_bias_correction() -> None:
     assert smoothed([3.0, 3.0, 3.0], 0.9) == pytest.approx([3.0] * 3)
     assert smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, 5 / 3])
     assert smoothed([1.0, 2.0], 0.0) == [1.0, 2.0]
 
 
-def test_the_ramp_rises_by_equal_factors_and_keeps_the_ratio_of_groups() -> None:
+def test_the_ramp_rises_geometrically_and_keeps_the_ratio_of_parameter_groups() -> None:
     groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": 0.005}]
     optimizer = torch.optim.SGD(groups, lr=0.05)
     ramp = Ramp(OptimConfig(), lr=0.05, lowest=1e-3, highest=10.0, steps=5)
@@ -86,7 +86,7 @@ def test_the_ramp_rises_by_equal_factors_and_keeps_the_ratio_of_groups() -> None
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([10.0, 1.0])
 
 
-def test_arguments_are_a_job_its_keys_and_the_benchs_own() -> None:
+def test_arguments_are_a_job_and_keys_of_the_job_and_of_the_bench() -> None:
     options = options_of("lr", ["a.yaml", "optim.lr=0.1", "steps=9", "loop.max_steps=3"], quick=False)
     assert isinstance(options, LrOptions) and (options.job, options.steps) == ("a.yaml", 9)
     assert options.changes == ["optim.lr=0.1", "loop.max_steps=3"]

@@ -1,4 +1,4 @@
-"""`raytrain bench peers` without the peers, and how a foreign loop is held to its turns."""
+"""`raytrain bench peers` without the peers, and the timer of blocks in another library's loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs.bench.harness.command import bench_verb
 from jobs.bench.training.peers_member import BlockTimer
 
 
-def test_without_the_peers_nothing_is_started_and_the_table_says_why(
+def test_without_the_peers_nothing_starts_and_the_claim_names_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -25,8 +25,8 @@ def test_without_the_peers_nothing_is_started_and_the_table_says_why(
     assert "not measurable here" in capsys.readouterr().out
 
 
-class Orders:
-    """A line with orders to give, and answers to keep."""
+class FakeConnection:
+    """A connection that requests blocks of these steps and records the answers."""
 
     def __init__(self, *steps: int) -> None:
         self.steps, self.answers = list(steps), []
@@ -38,22 +38,24 @@ class Orders:
         self.answers.append(message)
 
 
-def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_it_all() -> None:
-    line = Orders(20, 10, 0)
-    timer = BlockTimer(line)  # type: ignore[arg-type]
+def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_the_loop() -> None:
+    connection = FakeConnection(20, 10, 0)
+    timer = BlockTimer(connection)  # type: ignore[arg-type]
     timer.begin()
-    taken = 0
+    steps = 0
     while not timer.over:
-        taken += 1
-        timer.end_step(torch.tensor(float(taken)))
-    assert taken == 30 and not line.steps
-    assert [answer["losses"] for answer in line.answers] == [[10.0, 20.0], [30.0]]
-    assert all(answer["seconds"] > 0 for answer in line.answers)
+        steps += 1
+        timer.end_step(torch.tensor(float(steps)))
+    assert steps == 30 and not connection.steps
+    assert [answer["losses"] for answer in connection.answers] == [[10.0, 20.0], [30.0]]
+    assert all(answer["seconds"] > 0 for answer in connection.answers)
 
 
-@pytest.mark.filterwarnings("ignore")  # the peers' own
+@pytest.mark.filterwarnings("ignore")  # warnings of the peers
 @pytest.mark.parametrize("name", ["plain", "lightning", "accelerate"])
-def test_each_loop_takes_the_steps_of_the_plain_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_loop_trains_the_steps_of_the_plain_loop(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name != "plain":
         pytest.importorskip(name)
     from jobs.bench.harness.plain import gpt_loop
@@ -64,7 +66,7 @@ def test_each_loop_takes_the_steps_of_the_plain_one(name: str, tmp_path: Path, m
     settings = {"layers": 1, "heads": 2, "width": 16, "context": 8, "batch": 4, "seed": 3, "max_steps": 40,
                 "text": "text.txt"}  # fmt: skip
     reference = gpt_loop(settings, clip="torch", rank=0, world_size=1).run(30)
-    line = Orders(20, 10, 0)
-    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTimer(line))  # type: ignore[arg-type]
-    losses = [loss for answer in line.answers for loss in answer["losses"]]
+    connection = FakeConnection(20, 10, 0)
+    getattr(peers_member, name)(gpt_loop(settings, clip="torch", rank=0, world_size=1), BlockTimer(connection))  # type: ignore[arg-type]
+    losses = [loss for answer in connection.answers for loss in answer["losses"]]
     assert losses == pytest.approx(reference, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Bench `unequal`: what it refuses."""
+"""Bench `unequal`: refused options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jobs.bench.harness.command import bench_verb
 from raytrain.errors import InputError
 
 
-def test_a_batch_of_which_nothing_can_be_moved_is_refused() -> None:
+def test_a_batch_with_too_few_micro_batches_is_refused() -> None:
     with pytest.raises(InputError) as caught:
         bench_verb("unequal", ["batch=12"], out=None, quick=False, as_json=False)
     assert caught.value.key == "batch" and "16 rows" in str(caught.value)
