@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experts.transport.protocol import Aborted
-from raytrain.train.parallel.collectives import WORD_S
+from raytrain.train.parallel.collectives import ABORT_REASON_TIMEOUT_S
 
 HEADERS, ROWS, END = 0, 1, 2
 """Message tags: messages between two members stay in order within each tag."""
@@ -142,7 +142,7 @@ class JointGroup:
             self.seconds += time.perf_counter() - began
 
     def _await_reason(self) -> str:
-        ends = time.monotonic() + (WORD_S if self._watched else 0.0)
+        ends = time.monotonic() + (ABORT_REASON_TIMEOUT_S if self._watched else 0.0)
         while not self._aborted and time.monotonic() < ends:
             time.sleep(0.01)
         return self._aborted

@@ -33,7 +33,7 @@ class SilentReporter:
     def event(self, kind: str, **fields: Any) -> None:
         """Nothing is written."""
 
-    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """Nothing is written."""
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class RankZeroReporter:
         if kind == "out_of_memory":
             print(f"out of memory: {row['reason']}")
 
-    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """Write one row of experts.jsonl, and routing traces by step."""
         self.fence()
         self.run.writer(self.run.experts).write(row)

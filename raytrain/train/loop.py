@@ -165,7 +165,7 @@ class TrainingLoop:
     def _micro_batches(self, indices: np.ndarray) -> Iterator[MicroBatch]:
         """This worker's micro-batches; the seconds spent waiting for them are counted separately."""
         for micro in self._fetching.timed(self.loader.micro_batches(indices)):
-            self.switches.saw(micro.batch)
+            self.switches.observe(micro.batch)
             yield micro
 
     def _requests(self, step: int) -> list[int]:
@@ -221,7 +221,7 @@ class TrainingLoop:
         state.final_loss = row.record.loss
         self.reporter.metrics(row.record.to_row())
         if row.model is not None:
-            self.reporter.window(row.model.row, row.model.traces)
+            self.reporter.interval(row.model.row, row.model.traces)
             for kind, fields in row.model.events:
                 self.reporter.event(kind, **fields)
         if row.failed:

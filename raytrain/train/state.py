@@ -68,7 +68,7 @@ class Reporter(Protocol):
         """One row of events.jsonl."""
         ...
 
-    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """One row of experts.jsonl, and routing traces by step."""
         ...
 

@@ -139,7 +139,7 @@ class CompiledParts:
         spent, self._taken = self.seconds - self._taken, self.seconds
         return spent
 
-    def news(self) -> dict[str, Any] | None:
+    def changed_status(self) -> dict[str, Any] | None:
         """Return `status` if it has changed since the last call, ignoring call counts; else None."""
         now = tuple((part.achieved, part.graphs, part.graph_breaks, part.reason) for part in self.parts)
         if now == self._reported:

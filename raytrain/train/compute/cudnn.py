@@ -30,7 +30,7 @@ class CudnnBenchmark:
         """Whether the search is on in torch."""
         return bool(torch.backends.cudnn.benchmark)
 
-    def saw(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+    def observe(self, batch: dict[str, Any]) -> dict[str, Any] | None:
         """Count the shapes of a batch; return the fields of an event if this batch turns the search off."""
         if not self._counting:
             return None

@@ -52,9 +52,9 @@ class Switches:
             return
         self.compiled = CompiledParts(parts_to_compile(trainable, job.loop), mode=job.loop.compile)
 
-    def saw(self, batch: dict[str, Any]) -> None:
+    def observe(self, batch: dict[str, Any]) -> None:
         """Register a batch before the training step uses it."""
-        off = self.cudnn.saw(batch)
+        off = self.cudnn.observe(batch)
         if off is not None:
             self._notices.append(("decision", {"what": "cudnn_benchmark", **off}))
 
@@ -65,7 +65,7 @@ class Switches:
     def notices(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events (kind, fields) since the last call."""
         notices, self._notices = self._notices, []
-        compiled = None if self.compiled is None else self.compiled.news()
+        compiled = None if self.compiled is None else self.compiled.changed_status()
         return notices if compiled is None else [*notices, ("compile", compiled)]
 
     def metrics(self) -> dict[str, Any]:

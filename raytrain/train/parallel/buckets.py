@@ -120,7 +120,7 @@ class BucketSums:
         rest = [bucket for bucket in range(count - 1, 0, -1) if bucket not in early]
         self._order = self._workers.broadcast_object([*early, *rest, 0] if seen else None)
 
-    def came(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
+    def add_gradient(self, bucket: int, place: int, parameter: nn.Parameter) -> None:
         """Record that a parameter received its gradient; called by its hook in every pass.
 
         Raises:
@@ -157,4 +157,4 @@ class BucketSums:
 def _on_gradient(sums: weakref.ref[BucketSums], bucket: int, place: int, parameter: nn.Parameter) -> None:
     alive = sums()
     if alive is not None:
-        alive.came(bucket, place, parameter)
+        alive.add_gradient(bucket, place, parameter)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from raytrain.errors import CollectiveFailed, StateLost, first_line
 
-#: Maximum seconds until every worker learns that a group was abandoned.
-WORD_S = 3.0
+#: Maximum seconds until every worker learns why a group was abandoned.
+ABORT_REASON_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Workers:
 
     def _why_lost(self) -> str | None:
         """Why the groups were abandoned. Waits, since a worker that learns it earlier may already have disconnected."""
-        deadline = time.monotonic() + WORD_S
+        deadline = time.monotonic() + ABORT_REASON_TIMEOUT_S
         while self._lost is not None and time.monotonic() < deadline:
             reason = self._lost()
             if reason is not None:

@@ -222,10 +222,10 @@ class Rows:
         self.rows.append(row)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Events are of no interest here."""
+        """Events are ignored."""
 
-    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        """Of experts.jsonl only which steps left a trace."""
+    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+        """Record the steps with a routing trace."""
         self.traced += traces
 
     def of(self, kind: str, name: str) -> list[Any]:

@@ -53,13 +53,13 @@ def test_rows_reach_the_files_and_each_observer_gets_a_copy(tmp_path: Path) -> N
 
 def test_windows_and_traces_have_files_of_their_own(tmp_path: Path) -> None:
     run, reporter = opened(tmp_path)
-    reporter.window({"kind": "load", "step": 10, "layers": [[1, 2]]}, {7: b"trace"})
+    reporter.interval({"kind": "load", "step": 10, "layers": [[1, 2]]}, {7: b"trace"})
     assert run.read_rows(run.experts) == [{"kind": "load", "step": 10, "layers": [[1, 2]]}]
     assert run.store.read_bytes("routing/step_00000007.npz") == b"trace"
     run.next_attempt(this_process())
     with pytest.raises(Superseded):
-        reporter.window({"kind": "load", "step": 20}, {})
-    SilentReporter().window({}, {})
+        reporter.interval({"kind": "load", "step": 20}, {})
+    SilentReporter().interval({}, {})
 
 
 def test_a_failing_observer_is_switched_off_with_an_event_and_the_others_go_on(tmp_path: Path) -> None:

@@ -151,15 +151,15 @@ def test_graph_breaks_are_counted_with_where_they_are() -> None:
     assert status["parts"][0]["achieved"] == "compiled" and status["parts"][0]["name"] == "model"
 
 
-def test_news_come_when_something_changed_and_seconds_are_handed_out_once() -> None:
+def test_the_status_is_returned_when_it_changed_and_seconds_are_returned_once() -> None:
     net = Net()
     compiled = CompiledParts(parts_of(net), mode="default", lower=AOT)
     assert [part.achieved for part in compiled.parts] == ["not run"] * 3
     computed(net, 4)
-    news, seconds = compiled.news(), compiled.take_seconds()
-    assert news is not None and news["achieved"] == "3 of 3 parts" and seconds == compiled.seconds > 0
+    status, seconds = compiled.changed_status(), compiled.take_seconds()
+    assert status is not None and status["achieved"] == "3 of 3 parts" and seconds == compiled.seconds > 0
     computed(net, 5)
-    assert compiled.news() is None and compiled.take_seconds() == 0
+    assert compiled.changed_status() is None and compiled.take_seconds() == 0
 
 
 def test_off_puts_everything_back() -> None:

@@ -69,12 +69,12 @@ def test_cudnn_searches_on_a_gpu_until_there_are_too_many_shapes() -> None:
     benchmark = CudnnBenchmark("auto", device=gpu, deterministic=False)
     assert benchmark.on and torch.backends.cudnn.benchmark is True
     for batch in batches(*range(1, SHAPES_AT_MOST + 1)) * 2:
-        assert benchmark.saw(batch) is None
+        assert benchmark.observe(batch) is None
     (batch,) = batches(SHAPES_AT_MOST + 1)
-    event = benchmark.saw(batch)
+    event = benchmark.observe(batch)
     assert event is not None and event["shapes"] == SHAPES_AT_MOST + 1 and not event["value"]
     assert not benchmark.on and torch.backends.cudnn.benchmark is False
-    assert benchmark.saw(batch) is None, "told once"
+    assert benchmark.observe(batch) is None, "told once"
     for asked, device, deterministic, on in (
         ("auto", cpu, False, False), ("auto", gpu, True, False), (True, cpu, False, True), (False, gpu, False, False),
     ):  # fmt: skip
@@ -82,7 +82,7 @@ def test_cudnn_searches_on_a_gpu_until_there_are_too_many_shapes() -> None:
         assert torch.backends.cudnn.benchmark is on
     asked_for = CudnnBenchmark(True, device=gpu, deterministic=False)
     for batch in batches(*range(1, 2 * SHAPES_AT_MOST)):
-        assert asked_for.saw(batch) is None
+        assert asked_for.observe(batch) is None
     assert asked_for.on, "true stays on"
 
 

@@ -140,7 +140,7 @@ def test_a_gradient_in_two_parts_waits_where_it_is_known_and_is_refused_where_it
     step(module, sums)
     assert begun() == [1], "bucket 2 has gone behind it, and waits for the end"
     with pytest.raises(RunError, match=r"two parts .* scale.overlap: false"):
-        sums.came(1, 0, module[1].weight)  # pyright: ignore[reportArgumentType]
+        sums.add_gradient(1, 0, module[1].weight)  # pyright: ignore[reportArgumentType]
         with sums.inside():
             sums.last_pass()
             module(torch.ones(2, 4)).sum().backward()
