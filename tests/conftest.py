@@ -1,4 +1,4 @@
-"""Fixtures of many tests: the command line in a process group of its own, and data drawn from a seed.
+"""Fixtures of many tests: the command line in its own process group, and data generated from a seed.
 
 Nothing here needs a network or a file that is not in the repository.
 """
@@ -39,10 +39,10 @@ SENTENCES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no process is left with a long one at the end.
+    """Run the longest files first, so that no process ends with a long one.
 
-    xdist hands out files in the order of their tests. `durations.csv` holds the seconds of the long ones; it only has
-    to be roughly right.
+    xdist distributes files in the order of their tests. `durations.csv` lists the approximate seconds of the long
+    ones.
     """
     with (Path(__file__).parent / "durations.csv").open() as file:
         seconds = {ROOT / "tests" / row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended: its exit code and what it printed."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -62,13 +62,13 @@ class Finished:
 
     @property
     def text(self) -> str:
-        """All of its output, for the message of a failing assert."""
+        """The exit code and all output, for the message of a failing assert."""
         return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
 @dataclass(frozen=True)
 class Started:
-    """A command that still runs, the leader of its own process group."""
+    """A running command, the leader of its own process group."""
 
     process: subprocess.Popen[str]
 
@@ -80,7 +80,7 @@ class Started:
             return
 
     def finish(self, *, timeout: float) -> Finished:
-        """Waits for the end; at the limit the whole group is killed and the test fails with its output."""
+        """Waits for the end; at the timeout the group is killed and the test fails with its output."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -93,7 +93,7 @@ class Started:
 def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """The environment of every command: one thread per process, no colours.
 
-    Ray checks more often whether its workers have ended, because the runs are short.
+    Ray checks its workers more often, because the runs are short.
     """
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
     fixed["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
@@ -102,7 +102,7 @@ def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., Started]]:
-    """`start_python(*args, cwd=, env=)` starts `python ...`; what still runs at the end is killed."""
+    """`start_python(*args, cwd=, env=)` starts `python ...`; processes that are still running at the end are killed."""
     with python_processes() as start:
         yield start
 
@@ -156,7 +156,7 @@ def run_cli(start_cli: Callable[..., Started]) -> Callable[..., Finished]:
 
 
 class SharedDriver:
-    """tests/driver.py, started with the first job. One that hangs or dies is killed; the next job starts another."""
+    """tests/driver.py, started with the first job. A process that hangs or dies is killed; the next job starts another."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -212,7 +212,7 @@ class SharedDriver:
         with process.stdout:
             for line in process.stdout:
                 lines.put(line)
-        lines.put("")  # it ended
+        lines.put("")  # end of output
 
     def stop(self) -> None:
         """Ends the process and all of its group."""
@@ -239,8 +239,8 @@ def shared_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedDr
 def train_shared(shared_driver: SharedDriver, tmp_path: Path) -> Callable[..., Path]:
     """`train_shared(job, *overrides, timeout=120)` trains in `tmp_path` and returns the run folder.
 
-    All its runs share one Ray and one driver process, which saves ten seconds each. Code of a test's own needs a
-    module name that no other test uses.
+    All its runs share one Ray and one driver process, which saves ten seconds each. A test's
+    own code needs a unique module name.
     """
     return partial(shared_driver.train, cwd=tmp_path)
 
@@ -249,7 +249,7 @@ def train_shared(shared_driver: SharedDriver, tmp_path: Path) -> Callable[..., P
 
 
 def make_text(path: Path, *, characters: int = 4_000, seed: int = 0) -> Path:
-    """Sentences in a drawn order: a small language model's loss falls on it within a few steps."""
+    """Sentences in random order, which a small language model learns within a few steps."""
     order = np.random.default_rng(seed).integers(len(SENTENCES), size=characters // 30)
     path.write_text("".join(SENTENCES[i] for i in order)[:characters])
     return path
@@ -267,14 +267,14 @@ GLYPHS = (
     "01110 10001 10001 01110 10001 10001 01110",
     "01110 10001 10001 01111 00001 00010 01100",
 )
-"""The ten digits as 7 rows of 5 points; each point is drawn as 3 x 3 pixels."""
+"""The ten digits as 7 rows of 5 points; each point becomes 3 x 3 pixels."""
 
 
 def draw_digits(*, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Digits in MNIST's shape: images (count, 28, 28) uint8 and labels (count,) uint8.
 
-    Each image is a glyph of 21 x 15 pixels at a drawn place, of drawn brightness, on drawn noise, so that no
-    single pixel tells the class.
+    Each image is a glyph of 21 x 15 pixels at a random place, with random brightness and noise, so that no single
+    pixel gives away the class.
     """
     draw = np.random.default_rng(seed)
     shapes = [np.array([[int(point) for point in row] for row in glyph.split()]) for glyph in GLYPHS]
@@ -289,7 +289,7 @@ def draw_digits(*, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_idx(path: Path, values: np.ndarray) -> Path:
-    """Writes unsigned bytes in MNIST's file format, compressed where the name ends in .gz."""
+    """Writes unsigned bytes in MNIST's file format, compressed if the name ends in .gz."""
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     content = header + values.astype(np.uint8).tobytes()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
@@ -305,7 +305,7 @@ class IdxFiles:
 
 
 def make_digits(folder: Path, *, count: int = 400, seed: int = 0, gz: bool = False) -> IdxFiles:
-    """Drawn digits as `images-idx3-ubyte[.gz]` and `labels-idx1-ubyte[.gz]`."""
+    """Random digits as `images-idx3-ubyte[.gz]` and `labels-idx1-ubyte[.gz]`."""
     images, labels = draw_digits(count=count, seed=seed)
     end = ".gz" if gz else ""
     return IdxFiles(
@@ -315,7 +315,7 @@ def make_digits(folder: Path, *, count: int = 400, seed: int = 0, gz: bool = Fal
 
 
 def table_rows(*, count: int, seed: int) -> list[dict[str, float | int]]:
-    """Four columns x0..x3 and a class `y` of three: the largest of three fixed combinations of them."""
+    """Four columns x0..x3 and a class `y` of three: the largest of three fixed linear combinations."""
     draw = np.random.default_rng(seed)
     columns = draw.standard_normal((count, 4))
     classes = (columns @ np.random.default_rng(7).standard_normal((4, 3))).argmax(axis=1)

@@ -1,8 +1,8 @@
 """One driver process for many short runs: it starts Ray once, then trains each job that it reads from stdin.
 
-Started by the fixture `train_shared` of conftest.py. One JSON line in: {"job", "overrides", "cwd", "resume"}; one out,
-after the prefix ANSWER: the result of `jobs.train.train`, or the error it raised. With {"script"} instead of a job it
-runs that file as a script and answers with its output.
+Started by the fixture `train_shared` of conftest.py. It reads JSON lines {"job", "overrides", "cwd", "resume"} and
+answers each with a JSON line after the prefix ANSWER: the result of `jobs.train.train`, or the error it raised. With
+{"script"} instead of a job it runs that file and answers with its output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_script(path: str) -> str:
-    """The output of a script that runs in this process, where Ray has started, as in a notebook."""
+    """Runs a script in this process, where Ray is running, as in a notebook; returns its output."""
     printed, before = io.StringIO(), list(sys.path)
     sys.path.insert(0, os.path.dirname(path))
     try:

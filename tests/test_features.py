@@ -119,7 +119,7 @@ def as_text(rows: list[dict[str, str]]) -> str:
 # ---------------------------------------------------------------- the tests
 
 
-def test_every_row_stands_once_and_in_order() -> None:
+def test_every_row_appears_once_and_in_order() -> None:
     expected = [f"{area}-{n:02d}" for area, count in AREAS.items() for n in range(1, count + 1)]
     assert [row["id"] for row in read_table()] == expected
     assert all(row["capability"].strip() for row in read_table())
@@ -132,7 +132,7 @@ def test_marks_name_rows_that_exist() -> None:
     assert all(mark.rows for mark in all_marks()), "a covers mark without a row"
 
 
-def test_the_table_says_what_the_marks_say() -> None:
+def test_the_table_matches_the_marks() -> None:
     table = read_table()
     written = as_text(rows_from(all_marks(), table=table))
     assert TABLE.read_text() == written, "run: python tests/test_features.py --write"

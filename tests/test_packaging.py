@@ -18,7 +18,7 @@ def test_the_readme_has_exactly_two_install_lines() -> None:
     ]
 
 
-def test_every_dependency_is_pinned_and_says_what_it_is_for() -> None:
+def test_every_dependency_is_pinned_with_a_purpose() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     listed = project.partition("[project.scripts]")[0]
     wanted = re.findall(r'^    "([A-Za-z0-9_.-]+)[^"]*",(.*)$', listed, re.MULTILINE)

@@ -106,7 +106,7 @@ def with_part(text: str, *, name: str, part: str) -> str:
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(PARTS))
-def test_the_reference_says_what_the_code_says(file: str, name: str) -> None:
+def test_the_reference_matches_the_code(file: str, name: str) -> None:
     text = (ROOT / file).read_text()
     written = with_part(text, name=name, part=PARTS[file, name]())
     assert text == written, f"{file} is behind the code: run python tests/test_reference.py --write"

@@ -85,7 +85,7 @@ def pair(module_place: Any, start_module_python: Callable[..., Any], shared_driv
 
 @pytest.mark.timeout(590)
 @pytest.mark.covers("LOOP-09", "CLI-27", "SRC-11")
-def test_a_quick_run_of_two_steps_writes_everything_and_warns_of_nothing(pair: Pair) -> None:
+def test_a_run_of_two_steps_writes_all_files_without_warnings(pair: Pair) -> None:
     assert pair.command.err == "" and "Warning" not in pair.command.out, pair.command.text
     run = pair.by_command
     assert [step for step, _ in run.losses()] == [1, 2] and run.plan["precision"]["value"] == "bf16"
@@ -100,7 +100,7 @@ def test_a_quick_run_of_two_steps_writes_everything_and_warns_of_nothing(pair: P
 
 @pytest.mark.timeout(590)
 @pytest.mark.covers("LOOP-18", "SRC-10")
-def test_the_python_door_beside_the_command_line_gives_the_same_run(pair: Pair) -> None:
+def test_the_python_api_gives_the_same_run_as_the_command_line(pair: Pair) -> None:
     assert pair.printed == "", "quiet=True"
     ours, other = pair.by_door, pair.by_command
     assert ours.losses() == other.losses() and len(other.losses()) == 2
@@ -127,7 +127,7 @@ def test_plain_pytorch_reads_the_weights_and_finds_the_same_eval_loss(
 
 @pytest.mark.timeout(400)
 @pytest.mark.covers("LOOP-15", "LOOP-01", "PAR-14")
-def test_two_workers_learn_while_observers_watch_change_nothing_and_may_fail(
+def test_observers_change_nothing_in_a_run_of_two_workers_and_may_fail(
     fit: Callable[..., Any], guest_job: Job, place: Any
 ) -> None:
     run = fit(

@@ -18,7 +18,7 @@ END_S = 60
 
 @pytest.mark.timeout(590)
 @pytest.mark.covers("DATA-22", "LOOP-13", "PAR-13")
-def test_killed_stopped_left_and_robbed_of_a_worker_a_run_trains_as_if_unbroken(
+def test_a_run_that_was_killed_stopped_or_lost_a_worker_trains_as_if_uninterrupted(
     start_cli: Callable[..., Any], fit: Callable[..., Any], guest_job: Job, place: Any
 ) -> None:
     """Three commands that end badly in three ways, each resumed at once, the last one in a run that loses a worker.

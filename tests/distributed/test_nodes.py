@@ -57,7 +57,7 @@ def test_one_job_on_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_nodes_of_unequal_speed_get_unequal_shares_and_take_the_same_steps(tmp_path: Path) -> None:
+def test_nodes_of_unequal_speed_get_unequal_shares_and_train_the_same_steps(tmp_path: Path) -> None:
     answer = answer_of("slow_nodes.py", tmp_path, timeout=220)
     assert [answer[name]["status"] for name in ("auto", "equal")] == ["done"] * 2
     run = Path(answer["auto"]["run"])

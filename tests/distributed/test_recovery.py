@@ -44,9 +44,7 @@ def test_the_same_error_twice_ends_the_run_with_its_cause(fit: Fit, guest_job: C
 
 
 @pytest.mark.timeout(240)
-def test_where_checkpoints_cannot_be_read_the_run_ends_and_leaves_them(
-    fit: Fit, guest_job: Callable[..., Any], place: Any
-) -> None:
+def test_unreadable_checkpoints_end_the_run_and_are_kept(fit: Fit, guest_job: Callable[..., Any], place: Any) -> None:
     model = {"fault": "shuts_the_store", "at": 5, "note": str(place.folder)}
     run = fit(guest_job(model=model, save={"every": 4}, retry={"restarts_without_progress": 2}))
     assert run.result["status"] == "failed" and run.result["weights"] is None
@@ -61,7 +59,7 @@ def test_where_checkpoints_cannot_be_read_the_run_ends_and_leaves_them(
 
 @pytest.mark.timeout(420)
 @pytest.mark.covers("TUNE-08")
-def test_out_of_memory_halves_the_micro_batch_and_leaves_the_loss_curve(
+def test_out_of_memory_halves_the_micro_batch_and_does_not_change_the_losses(
     fit: Fit, guest_job: Callable[..., Any], tmp_path: Path
 ) -> None:
     """In a pass without a restart; behind a step with one, which no limit counts; among shards always with one."""
@@ -166,9 +164,7 @@ def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_another_command_takes_over_writes_nothing_more(
-    fit: Fit, guest_job: Callable[..., Any], place: Any
-) -> None:
+def test_a_run_taken_over_by_another_command_stops_writing(fit: Fit, guest_job: Callable[..., Any], place: Any) -> None:
     job = guest_job(model={"pause": 0.03}, loop={"max_steps": 1000}, save={"every": 20}, scale={"workers": 2})
     with ThreadPoolExecutor(1) as aside:
         old = aside.submit(fit, job)

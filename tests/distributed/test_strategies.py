@@ -14,7 +14,7 @@ Job = Callable[..., dict[str, Any]]
 
 @pytest.mark.covers("EXP-02", "PAR-03", "VIS-04")
 @pytest.mark.timeout(400)
-def test_both_strategies_train_alike_and_the_report_shows_who_has_which_experts(
+def test_both_strategies_train_equally_and_the_report_shows_the_hosts_of_experts(
     fit: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Job, place: Any, tiny_text: Path
 ) -> None:
     def job(name: str, **sections: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
 
 
 @pytest.mark.timeout(590)
-def test_whole_runs_find_the_micro_batch_of_shards(run_cli: Callable[..., Any], tiny_text: Path, place: Any) -> None:
+def test_runs_find_the_micro_batch_of_sharded_models(run_cli: Callable[..., Any], tiny_text: Path, place: Any) -> None:
     """Trials are runs of both workers, which shard; a search that measures in one process says that it cannot."""
     job = {
         "name": "shards",
@@ -190,7 +190,7 @@ def check_best(sweep: Path, limit: int, text: str) -> None:
 
 @pytest.mark.timeout(590)
 @pytest.mark.covers("TUNE-07")
-def test_whole_runs_of_a_space_are_ended_early_interrupted_and_go_on(
+def test_runs_of_a_space_are_stopped_early_interrupted_and_resumed(
     start_cli: Callable[..., Any], run_cli: Callable[..., Any], guest_job: Callable[..., dict[str, Any]], place: Any
 ) -> None:
     """One good learning rate, one that overflows, two that do not learn; one at a time, since each takes all cores."""

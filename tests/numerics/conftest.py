@@ -1,4 +1,4 @@
-"""Makes the modules beside the tests (`lab`, `gang`, `lives`, `plain`) importable, here and in child processes."""
+"""Makes the modules next to the tests (`lab`, `gang`, `lives`, `plain`) importable, here and in child processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Expert hosts that die, and workers that err, in plain processes. No Ray: the test's own process stands for the
-directory, which brings the members together, hears of deaths and tells every member of the end.
+"""Expert hosts that die, and failing workers, in plain processes without Ray. The test's own process acts as the
+directory: it connects the members, detects deaths and ends the generation on every member.
 
 Hosts are the product's `ExpertHost`, workers its sessions and its `RewindPolicy`; only what carries the calls is other.
 """
@@ -59,7 +59,7 @@ class Story:
         every: steps between checkpoints.
         deaths: of hosts, each by its own SIGKILL, at a point above; several at one point all at once.
         mistakes: of workers: a call too many ("order"), another "version" or "generation" in their headers.
-        moves: steps at whose vote every layer's first expert is told to change its host.
+        moves: steps at whose vote every layer's first expert moves to another host.
     """
 
     run_path: str
@@ -87,7 +87,7 @@ class Told:
 
 
 class Lead:
-    """Starts the members, brings them together, and ends a generation on all of them when one dies or tells."""
+    """Starts and connects the members, and ends a generation on all of them when one dies or reports an error."""
 
     def __init__(self, story: Story) -> None:
         self.story = story
@@ -201,7 +201,7 @@ class Lead:
 
 
 def tell(end: Connection, order: tuple[Any, ...]) -> None:
-    """To a member, who may have died without the lead having heard of it yet."""
+    """Send to a member, which may have died unnoticed."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         end.send(order)
 
@@ -226,7 +226,7 @@ def live(name: str, story: Story, fates: list[Fate], address: tuple[str, int], p
 
 
 class Doomed(HostServer):
-    """A host that kills its own process where it is told to."""
+    """A host that kills its own process at a given point."""
 
     def __init__(self, story: Story, fates: list[Fate], pipe: Connection, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
@@ -280,7 +280,7 @@ class Doomed(HostServer):
 
 
 class Moves:
-    """Decides as the story says; implements `Rebalancer`."""
+    """Decides as the test prescribes; implements `Rebalancer`."""
 
     def __init__(self, story: Story) -> None:
         self.story = story
@@ -365,7 +365,7 @@ def work(rank: int, story: Story, fates: list[Fate], address: tuple[str, int], p
 
 
 class Events(Rows):
-    """Sends on what is told of deaths."""
+    """Forwards reports of deaths."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__()

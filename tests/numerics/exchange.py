@@ -1,6 +1,6 @@
 """Workers and expert hosts as plain processes of one gang: what each of them does, and what is compared afterwards.
 
-The gang's default group holds all members; workers meet over a group of their own, as in a run, and the joint group is
+The gang's default group holds all members; workers use their own group, as in a run, and the joint group is
 built on the gang's store.
 """
 
@@ -50,11 +50,11 @@ class Scene:
         seed: of a random placement with replicas; None is the placement a run begins with.
         replicas: extra copies per layer in that.
         sections: over the job's.
-        number: of the scene in its gang, which keeps their groups apart.
-        run_path, every, from_step: save so often there; go on from the checkpoint of that step.
+        number: of the scene, which separates the groups of scenes.
+        run_path, every, from_step: save to that path every so many steps; resume from the checkpoint of that step.
         inject: an infinite gradient, ("worker" or "expert", at that step).
-        moves: {step: seed}, at whose vote another placement is told, drawn like the first.
-        spoil: the host whose bytes of a move are spoilt on their way.
+        moves: {step: seed}, at whose vote another random placement is sent.
+        spoil: the host for which the bytes of a move are corrupted.
     """
 
     workers: int
@@ -99,7 +99,7 @@ def placement_of(scene: Scene, num_experts: list[int]) -> Placement:
 
 
 class Script:
-    """Decides as the scene says; implements `Rebalancer`, and keeps what it hears."""
+    """Decides as the scene prescribes; implements `Rebalancer` and records its calls."""
 
     def __init__(self, scene: Scene, placement: Placement) -> None:
         self._sizes = [len(layer.copies) for layer in placement.layers]

@@ -1,7 +1,7 @@
-"""Runs a function in N new processes that form a gloo group, with a hard limit. No Ray.
+"""Runs a function in N new processes that form a gloo group, with a timeout and without Ray.
 
-The processes are forked from a server that has only imported modules, so each is as fresh as a process of its own (no
-thread, no random number drawn, no memory reused) and starts in a tenth of a second instead of three seconds.
+The processes are forked from a server that has only imported modules, so each is as fresh as a new process (no
+threads, no random number drawn, no memory reused) and starts in a tenth of a second instead of three seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRELOAD = [
     "jobs.driver.checks",
     "jobs.driver.plan",
 ]
-"""Torch's compiler is among them: every optimizer imports it, and that takes longer than all the rest."""
+"""It includes torch's compiler, which every optimizer imports and which takes longer than all the rest."""
 
 
 def run_gang(

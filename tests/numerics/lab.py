@@ -87,7 +87,7 @@ def make_job(
     run: RunFolder | None = None,
     **sections: Mapping[str, Any] | int,
 ) -> tuple[TrainJob, Source]:
-    """The orders of a worker, and its opened data. `sections` are laid over `FIXED`; `seed` may be among them."""
+    """The job of a worker, and its opened data. `sections` override `FIXED`; `seed` may be among them."""
     mapping: dict[str, Any] = {"model": dict(model), "data": dict(data), **{k: dict(v) for k, v in FIXED.items()}}
     mapping["scale"]["workers"] = world_size
     for name, section in sections.items():
@@ -148,7 +148,7 @@ class Rows:
 def train(
     session: Session, *, saver: Saver | None = None, should_stop: Callable[[], bool] = lambda: False
 ) -> tuple[Rows, LoopOutcome]:
-    """Run the session's loop from where its state stands."""
+    """Run the session's loop from its current state."""
     reporter = Rows()
     outcome = session.loop(reporter=reporter, saver=saver, should_stop=should_stop).run(session.state)
     return reporter, outcome

@@ -77,14 +77,14 @@ def split_runs(rank: int, world_size: int, names: list[str], micro: int, steps: 
 
 
 def data_parallel(rank: int, world_size: int) -> dict[str, Any]:
-    """PAR-01 in float32: the reduced gradient beside single-process gradients; weights after 50 steps."""
+    """PAR-01 in float32: the reduced gradient and single-process gradients; weights after 50 steps."""
     session = make_session(
         GPT,
         {"train": token_rows(160), "eval_fraction": 0.0},
         loop={"max_steps": 50, "global_batch_size": 16, "micro_batch_size": 8},
         prepare=False,
     )
-    with torch.no_grad():  # somebody's builder that draws from a generator nobody seeds
+    with torch.no_grad():  # like a builder that uses an unseeded generator
         session.trainable.module.positions += 0.01 * rank
     session.prepare("fp32")
     step, indices = session.step, session.loader.global_batch(Cursor()).indices
@@ -129,7 +129,7 @@ def life_session(precision: str, *, steps: int = 24, optimizer: str = "adamw") -
 def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
     """One attempt of a run.
 
-    Orders: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing),
+    `orders`: run (folder), precision, optimizer, every (steps between checkpoints; None saves nothing),
     resume ("newest", a step, or None), kill_at (SIGKILL in this step, between two micro-batches), overflow_at (an
     infinite loss in this step, on overflow_rank).
     """
@@ -165,7 +165,7 @@ def life(rank: int, world_size: int, orders: dict[str, Any]) -> dict[str, Any]:
 
 
 def lives(rank: int, world_size: int, several: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several lives in one process, one after the other."""
+    """Several attempts in one process, one after the other."""
     return [life(rank, world_size, orders) for orders in several]
 
 
@@ -189,7 +189,7 @@ def _trained(session: Session, run: RunFolder, *, every: int | None) -> tuple[An
 
 
 def _watch_rows(session: Session, *, kill_at: int | None) -> dict[int, list[int]]:
-    """Step -> the rows this worker trained on; at `kill_at` the process dies after its first micro-batch."""
+    """Step -> the rows this worker trained on; at `kill_at` the process is killed after its first micro-batch."""
     seen: dict[int, list[int]] = {}
     inner = session.loader.micro_batches
 
@@ -207,7 +207,7 @@ def _watch_rows(session: Session, *, kill_at: int | None) -> dict[int, list[int]
 
 
 def _overflow(session: Session, *, at: int) -> None:
-    """The loss of step `at` is infinite, on this worker."""
+    """Make the loss of step `at` infinite on this worker."""
     inner = session.trainable.loss
 
     def loss(module: nn.Module, batch: dict[str, Any]) -> Any:
@@ -225,7 +225,7 @@ FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is in
 
 
 def nonfinite(rank: int, world_size: int, several: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Six steps for each (precision, fault); at step 3 the last rank's is not finite. What each step left behind."""
+    """Six steps for each (precision, fault); at step 3 the last rank's is not finite. Returns the state after each step."""
     return [_nonfinite(rank, world_size, precision, fault) for precision, fault in several]
 
 
@@ -273,11 +273,11 @@ def _nonfinite(rank: int, world_size: int, precision: str, fault: str) -> dict[s
 
 
 def optimizer_state_but_lr(session: Session) -> list[Any]:
-    """Moments and step counts; the learning rate goes on with the schedule whether a step is skipped or not."""
+    """Moments and step counts; the learning rate follows the schedule even if a step is skipped."""
     return [state["state"] for state in optimizer_state(session)]
 
 
-# ---------------------------------------------------------------- what the workers tell each other
+# ---------------------------------------------------------------- messages between workers
 
 
 def collectives(rank: int, world_size: int) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def collectives(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def aggregated(rank: int, world_size: int) -> dict[str, Any]:
-    """A logged row of ten steps, and what each rank put into it; also what a rank without eval rows says."""
+    """A logged row of ten steps, and the values of each rank; also the evaluation of a rank without eval rows."""
     session = make_session(
         MLP,
         {"train": class_rows(80), "eval": class_rows(3, seed=8)},

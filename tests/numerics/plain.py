@@ -1,4 +1,4 @@
-"""The plain loop that ours must equal bit for bit: nothing of raytrain in it but the model."""
+"""The plain loop that our loop must equal bit for bit. It uses nothing of raytrain but the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Trained:
-    """What a plain run leaves behind."""
+    """The results of a plain run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

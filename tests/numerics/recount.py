@@ -1,4 +1,4 @@
-"""Routed tokens counted a second time, one by one, beside what a run counts itself. Processes of a gang import it."""
+"""Counts routed tokens one by one, to check the counts of a run. Imported by test processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in which memory runs out where a test says so, for processes of a gang; they return numbers, never tensors."""
+"""Runs with injected out-of-memory errors, for test processes; they return numbers, never tensors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 def run(
     rank: int, world_size: int, name: str, planted: Sequence[Where], steps: int, precision: str = "fp64", **loop: Any
 ) -> dict[str, Any]:
-    """What a run with these shortages came to."""
+    """The results of a run with these out-of-memory errors."""
     made, rows = models()[name]
     session = make_session(
         made["model"],

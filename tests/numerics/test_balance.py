@@ -31,7 +31,7 @@ def trained_on_det(**experts: Any) -> Rows:
 
 
 @pytest.mark.covers("EXP-05")
-def test_the_balance_loss_keeps_the_busiest_expert_within_half_as_much_again(record_property: Any) -> None:
+def test_the_balance_loss_keeps_the_busiest_expert_within_one_and_a_half_times_the_mean(record_property: Any) -> None:
     """Busiest over mean of each step and layer, over the last 50 steps."""
     peaks = {
         name: fmean(trained_on_det(**options).of("train", "load_imbalance")[-LATE:])
@@ -46,7 +46,7 @@ def test_the_balance_loss_keeps_the_busiest_expert_within_half_as_much_again(rec
 
 @pytest.mark.covers("EXP-06")
 @pytest.mark.parametrize("capacity", [1.25, None])
-def test_dropped_tokens_are_counted_and_without_a_capacity_there_are_none(capacity: float | None) -> None:
+def test_dropped_tokens_are_counted_and_only_a_capacity_drops_any(capacity: float | None) -> None:
     """The logged count and share of every step against the routers' own answers, choice by choice."""
     data = {"train": padded(token_rows(70, ragged=True, empty=(3, 11)), visible=2), "eval": token_rows(20, seed=5)}
     session = make_session(MOE, data, loop={"max_steps": 8}, experts={"hosts": 0, "capacity_factor": capacity})

@@ -1,5 +1,5 @@
-"""A host dies at any point of a step, a worker calls in another order: every member hears of it at once, by a typed
-error, and the run goes on from the newest checkpoint with the losses of an unbroken one, bit for bit."""
+"""A host dies at any point of a step, or a worker calls in another order: every member gets a typed error at once,
+and the run resumes from the latest checkpoint with the losses of an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_same(made: Told, unbroken: Told) -> None:
         np.testing.assert_array_equal(made.records[0]["weights"][name], value, err_msg=name)
 
 
-def test_a_host_killed_at_any_point_of_a_step_leaves_the_series_as_it_was(deaths: Told, unbroken: Told) -> None:
+def test_a_host_killed_at_any_point_of_a_step_does_not_change_the_losses(deaths: Told, unbroken: Told) -> None:
     assert tuple(deaths.happened) == DEATHS
     assert unbroken.records[0]["step"] == list(range(1, STEPS + 1)) and not unbroken.ends
     check_same(deaths, unbroken)
@@ -71,7 +71,7 @@ def test_a_header_mismatch_ends_with_a_typed_error_on_every_process(mistakes: To
         assert after < SECONDS, (name, after)
 
 
-def test_a_run_goes_on_after_a_header_mismatch(mistakes: Told, unbroken: Told) -> None:
+def test_a_run_continues_after_a_header_mismatch(mistakes: Told, unbroken: Told) -> None:
     assert tuple(mistakes.happened) == MISTAKES
     check_same(mistakes, unbroken)
 
@@ -85,14 +85,14 @@ def test_two_hosts_killed_at_once_are_both_named_and_the_series_is_as_it_was(tmp
     rewind = [fields for kind, fields in made.events if kind == "rewind"][-1]
     assert {row["who"] for row in rewind["died"]} == names and all(f"{who} died" in rewind["reason"] for who in names)
     deaths = [fields for kind, fields in made.events if kind == "death"]
-    assert len(deaths) == 2 and {row["who"] for row in deaths} == names, "each told once"
+    assert len(deaths) == 2 and {row["who"] for row in deaths} == names, "each reported once"
     for row in deaths:
         assert row["from_step"] in (4, 8), "the newest checkpoint that both had finished writing"
         assert row["step"] == row["from_step"] + 1 and row["seconds"] > 0
         assert f"{row['who']} on here (pid {row['pid']}) died at" in row["reason"]
 
 
-def test_a_death_while_experts_move_leaves_the_old_placement_in_force(tmp_path: Path, unbroken: Told) -> None:
+def test_a_death_during_a_move_keeps_the_old_placement(tmp_path: Path, unbroken: Told) -> None:
     """The generation after it begins with the placement before the move, goes back, and moves again."""
     story = Story(str(tmp_path / "run"), steps=STEPS, moves=(6, 14), deaths=((MOVE, 15, 1),))
     made = Lead(story).run()

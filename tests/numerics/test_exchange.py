@@ -73,7 +73,7 @@ def check_equal(made: list[Any], reference: dict[str, Any], *, workers: int, whe
 
 
 @pytest.mark.parametrize("name", list(PLAIN))
-def test_twenty_steps_are_the_same_wherever_the_experts_live(
+def test_twenty_steps_are_the_same_for_every_placement_of_experts(
     runs: dict[str, list[Any]], reference: dict[str, Any], name: str
 ) -> None:
     check_equal(runs[name], reference, workers=PLAIN[name].workers, where=name)
@@ -93,7 +93,7 @@ def test_the_norm_is_the_same_to_the_last_bit_for_any_placement_without_replicas
     assert len(norms) == 1
 
 
-def test_hosts_hold_what_the_placement_says_and_some_nothing_at_all(runs: dict[str, list[Any]]) -> None:
+def test_hosts_hold_the_experts_of_the_placement_and_some_none(runs: dict[str, list[Any]]) -> None:
     held = [member["held"] for member in runs["1 worker, 4 hosts, drawn placement with replicas"][1:]]
     keys = [tuple(key) for host in held for key in host]
     assert len(set(keys)) == 8 and len(keys) > 8, "two layers of four experts, some of them twice"

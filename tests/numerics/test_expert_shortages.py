@@ -76,7 +76,7 @@ def test_the_run_is_the_unbroken_one(runs: dict[str, list[Any]], reference: dict
 
 
 @pytest.mark.parametrize("name", list(SCENES))
-def test_each_is_an_event_that_says_who(runs: dict[str, list[Any]], name: str) -> None:
+def test_each_error_is_an_event_with_its_worker(runs: dict[str, list[Any]], name: str) -> None:
     scene, fates = SCENES[name]
     expected: dict[tuple[int, str], set[str]] = {}
     for step, rank, point, _ in fates:
@@ -94,7 +94,7 @@ def test_each_is_an_event_that_says_who(runs: dict[str, list[Any]], name: str) -
     assert told == expected
 
 
-def test_a_move_is_told_with_its_bytes_though_a_host_drops_the_step_of_its_arrival(runs: dict[str, list[Any]]) -> None:
+def test_a_move_is_reported_with_its_bytes_even_if_a_host_drops_its_step(runs: dict[str, list[Any]]) -> None:
     name = "2 workers, 2 hosts, experts on the move"
     told = {step: sent for (step, _), sent in zip(runs[name][0]["in force"], runs[name][0]["sent"], strict=True)}
     arrived = [step + 1 for step, _ in MOVES]

@@ -96,7 +96,7 @@ def test_packed_and_padded_rows_learn_the_same(folder: Path, tmp_path: Path) -> 
     assert found[0][1] == pytest.approx(found[1][1], rel=TOLERANCE)
 
 
-def test_sharded_and_whole_models_learn_the_same_and_leave_the_same(folder: Path, tmp_path: Path) -> None:
+def test_sharded_and_replicated_models_train_and_export_the_same(folder: Path, tmp_path: Path) -> None:
     """Two workers, a tied head and frozen norms; documents packed."""
     model = {"builder": LM, "path": str(folder), "freeze": ["*.ln_1.*"]}
     data = section(folder, tmp_path, text_field="text", packing="packed")

@@ -18,7 +18,7 @@ from raytrain.train.precision.layers import layers_of
 
 
 @pytest.mark.covers("FUT-10")
-def test_the_fragile_layer_is_found_and_with_it_in_fp32_the_loss_stays_in_the_band() -> None:
+def test_the_fragile_layer_is_found_and_in_fp32_the_loss_stays_within_tolerance() -> None:
     session = fragile.session_of()
     chosen, changes = measure_layers(session, "bf16")
     assert chosen.value == [fragile.FRAGILE]
@@ -35,7 +35,7 @@ def test_the_fragile_layer_is_found_and_with_it_in_fp32_the_loss_stays_in_the_ba
     assert named == kept, "measured or named, it is the same run"
 
 
-def test_two_workers_measure_without_a_trace_once_and_alike(tmp_path: Path) -> None:
+def test_two_workers_measure_once_without_side_effects_and_decide_equally(tmp_path: Path) -> None:
     first, second = run_gang(fragile.settled, str(tmp_path / "run"), world_size=2)
     for made in (first, second):
         assert made["untouched"] and made["chosen"] == [[fragile.FRAGILE]] * 2
@@ -69,7 +69,7 @@ def test_every_layer_of_the_built_in_models_can_stay_in_fp32(builder: str, preci
     assert losses(names, "fp32") == exact, "without autocast they change nothing"
 
 
-def test_a_model_of_which_nothing_breaks_stays_in_half_precision_whole() -> None:
+def test_a_model_without_fragile_layers_stays_in_half_precision() -> None:
     section = {"dtype": "bf16", "fp32_layers": "auto"}
     session = make_session(GPT, {"train": token_rows(32), "eval_fraction": 0.0}, precision=section)
     chosen, changes = measure_layers(session, "bf16")

@@ -36,7 +36,7 @@ def test_shards_train_as_data_parallel_does(whole: dict[str, Any], world_size: i
         assert max(shares) < total / world_size * 1.1
 
 
-def test_momentum_of_shards_is_that_of_the_whole() -> None:
+def test_sharded_momentum_equals_replicated_momentum() -> None:
     """torch has no fused SGD for shards: the plain one of theirs follows the fused one of the whole."""
     sections = {"optim": {"name": "sgd", "lr": 0.1}}
     one = run_gang(sharded.trained, "data_parallel", sections, world_size=2)[0]
@@ -47,7 +47,7 @@ def test_momentum_of_shards_is_that_of_the_whole() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "experts"])
-def test_muon_gathers_what_it_orthogonalises_and_changes_nothing(model: dict[str, Any], world_size: int) -> None:
+def test_muon_gathers_sharded_matrices_with_equal_results(model: dict[str, Any], world_size: int) -> None:
     """In float64, which it orthogonalises in itself; matrices of widths that three workers cannot share equally."""
     sections = {"model": model, "optim": {"name": "muon"}}
     one = run_gang(sharded.trained, "data_parallel", sections, world_size=2)[0]
@@ -58,7 +58,7 @@ def test_muon_gathers_what_it_orthogonalises_and_changes_nothing(model: dict[str
     assert sum(shares) == one["held"]["moments"] and max(shares) < 0.75 * sum(shares)
 
 
-def test_blocks_computed_again_and_one_worker_alone_change_nothing(whole: dict[str, Any]) -> None:
+def test_activation_checkpointing_and_a_single_worker_change_nothing(whole: dict[str, Any]) -> None:
     again = run_gang(sharded.trained, "fsdp", RECOMPUTED, world_size=2)[0]
     assert sharded.close(whole, again) < 1e-12
     alone = run_gang(sharded.trained, "fsdp", {}, world_size=1)[0]
@@ -101,7 +101,7 @@ def test_meetings_inside_the_passes_count_as_communication() -> None:
         assert rank["passes"] == 3 and 13 * 3 <= meetings <= 15 * 3
 
 
-def test_a_worker_without_rows_brings_norms_together_in_the_order_of_those_that_compute_blocks_again() -> None:
+def test_a_worker_without_rows_reduces_norms_in_the_order_of_workers_with_activation_checkpointing() -> None:
     """Norms are brought together by themselves in bf16, and once more in a second forward; of three workers the last
     has no rows of an epoch's last window."""
     half = {"precision": "bf16"}
@@ -123,7 +123,7 @@ def test_at_most_one_block_is_together_beyond_the_shards(sections: dict[str, Any
         assert set(rank["outside_names"]) == {"positions", "tokens.weight", "norm.weight"}
 
 
-def test_a_checkpoint_of_shards_goes_on_anywhere(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_resumes_in_any_strategy(tmp_path: Path) -> None:
     """The same bits at the same world size; elsewhere the same numbers, in and out of shards."""
     unbroken = run_gang(sharded.saved, "fsdp", str(tmp_path / "whole"), 99, False, world_size=2)
     losses = unbroken[0]["losses"]
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_shards_goes_on_anywhere(tmp_path: Path) -> None:
                 assert max(gaps) == 0.0 and [r["state"] for r in ranks] == [r["state"] for r in unbroken]
 
 
-def test_rows_that_cannot_be_written_leave_no_checkpoint_and_are_told(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_written_are_reported_and_prevent_the_checkpoint(tmp_path: Path) -> None:
     first, second = run_gang(sharded.unwritable, str(tmp_path), world_size=2)
     assert first.startswith("RunError: rank 1: ") and "No space left" in first and "No space left" in second
     assert list((tmp_path / "checkpoints").iterdir()) == []

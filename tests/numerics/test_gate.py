@@ -29,7 +29,7 @@ def everything(session: Session) -> dict[str, Any]:
 
 @pytest.mark.parametrize("build", [noisy, moe])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_gate_leaves_everything_as_it_was(build: Any, precision: str) -> None:
+def test_the_gate_changes_nothing(build: Any, precision: str) -> None:
     session = build()
     before = everything(session)
     report = run_gate(session, Candidate(precision, 8), reference="fp32", steps=5)
@@ -38,7 +38,7 @@ def test_the_gate_leaves_everything_as_it_was(build: Any, precision: str) -> Non
     assert all(loss > 0 for loss in report.losses) and all(norm > 0 for norm in report.reference_norms)
 
 
-def test_a_budget_of_tokens_bounds_what_the_gate_computes_and_changes_no_step() -> None:
+def test_a_token_budget_bounds_the_gate_and_changes_no_step() -> None:
     found, most = [], []
     for budget in (None, 24):
         data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": budget}
@@ -93,7 +93,7 @@ def test_a_precision_that_trains_otherwise_is_refused() -> None:
     assert "loss after 20 steps" in gate_refusal(run_gate(session, Candidate("bf16", 8), reference="fp32", steps=20))
 
 
-def test_what_has_no_kernel_is_a_result_and_leaves_no_trace() -> None:
+def test_a_missing_kernel_is_a_result_without_side_effects() -> None:
     session = noisy()
     before, inner = everything(session), session.trainable.loss
 

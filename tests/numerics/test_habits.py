@@ -107,7 +107,7 @@ class Spike(nn.Module):
 
 
 @pytest.mark.covers("BP-05", "MEM-03")
-def test_a_peak_of_the_first_epoch_is_none_of_the_second() -> None:
+def test_a_peak_of_the_first_epoch_does_not_count_for_the_second() -> None:
     data = {"train": class_rows(64), "eval_fraction": 0.0}
     rows, _ = train(make_session({"module": Spike()}, data, loop={"max_steps": 8, "global_batch_size": 16}))
     peaks, epochs = rows.of("train", "peak_memory_bytes"), rows.of("train", "epoch")
@@ -137,7 +137,7 @@ def copies_of_an_epoch(storage: Any) -> int:
 
 
 @pytest.mark.covers("BP-19")
-def test_of_resident_rows_nothing_is_copied_inside_the_loop() -> None:
+def test_resident_rows_are_not_copied_in_the_loop() -> None:
     assert copies_of_an_epoch("resident") == 0
     assert copies_of_an_epoch("stream") == 2 * 64 // 8, "both tensors of each micro-batch: the counter does count"
 

@@ -71,7 +71,7 @@ def test_two_in_flight_are_one_at_a_time_to_the_last_bit(pairs: dict[str, list[A
 
 @pytest.mark.parametrize("hosts", [1, "colocated"])
 @pytest.mark.covers("EXP-19")
-def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_every_worker(hosts: int | str) -> None:
+def test_backward_and_the_next_forward_interleave_in_the_same_order_on_every_worker(hosts: int | str) -> None:
     """Two micro-batches for the first worker, one for the second, which takes part in both."""
     given = scene(2, hosts, steps=2)
     first, second = run_gang(ordered, given, world_size=given.size)[:2]
@@ -85,7 +85,7 @@ def test_the_backward_of_one_and_the_forward_of_the_next_alternate_alike_on_ever
 
 
 @pytest.mark.parametrize("op", ["FORWARD", "BACKWARD"])
-def test_a_host_that_goes_in_mid_flight_is_an_error_on_every_worker_and_the_next_generation_works(op: str) -> None:
+def test_a_host_that_dies_during_a_pass_is_an_error_on_every_worker_and_the_next_generation_works(op: str) -> None:
     given = scene(2, 2, micro=2)
     made = run_gang(lose_a_host, given, op, world_size=given.size, timeout=40.0)
     reference = run_gang(play, [one_at_a_time(given)], world_size=given.size)[0][0]
@@ -94,7 +94,7 @@ def test_a_host_that_goes_in_mid_flight_is_an_error_on_every_worker_and_the_next
         assert after["loss"] == reference["loss"] and after["grad_norm"] == reference["grad_norm"]
 
 
-def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_taken_again() -> None:
+def test_an_error_in_forward_ends_the_interleaved_backward_and_the_step_can_be_retried() -> None:
     given = scene(1, "colocated")
     reference = act(0, given)
     session, calls = session_of(given, 0), []
@@ -120,7 +120,7 @@ def test_a_forward_that_fails_ends_the_backward_beside_it_and_the_step_can_be_ta
     assert record(session, rows)["loss"] == reference["loss"]
 
 
-def test_a_backward_that_fails_is_raised_and_ends_the_forward_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_backward_is_raised_and_ends_the_interleaved_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     session, begun = session_of(scene(1, "colocated"), 0), Counter[str]()
     start, start_backward = ExpertCall.start, ExpertCall.start_backward
 
@@ -142,7 +142,7 @@ def test_a_backward_that_fails_is_raised_and_ends_the_forward_beside_it(monkeypa
 
 
 @pytest.mark.parametrize("hosts", [1, "colocated"])
-def test_measuring_changes_nothing_and_is_decided_alike(hosts: int | str) -> None:
+def test_measuring_changes_nothing_and_all_workers_decide_equally(hosts: int | str) -> None:
     given = one_at_a_time(scene(2, hosts, sections=NOISY, steps=4))
     first, second = run_gang(measured, given, world_size=given.size)[:2]
     assert first[:2] == second[:2] and first[0].value in (1, 2) and "times as fast as 1" in first[0].reason
@@ -153,7 +153,7 @@ def test_measuring_changes_nothing_and_is_decided_alike(hosts: int | str) -> Non
         assert np.array_equal(value, first[2]["weights"][name]), name
 
 
-def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_saved_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, reporter, said = RunFolder(str(tmp_path)), Rows(), []
     session = session_of(scene(1, "colocated", steps=2), 0)
     plan = replace(session.job.plan, inflight=Deferred("measured", (1, 2)))
@@ -173,7 +173,7 @@ def test_what_was_measured_is_written_and_not_measured_again(tmp_path: Path, mon
 
 @pytest.mark.parametrize("hosts", [2, "colocated"])
 @pytest.mark.parametrize("limit", [1, 2])
-def test_where_memory_runs_out_with_two_in_flight_one_is_taken_and_the_attempt_goes_on(
+def test_if_two_in_flight_run_out_of_memory_one_is_chosen_and_the_attempt_continues(
     hosts: int | str, limit: int
 ) -> None:
     """One of two workers has no memory in the middle of its passes; with 1, already for one in flight."""
@@ -187,7 +187,7 @@ def test_where_memory_runs_out_with_two_in_flight_one_is_taken_and_the_attempt_g
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_a_host_goes_while_two_are_measured_one_worker_writes_that_the_next_attempt_takes_one(
+def test_if_a_host_dies_while_two_in_flight_are_measured_the_next_attempt_uses_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     run, reporter, said = RunFolder(str(tmp_path)), Rows(), []

@@ -52,7 +52,7 @@ def test_slow_rows_are_read_by_more_processes_and_nothing_is_changed() -> None:
     session.close()
 
 
-def test_where_processes_read_beside_the_run_reading_is_no_part_of_a_pass() -> None:
+def test_with_loader_processes_reading_is_not_part_of_a_pass() -> None:
     """Else rows that are slow to read would hide how long a size computes."""
     beside, alone = session_of(0.004, loader_workers=1), session_of(0.004, loader_workers=0)
     candidate = Candidate("fp32", 8)

@@ -13,7 +13,7 @@ from raytrain.train.loader import EVAL_MICRO_BATCHES
 
 @pytest.mark.covers("MEM-06")
 @pytest.mark.parametrize("clear_every", [None, 50])
-def test_a_thousand_batches_take_no_more_memory_than_the_first(clear_every: int | None) -> None:
+def test_a_thousand_batches_need_the_memory_of_the_first(clear_every: int | None) -> None:
     data = {"train": class_rows(64), "eval": class_rows(1000 * EVAL_MICRO_BATCHES)}
     session = make_session(MLP, data, loop={"max_steps": 1, "micro_batch_size": 1})
     assert session.source.eval is not None

@@ -74,7 +74,7 @@ def test_precisions_are_compared_with_rows_that_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fits", ["bf16", "nothing"])
-def test_where_fp32_fits_not_a_row_a_precision_that_does_is_taken_and_told(
+def test_if_no_row_fits_in_fp32_a_precision_that_fits_is_chosen_and_reported(
     fits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = wide()
@@ -114,7 +114,7 @@ def test_workers_measure_as_one() -> None:
     assert first["budget"] == second["budget"] <= 10_000_000_000
 
 
-def test_what_a_search_found_is_held_against_the_run(tmp_path: Path) -> None:
+def test_the_result_of_a_search_is_compared_with_the_run(tmp_path: Path) -> None:
     (told,) = run_gang(confirming, str(tmp_path / "run"), world_size=1)
     (event,) = told["slower"]["events"]
     assert "the search found" in event["reason"] and "ms" in event["reason"]

@@ -61,7 +61,7 @@ def test_the_moves_are_worth_the_name() -> None:
     assert sum(before[1] != after[1] for before, after in pairwise(each)) >= 2
 
 
-def test_hosts_hold_what_the_last_placement_says(runs: dict[str, list[Any]]) -> None:
+def test_hosts_hold_the_experts_of_the_last_placement(runs: dict[str, list[Any]]) -> None:
     scene = SCENES["1 worker, 3 hosts, homes and replicas"]
     last = placements(scene)[-1]
     for host, member in enumerate(runs["1 worker, 3 hosts, homes and replicas"][1:]):
@@ -76,7 +76,7 @@ def test_without_replicas_moves_change_no_bit(runs: dict[str, list[Any]], refere
         assert np.array_equal(moved["weights"][name], value), name
 
 
-def test_a_move_that_arrives_spoilt_is_refused_by_all_and_training_goes_on(reference: dict[str, Any]) -> None:
+def test_a_corrupted_move_is_refused_by_all_and_training_continues(reference: dict[str, Any]) -> None:
     scene = Scene(1, 3, moves=((3, 11), (5, 12)), spoil=1)
     made = run_gang(play, [scene], world_size=4)
     check_equal([made[0][0]], reference, workers=1, where="spoilt")
@@ -87,6 +87,6 @@ def test_a_move_that_arrives_spoilt_is_refused_by_all_and_training_goes_on(refer
     assert "digest" in made[0][0]["refused"][0]
 
 
-def test_every_host_tells_how_long_it_computed(runs: dict[str, list[Any]]) -> None:
+def test_every_host_reports_its_compute_time(runs: dict[str, list[Any]]) -> None:
     busy = runs["1 worker, 3 hosts, homes"][0]["busy"]
     assert len(busy) == 20 and all(len(row) == 3 and all(seconds > 0 for seconds in row) for row in busy)

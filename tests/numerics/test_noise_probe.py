@@ -32,7 +32,7 @@ def squares_of(session: Session, rows: Any) -> float:
     return float(sum(gradient.square().sum() for gradient in gradients))
 
 
-def test_a_budget_of_tokens_bounds_what_is_computed_and_changes_no_norm() -> None:
+def test_a_token_budget_bounds_the_computation_and_changes_no_norm() -> None:
     found, most = [], []
     for budget in (None, 24):
         data = {"train": token_rows(64), "eval_fraction": 0.0, "tokens_per_batch": budget}
@@ -56,6 +56,6 @@ def test_they_are_the_norms_of_the_mean_gradients() -> None:
     assert noise_scale(pairs).rows > 0
 
 
-def test_one_micro_batch_tells_nothing() -> None:
+def test_one_micro_batch_gives_no_noise_scale() -> None:
     with pytest.raises(ValueError, match="two micro-batches"):
         measure_norms(noisy(), micro_batch_size=4, micro_batches=1)

@@ -23,7 +23,7 @@ def made() -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("precision", "fault"), CASES)
-def test_everybody_skips_that_step_and_goes_on(
+def test_all_workers_skip_that_step_and_continue(
     made: dict[tuple[str, str], list[dict[str, Any]]], precision: str, fault: str
 ) -> None:
     one, two = made[precision, fault]

@@ -67,7 +67,7 @@ def test_two_ranks_at_once_are_one_event(others: list[dict[str, Any]]) -> None:
     assert event["step"] == 3 and event["who"] == ["rank 0", "rank 1"] and event["during"] == "step"
 
 
-def test_an_evaluation_is_scored_again_over_the_same_rows(others: list[dict[str, Any]]) -> None:
+def test_an_evaluation_is_repeated_over_the_same_rows(others: list[dict[str, Any]]) -> None:
     for made in others:
         alike(made["evaluation"], made["clean"], "whole split")
         alike(made["limited, short"], made["limited"], "the first batches")
@@ -86,7 +86,7 @@ def test_the_loss_scale_does_not_hear_of_it(others: list[dict[str, Any]]) -> Non
     alike(short, clean, "fp16", atol=2e-3)
 
 
-def test_what_is_drawn_is_drawn_again(others: list[dict[str, Any]]) -> None:
+def test_random_draws_are_reproducible(others: list[dict[str, Any]]) -> None:
     """A model with dropout: where the split is the same, everything is, to the last bit."""
     for made in others:
         short, by_hand = made["halves"]["planted"], made["halves"]["by hand"]

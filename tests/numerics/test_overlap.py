@@ -31,7 +31,7 @@ def three() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_changes_but_when_sums_begin(three: list[dict[str, Any]], name: str) -> None:
+def test_overlap_changes_only_when_reductions_start(three: list[dict[str, Any]], name: str) -> None:
     for rank in three:
         plain, made = rank[name]["without"], rank[name]["with"]
         for what in ("losses", "norms", "scales", "skipped", "digest"):
@@ -56,7 +56,7 @@ def test_all_buckets_but_the_first_begin_inside_the_last_backward(three: list[di
         assert 0 < parts["inside"][1] < len(parts["order"][0]) - 1
 
 
-def test_workers_without_passes_begin_what_the_others_begin(three: list[dict[str, Any]]) -> None:
+def test_workers_without_passes_start_the_same_reductions(three: list[dict[str, Any]]) -> None:
     """Unequal shares: the last window of an epoch has 6 rows, none of which is the slowest worker's."""
     inside = [rank["unequal shares"]["with"]["inside"] for rank in three]
     assert inside[0][3] > 0 and inside[2][3] == 0 and inside[2][2] > 0
@@ -83,7 +83,7 @@ def test_an_exception_inside_a_backward_ends_everybody() -> None:
     assert run_gang(overlaps.broken, world_size=2, timeout=40.0) == ["CollectiveFailed", "ValueError"]
 
 
-def test_auto_measures_both_and_keeps_what_it_took(tmp_path: Path) -> None:
+def test_auto_measures_both_and_keeps_the_choice(tmp_path: Path) -> None:
     for rank in run_gang(overlaps.settled, str(tmp_path), world_size=2):
         assert rank["untouched"] and rank["before"] is False
         assert rank["taken"] == rank["value"] == rank["again"] and rank["said"] == 1

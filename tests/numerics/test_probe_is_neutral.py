@@ -117,7 +117,7 @@ def state_of(session: Session) -> dict[str, Any]:
 
 @pytest.mark.covers("PREC-05")
 @pytest.mark.parametrize("build", [noisy, moe])
-def test_the_precision_probe_leaves_everything_as_it_was(build: Any) -> None:
+def test_the_precision_probe_changes_nothing(build: Any) -> None:
     session = build()
     before = state_of(session)
     chosen, trials = measure_precision(session, ["fp32", "bf16", "fp16"])
@@ -156,7 +156,7 @@ CANDIDATES = [Candidate("fp32", 4), Candidate("bf16", 8), Candidate("fp16", 16)]
 
 @pytest.mark.covers("TUNE-04")
 @pytest.mark.parametrize("build", BUILT)
-def test_whole_steps_of_a_candidate_leave_everything_as_it_was(build: Any) -> None:
+def test_training_steps_of_a_candidate_change_nothing(build: Any) -> None:
     session = build()
     before = state_of(session)
     for candidate in CANDIDATES:
@@ -186,7 +186,7 @@ def test_a_run_interrupted_by_measurements_is_the_run_without_them(build: Any) -
     assert digest(plain.trainable.module.state_dict()) == digest(probed.trainable.module.state_dict())
 
 
-def test_a_candidate_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_candidate_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     session = momentum()
     before = state_of(session)
     forward, calls = session.trainable.loss, []

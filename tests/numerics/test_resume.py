@@ -1,6 +1,6 @@
-"""DESIGN 4.3: a run that was killed goes on as if it never had been.
+"""DESIGN 4.3: a killed run resumes as if it had not been interrupted.
 
-Every life runs in processes of its own. Three workers, since with two the order of a sum cannot show.
+Every attempt runs in new processes. There are three workers, since with two the order of a sum cannot matter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def assert_goes_on(resumed: dict[str, Any], whole: dict[str, Any], *, step: int)
 
 
 @pytest.mark.covers("DATA-22")
-def test_three_workers_killed_between_two_micro_batches_go_on_bit_for_bit(
+def test_three_workers_killed_between_two_micro_batches_resume_bit_for_bit(
     unbroken: dict[str, list[dict[str, Any]]], folder: Path
 ) -> None:
     run = str(folder / "killed")
@@ -85,11 +85,11 @@ def test_each_precision_resumes_and_only_fp16_has_a_scaler(
             assert ("scaler" in made["parts"]) == (name == "fp16")
             assert (set(made["scales"].values()) == {None}) == (name != "fp16")
     assert ranks[0][2]["parts"]["scaler"] == ["good_steps", "scale"]
-    assert ranks[0][2]["from_scale"] == 2.0**15, "the halved scale was not taken up"
+    assert ranks[0][2]["from_scale"] == 2.0**15, "the halved scale was not restored"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_one_worker_goes_on_bit_for_bit_with_its_dropout(folder: Path, optimizer: str) -> None:
+def test_one_worker_resumes_bit_for_bit_with_dropout(folder: Path, optimizer: str) -> None:
     life = {"run": str(folder / f"one-{optimizer}"), "precision": "fp32", "every": 5, "optimizer": optimizer}
     (whole,) = run_gang(lives.life, life, world_size=1)
     for step in (5, 15):

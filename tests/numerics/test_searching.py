@@ -38,7 +38,7 @@ def searched(session: Session, space: BatchSpace) -> tuple[BatchDecision, list[M
 
 
 @pytest.mark.parametrize("build", [noisy, moe])
-def test_a_search_leaves_everything_as_it_was(build: Any) -> None:
+def test_a_search_changes_nothing(build: Any) -> None:
     session = build()
     before = everything(session)
     space = BatchSpace(("fp32", "bf16"), sizes_dividing(16, 1), 16, 1 << 40, gate_steps=3)

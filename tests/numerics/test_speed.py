@@ -46,7 +46,7 @@ def forgotten() -> Iterator[None]:
 
 
 @pytest.mark.covers("COMP-01")
-def test_compiled_and_eager_losses_agree_over_fifty_steps_and_its_seconds_are_no_compute() -> None:
+def test_compiled_and_eager_losses_agree_over_fifty_steps_and_compile_time_is_not_compute_time() -> None:
     """Torch's own inductor, with the C++ compiler of this machine."""
     loop: dict[str, Any] = {"max_steps": 50, "compile_parts": "all"}
     eager, _ = train(make_session(MLP, ROWS, loop=loop))
@@ -83,7 +83,7 @@ class RowsOf:
         """Of no interest here."""
 
 
-def test_without_a_compiler_the_run_is_eager_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_run_is_eager_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, _ = train(make_session(MLP, ROWS, loop={"max_steps": 3}))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)

@@ -44,7 +44,7 @@ def test_accumulation_and_workers_can_be_exchanged(runs: dict[str, list[dict[str
     assert np.median(reference["norms"]) > 0.3, "the clip was hardly ever active"
 
 
-def test_the_shares_are_what_the_names_say(runs: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_fractions_match_their_names(runs: dict[str, list[dict[str, Any]]]) -> None:
     shares = {way: [made["gpt"]["micro_batches"][:4] for made in ranks] for way, ranks in runs.items()}
     assert shares["2 x 2"] == [[2, 2, 2, 1]] * 2
     assert shares["3 x uneven"] == [[2, 2, 2, 1], [1, 1, 1, 1], [1, 1, 1, 0]]

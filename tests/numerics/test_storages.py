@@ -101,7 +101,7 @@ def test_every_storage_gives_bit_equal_losses(kind: str, opened: Any) -> None:
     assert all(found == losses["resident"] for found in losses.values()), losses
 
 
-def test_who_reads_changes_neither_what_items_draw_nor_what_the_model_draws(opened: Any) -> None:
+def test_loader_processes_change_neither_the_draws_of_items_nor_of_the_model(opened: Any) -> None:
     storages = ["stream", "stream, one process", "stream, three processes"]
     losses = [series(train(opened("drawn", storage))[0]) for storage in storages]
     assert losses[0] == losses[1] == losses[2]
@@ -153,7 +153,7 @@ class Worked(Items):
 
 
 @pytest.mark.covers("DATA-08", "DATA-16")
-def test_rows_are_in_place_before_the_first_step_and_then_take_the_process_no_work(
+def test_rows_are_resident_before_the_first_step_and_need_no_further_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     order: list[str] = []

@@ -21,7 +21,7 @@ TWO = Shares(unequal.MICRO, (unequal.MICRO, unequal.MICRO), (1.0, 3.0)).to_json(
 THREE = Shares(unequal.MICRO, (3 * unequal.MICRO, unequal.MICRO, unequal.MICRO), (1.0, 0.75, 1.0)).to_json()
 
 
-def test_unequal_shares_take_the_steps_of_one_process_within_1e_12() -> None:
+def test_unequal_shares_train_the_steps_of_one_process_within_1e_12() -> None:
     reference = unequal.steps_taken(0, 1, None, STEPS)
     ways = {"two": run_gang(unequal.steps_taken, TWO, STEPS, world_size=2)}
     ways["three"] = run_gang(unequal.steps_taken, THREE, STEPS, world_size=3)
@@ -75,7 +75,7 @@ def test_a_slow_worker_is_measured_without_a_trace_and_once(tmp_path: Path) -> N
     assert first["record"]["value"] == event["value"] and len(first["record"]["trials"]["paces"]) == 2
 
 
-def test_a_pass_that_has_no_room_is_left_out_and_leaves_no_trace() -> None:
+def test_a_pass_that_runs_out_of_memory_is_skipped_without_side_effects() -> None:
     session = unequal.session_of(precision="fp32", steps=4, shares=None, dropout=0.1)
     before = unequal.everything(session)
     order = session.loader.batches.split.order(0, 0)

@@ -99,7 +99,7 @@ def test_the_full_training_command_goes_through_the_whole_epoch_in_bf16(
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.covers("CLI-30", "CLI-33", "CLI-21")
-def test_accumulation_on_a_cpu_with_the_output_elsewhere(
+def test_accumulation_on_a_cpu_with_the_output_on_another_device(
     train_shared: Callable[..., Path], table_job: Callable[[int], Path], tmp_path: Path
 ) -> None:
     flags = ("scale.mode=cpu", "loop.global_batch_size=256", "loop.micro_batch_size=64", "save.dir=outputs/cpu/run0")
@@ -116,7 +116,7 @@ def test_accumulation_on_a_cpu_with_the_output_elsewhere(
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.covers("CLI-13", "CLI-36")
-def test_an_automatic_batch_is_measured_by_real_steps_and_the_run_takes_it(
+def test_an_automatic_batch_size_is_measured_with_training_steps_and_used_by_the_run(
     train_shared: Callable[..., Path], tiny_text: Path, tmp_path: Path
 ) -> None:
     """A limit near what is estimated leaves the micro-batch to a measurement; the batch of a step stays what it is."""

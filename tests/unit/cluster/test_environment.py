@@ -12,7 +12,7 @@ from cluster.devices.inventory import local_inventory
 from cluster.environment import environment_record, git_commit, ray_environment
 
 
-def test_ray_stays_on_loopback_only_where_the_cluster_is_local() -> None:
+def test_ray_uses_loopback_only_if_the_cluster_is_local() -> None:
     assert ray_environment()["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in ray_environment(local_cluster=False)
 

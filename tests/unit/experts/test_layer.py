@@ -189,7 +189,7 @@ def test_output_dtype_is_the_inputs_under_autocast_and_in_low_precision() -> Non
     assert made.bfloat16()(x.bfloat16())[0].dtype == torch.bfloat16
 
 
-def test_a_row_sent_nowhere_comes_back_zero() -> None:
+def test_a_dropped_row_returns_zeros() -> None:
     made, x = layer(top_k=1, capacity_factor=0.01), tokens()
     y, kept = made(x)[0].view(-1, D), made.router(x).kept_TK[:, 0]
     assert 0 < int(kept.sum()) < len(kept)

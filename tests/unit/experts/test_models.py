@@ -90,7 +90,7 @@ def test_row_model_gradients_do_not_depend_on_the_split() -> None:
     assert difference(whole, gradients(made, parts)) < 1e-12
 
 
-def test_auxiliary_loss_is_apart_in_training_and_absent_in_evaluation() -> None:
+def test_the_auxiliary_loss_is_separate_in_training_and_absent_in_evaluation() -> None:
     made, batch = language(), padded()
     out = made.loss(made.module, batch)
     assert out.aux.item() > 0 and out.metrics == {}
@@ -217,7 +217,7 @@ def test_both_models_learn() -> None:
         assert losses[-1] < 0.5 * losses[0]
 
 
-def test_shared_expert_and_hidden_width_are_as_the_section_says() -> None:
+def test_the_section_sets_the_shared_expert_and_the_hidden_width() -> None:
     made = moe_gpt(**SIZES, experts=ExpertsConfig(num_experts=3, hidden=20, shared_expert=True, activation="swiglu"))
     layer = made.module.blocks[0].feed_forward
     assert layer.experts.w1.shape == (3, 20, 16)

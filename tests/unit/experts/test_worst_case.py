@@ -28,7 +28,7 @@ def test_the_worst_routing_sends_every_token_to_the_widest_experts() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in trainable.module.parameters())
 
 
-def test_with_a_capacity_the_worst_is_that_nothing_is_dropped() -> None:
+def test_with_a_capacity_the_worst_case_is_that_no_token_is_dropped() -> None:
     trainable, routers, batch = build(capacity_factor=1.0)
     assert trainable.worst_case is not None
     with trainable.worst_case():

@@ -118,7 +118,7 @@ def test_the_status_of_a_run_is_the_exit_code(status: str, code: int, monkeypatc
     assert (seen["resume"], seen["verbose"]) == ("there", True)
 
 
-def test_a_recipe_goes_by_its_name_and_a_file_of_that_name_wins(
+def test_a_recipe_is_found_by_name_and_a_file_of_that_name_has_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,9 +135,7 @@ def test_a_recipe_goes_by_its_name_and_a_file_of_that_name_wins(
     assert "optim.rate" in run("plan", "shakespeare", "data.path=input.txt").stderr
 
 
-def test_recipes_are_listed_printed_and_named_where_none_is_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_are_listed_printed_and_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     listed = run("recipes").stdout.splitlines()
     assert [line.split()[0] for line in listed] == sorted(path.stem for path in RECIPES.glob("*.yaml"))

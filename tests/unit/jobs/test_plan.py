@@ -127,7 +127,7 @@ def test_a_builder_that_fails_is_the_inputs_fault(tmp_path: Path, monkeypatch: p
         planned(mapping, build=True)
 
 
-def test_experts_are_told_apart_from_dense_models(tmp_path: Path) -> None:
+def test_experts_are_distinguished_from_dense_models(tmp_path: Path) -> None:
     dense, mixture = job(tmp_path), job(tmp_path)
     mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt"}
     assert planned(dense).choices()["hosts"] == Resolved("none", "the model has no experts")
@@ -205,7 +205,7 @@ def test_a_users_keys_are_paths_only_where_they_name_a_file(tmp_path: Path, monk
     assert keys == {"train_file": str(tmp_path / "here.txt"), "eval_file": "gone.txt", "split": "here.txt"}
 
 
-def test_the_label_column_of_a_table_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_label_column_of_a_table_is_not_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = DataConfig(source="csv", path="a.csv", label="y", features=["x"])
     assert resolve_paths(data).keys == {"path": str(tmp_path / "a.csv"), "label": "y", "features": ["x"]}
@@ -275,7 +275,7 @@ def test_the_verb_plans_for_machines_one_does_not_have(tmp_path: Path, capsys: p
     )
 
 
-def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(tmp_path: Path) -> None:
+def test_a_pipe_gets_full_lines_and_a_terminal_lines_of_its_width(tmp_path: Path) -> None:
     plan = planned(job(tmp_path))
     piped, seen = io.StringIO(), io.StringIO()
     print_plan(plan, Console(file=piped, width=80))
@@ -287,7 +287,7 @@ def test_a_pipe_gets_whole_lines_and_a_terminal_its_width(tmp_path: Path) -> Non
 
 
 @pytest.mark.covers("DEV-03")
-def test_a_device_that_is_not_there_ends_the_command_with_what_is(tmp_path: Path) -> None:
+def test_a_missing_device_ends_the_command_with_the_existing_ones(tmp_path: Path) -> None:
     write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
     write(tmp_path / "nodes.yaml", NODES.replace("- {host: b, cpus: 8, memory_gib: 32}", ""))
     command = [sys.executable, "-m", "jobs", "plan", "job.yaml", "--inventory", "nodes.yaml"]
@@ -330,7 +330,7 @@ def test_only_the_picked_gpus_are_shown_to_a_local_cluster(tmp_path: Path, monke
     [("scale.accelerator=cuda:7", "scale.accelerator"), ("scale.workers=[1, 2]", "scale.workers"),
      ("loop.global_batch_size=100000", "loop.global_batch_size"), ("scale.workers=9999", "scale.workers")],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused(tmp_path: Path, override: str, key: str) -> None:
+def test_unavailable_resources_are_refused(tmp_path: Path, override: str, key: str) -> None:
     path = write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
     nodes = write(tmp_path / "nodes.yaml", NODES)
     with pytest.raises(InputError) as caught:

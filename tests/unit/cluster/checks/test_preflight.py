@@ -24,7 +24,7 @@ def machine(free: int) -> Inventory:
     return Inventory((Node("a", 2, free),), source="test", cpu_model="c", cpu_flags={})
 
 
-def test_storage_is_written_and_left_as_it_was(tmp_path: Path) -> None:
+def test_loading_does_not_change_the_storage(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "runs"
     result = check_storage(str(folder))
     assert result.status == "ok"
@@ -64,7 +64,7 @@ def test_a_disk_without_room_for_three_checkpoints_fails(tmp_path: Path) -> None
     assert asked == [tmp_path, tmp_path]
 
 
-def test_the_disk_of_an_object_store_is_not_asked() -> None:
+def test_free_disk_space_of_an_object_store_is_not_checked() -> None:
     assert check_disk("s3://bucket/runs", 1).status == "na"
 
 

@@ -40,7 +40,7 @@ def test_the_better_rates_of_two_measurements_are_kept() -> None:
     assert (best.round_trip_s, best.wire_bytes_per_s, best.busy) == (5e-5, 2e9, False)
 
 
-def test_the_file_returns_what_was_written(tmp_path: Path) -> None:
+def test_the_file_returns_the_written_values(tmp_path: Path) -> None:
     file = CalibrationFile.of_this_machine("cpu", folder=tmp_path / "new")
     assert file.read() is None
     assert file.write(FOUND) and file.read() == FOUND
@@ -49,19 +49,19 @@ def test_the_file_returns_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"device": "cpu"}', '{"device": "cpu", "rates": 3}'])
-def test_a_damaged_file_counts_as_none(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_counts_as_missing(tmp_path: Path, content: str) -> None:
     file = CalibrationFile.of_this_machine("cpu", folder=tmp_path)
     file.path.write_text(content)
     assert file.read() is None
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_not_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert not CalibrationFile.of_this_machine("cpu", folder=tmp_path / "in").write(FOUND)
 
 
-def test_a_path_that_is_no_folder_is_no_error(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert not CalibrationFile.of_this_machine("cpu", folder=tmp_path / "file" / "in").write(FOUND)
 

@@ -84,7 +84,7 @@ def test_visible_devices_follow_cudas_rules(text: str, chosen: list[int]) -> Non
         ("MIG-1234", [], "no device 'MIG-1234'"),
     ],
 )
-def test_what_is_wrong_with_the_variable_is_said(text: str, chosen: list[int], problem: str) -> None:
+def test_an_invalid_variable_is_reported(text: str, chosen: list[int], problem: str) -> None:
     seen, said = select_visible(text, UUIDS)
     assert seen == chosen
     assert problem in said
@@ -97,7 +97,7 @@ def test_hidden_devices_are_renumbered_as_torch_counts_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1"])
-def test_an_empty_variable_hides_all_and_a_note_says_so(text: str) -> None:
+def test_an_empty_variable_hides_all_devices_with_a_note(text: str) -> None:
     inventory = local_inventory(environ={"CUDA_VISIBLE_DEVICES": text}, nvml=FakeNvml())
     assert inventory.devices() == []
     assert any("shows 0 of 4 GPUs" in note for note in inventory.notes)
@@ -129,7 +129,7 @@ def ray_row(host: str, *, gpus: int, kind: str | None = None, alive: bool = True
     return {"Alive": alive, "NodeName": host, "NodeManagerHostname": host, "Resources": resources, **extra}
 
 
-def test_dead_nodes_are_left_out() -> None:
+def test_dead_nodes_are_excluded() -> None:
     rows = [ray_row("head", gpus=0), ray_row("gone", gpus=4, kind="H100", alive=False)]
     assert [node.host for node in inventory_from_rows(rows, local=HERE, source="Ray").nodes] == ["head"]
 
@@ -148,7 +148,7 @@ def test_ray_nodes_give_types_and_capabilities() -> None:
     assert inventory.nodes[1].labels == {"zone": "x"}
 
 
-def test_slots_without_a_device_are_reported_beside_it_and_not_planned_with() -> None:
+def test_slots_without_a_device_are_reported_and_not_planned() -> None:
     inventory = inventory_from_rows([ray_row("head", gpus=4)], local=HERE, source="Ray")
     assert inventory.nodes[0].gpu_slots == 4
     assert inventory.devices() == []

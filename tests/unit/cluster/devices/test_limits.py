@@ -19,7 +19,7 @@ def lay(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_no_quota_leaves_the_affinity_mask(tmp_path: Path) -> None:
+def test_without_a_quota_the_affinity_mask_counts(tmp_path: Path) -> None:
     lay(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"})
     assert usable_cores(root=tmp_path, affinity=6) == (6, "6 cores in the affinity mask")
 

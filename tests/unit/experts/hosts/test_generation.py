@@ -26,7 +26,7 @@ def spec(address: tuple[str, int]) -> GenerationSpec:
     return GenerationSpec(1, 2, 2, address, "lo", "cpu", first_placement([4], hosts=2))
 
 
-def test_a_store_that_nobody_serves_is_named_with_its_address_and_the_key() -> None:
+def test_an_unreachable_store_is_reported_with_its_address_and_the_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(RunError, match=rf"expert host 1 cannot reach.*127\.0\.0\.1:{port} within 1 s.*cluster\.interf"):

@@ -42,7 +42,7 @@ def outputs(made: MoELayer) -> Tensor:
 
 @pytest.mark.parametrize("layout", list(SECTIONS))
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_layer_written_and_read_again_computes_the_same(layout: str, fused: bool) -> None:
+def test_a_saved_and_loaded_layer_computes_the_same(layout: str, fused: bool) -> None:
     made = layer(layout)
     state = to_layout(made, layout, prefix="deep.", fused=fused)
     assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(state)  # as save_file wants it
@@ -85,7 +85,7 @@ def test_the_names_are_those_of_the_files() -> None:
 
 
 @pytest.mark.parametrize("layout", list(SECTIONS))
-def test_the_layers_of_a_whole_model_go_into_ours_in_order(layout: str) -> None:
+def test_the_layers_of_a_full_model_map_to_ours_in_order(layout: str) -> None:
     source, target = model(layout, 3), model(layout, 3).double()
     target[1].router.bias_E[0] = 5.0
     # layer 0 is dense, as in models whose first layers have no experts; ten comes after nine
@@ -190,7 +190,9 @@ def test_a_single_layer_with_sizes_that_do_not_fit_each_other_is_refused() -> No
         ("qwen2_moe", {"shared_gate": False}, r"experts\.shared_gate: got false, expected true"),
     ],
 )
-def test_what_a_layout_cannot_say_is_refused_by_its_key(layout: str, section: dict[str, object], says: str) -> None:
+def test_an_option_that_a_layout_does_not_support_is_refused(
+    layout: str, section: dict[str, object], says: str
+) -> None:
     made = layer(layout, **section)
     with pytest.raises(InputError, match=says):
         to_layout(made, layout)

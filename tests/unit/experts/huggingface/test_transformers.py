@@ -79,7 +79,7 @@ def test_a_layer_has_their_outputs_and_their_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_a_whole_model_is_read_from_their_files_and_written_back(name: str, tmp_path: Path) -> None:
+def test_a_full_model_is_read_from_library_files_and_written_back(name: str, tmp_path: Path) -> None:
     theirs, ids = whole(name), torch.arange(20).view(2, 10)
     theirs.save_pretrained(tmp_path / "theirs")
     layers = nn.ModuleList(ours_of(name, part.mlp.state_dict()) for part in whole(name).model.layers)

@@ -29,7 +29,7 @@ def test_consecutive_experts_where_they_fit() -> None:
     assert starting_placement(RULES, [SHAPE, SHAPE], hosts(6, 6)) == first_placement([6, 6], hosts=2)
 
 
-def test_a_small_host_takes_fewer() -> None:
+def test_a_small_host_gets_fewer_experts() -> None:
     placed = starting_placement(RULES, [SHAPE, SHAPE], hosts(3, 9))
     homes = [copies[0] for layer in placed.layers for copies in layer.copies]
     assert homes.count(0) == 3 and homes.count(1) == 9
@@ -75,6 +75,6 @@ def test_keys_that_change_nothing_are_reported(place: Any, section: dict[str, An
     assert all(one.startswith(f"experts.{start}") for one, start in zip(found, says, strict=True))
 
 
-def test_as_many_replicas_are_made_as_the_message_says() -> None:
+def test_the_message_gives_the_number_of_replicas() -> None:
     placed = starting_placement(PlacementRules(replicas=7), [SHAPE], hosts(12, 12))
     assert sum(len(copies) - 1 for copies in placed.layers[0].copies) == 6

@@ -79,7 +79,7 @@ def test_a_move_carries_weights_and_optimizer_state_to_the_last_bit() -> None:
     assert hashes(old) | hashes(new) == hashes(stayed[0]) | hashes(stayed[1]), "the next step differs"
 
 
-def test_a_copy_that_becomes_the_home_keeps_its_gradient_and_what_leaves_frees_its_place() -> None:
+def test_a_replica_promoted_to_home_keeps_its_gradient_and_removed_experts_free_their_slots() -> None:
     shard = shard_of(BEFORE, 1)
     for grad in shard.layers[1].gradients_of(1).values():
         grad.fill_(3.0)

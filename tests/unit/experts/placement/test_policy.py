@@ -60,7 +60,7 @@ def test_eplb_fills_equal_slots_and_merges_two_copies_on_one_host() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(16, 1, 1, 3), (8, 1, 1, 8), (16, 4, 3, 8)])
-def test_eplb_refuses_what_does_not_divide(wrong: tuple[int, int, int, int]) -> None:
+def test_eplb_refuses_sizes_that_are_not_divisible(wrong: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError):
         eplb_physical(README, *wrong)
 
@@ -143,7 +143,7 @@ def test_shares_follow_the_speed_of_the_hosts() -> None:
     assert shares == pytest.approx({0: 0.75, 1: 0.25}, abs=0.01)
 
 
-def test_idle_experts_are_spread_and_an_unknown_load_counts_them_alike() -> None:
+def test_idle_experts_are_spread_and_an_unknown_load_counts_all_equally() -> None:
     hosts = hosts_of(1.0, 1.0, 1.0, 1.0)
     placement = place("auto", [[0.0] * 16], hosts, [[COST] * 16], 0)
     assert [len(placement.slots(0, host)) for host in range(4)] == [4, 4, 4, 4]
@@ -233,7 +233,7 @@ def test_more_hosts_take_over_from_the_old_ones() -> None:
 
 
 @pytest.mark.covers("EXP-08")
-def test_a_new_expert_goes_where_the_fewest_or_the_least_loaded_are() -> None:
+def test_a_new_expert_is_placed_on_the_host_with_the_fewest_experts_or_the_least_load() -> None:
     hosts = hosts_of(1.0, 1.0, 1.0)
     placement = place("round_robin", [[1.0] * 8], hosts, [[COST] * 8], 0)
     for number in range(9, 14):
@@ -297,7 +297,7 @@ def test_replicas_change_without_moving_a_home_where_that_is_cheaper() -> None:
     assert homes == [0, 1, 0, 1] and len(found.placement.layers[0].copies[0]) == 2
 
 
-def test_other_shares_alone_cost_nothing() -> None:
+def test_changed_shares_alone_have_no_cost() -> None:
     hosts, load = hosts_of(1.0, 1.0), [[100.0, 10.0]]
     current = Placement(0, 2, (LayerPlacement(((0, 1), (1,)), ((0.9, 0.1), (1.0,))),))
     found = decision(current, load, hosts, replicas=1, bytes_per_s=1e-6)

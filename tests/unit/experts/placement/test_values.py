@@ -76,7 +76,7 @@ def test_room_and_the_number_of_layers_are_checked() -> None:
         placement.validate([2, 2])
 
 
-def test_moves_name_what_is_sent_and_what_only_changes_its_role() -> None:
+def test_moves_list_sent_experts_and_experts_that_only_change_their_role() -> None:
     old = Placement(0, 4, (layer((0,), (1, 2), (1,), (3, 0), (2,)),))
     new = Placement(1, 4, (layer((3,), (2, 1), (1, 3), (3,), (2,)),))
     assert old.moves_to(new, [[COST] * 5]) == [

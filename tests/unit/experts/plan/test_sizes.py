@@ -48,7 +48,7 @@ def test_row_sizes_equal_the_built_model(section: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_activation_estimate_is_close_to_what_autograd_keeps(section: dict[str, object]) -> None:
+def test_the_activation_estimate_is_close_to_the_bytes_that_autograd_saves(section: dict[str, object]) -> None:
     import torch
 
     from experts.models import moe_gpt
@@ -72,7 +72,7 @@ def test_activation_estimate_is_close_to_what_autograd_keeps(section: dict[str, 
 
 
 @pytest.mark.parametrize("builder", EXPERT_BUILDERS)
-def test_the_table_says_what_the_builder_takes(builder: str) -> None:
+def test_the_table_lists_the_parameters_of_the_builder(builder: str) -> None:
     parameters = inspect.signature(resolve(builder, "model.builder")).parameters
     known = EXPERT_BUILDERS[builder]
     assert {*known.required, *known.defaults, "experts"} == set(parameters)

@@ -58,7 +58,7 @@ def test_moving_average_starts_with_the_first_step() -> None:
     assert made.average[1].tolist() == [2, 2, 1]
 
 
-def test_each_router_is_committed_with_its_own_counts() -> None:
+def test_each_router_commits_its_own_counts() -> None:
     made = book()
     made.commit(committed(torch.tensor([6, 0, 0, 0, 0, 4, 0])))
     assert torch.allclose(made.routers[0].bias_E, torch.tensor([-0.001, 0.001, 0.001]))

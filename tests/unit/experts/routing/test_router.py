@@ -114,7 +114,7 @@ def test_z_loss_is_the_mean_square_of_the_log_partition() -> None:
     assert layer(x).aux.item() == pytest.approx(0.25 * torch.logsumexp(logits, 1).square().mean().item(), abs=1e-14)
 
 
-def test_no_auxiliary_loss_is_none() -> None:
+def test_without_an_auxiliary_loss_it_is_none() -> None:
     assert router(balance="none", z_loss_weight=0.0)(tokens()).aux is None
 
 
@@ -200,7 +200,7 @@ def test_commit_moves_the_bias_by_the_sign_of_the_global_counts() -> None:
 
 
 @pytest.mark.parametrize("skipped", [True, torch.tensor(True)])
-def test_a_skipped_or_dropped_step_moves_nothing(skipped: bool | torch.Tensor) -> None:
+def test_a_skipped_or_dropped_step_moves_no_experts(skipped: bool | torch.Tensor) -> None:
     layer = router(bias_rate=0.5)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     layer(tokens())
@@ -232,7 +232,7 @@ def test_only_training_forwards_are_counted_and_recompute_is_not() -> None:
     assert "pending_counts" not in layer.state_dict()
 
 
-def test_scores_are_float32_under_autocast_and_counts_stay_whole_in_any_dtype() -> None:
+def test_scores_are_float32_under_autocast_and_counts_are_integers_in_any_dtype() -> None:
     layer = router().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = layer(tokens().bfloat16())

@@ -92,7 +92,7 @@ def test_the_vote_adds_each_expert_once_and_undoes_the_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("bad", ["flag", "square"])
-def test_what_is_not_finite_anywhere_is_skipped_by_all(bad: str) -> None:
+def test_all_workers_skip_a_step_that_is_not_finite_on_one(bad: str) -> None:
     layout = VoteLayout.of(SHAPES, holders=2)
     vector = layout.empty(1)
     vector[3] = 1.0

@@ -40,7 +40,7 @@ def run_in(folder: Path, *, status: str | None = None, owner: dict[str, Any] = N
 @pytest.mark.parametrize(
     ("status", "finished"), [(None, False), ("failed", False), ("interrupted", False), ("done", True)]
 )
-def test_what_has_ended_goes_on_unless_it_is_done(tmp_path: Path, status: str | None, finished: bool) -> None:
+def test_an_ended_run_can_be_resumed_unless_it_is_done(tmp_path: Path, status: str | None, finished: bool) -> None:
     run = run_in(tmp_path, status=status)
     for name in (run.path, str(tmp_path / "latest"), run.path + "/"):
         resumed = open_resumed(name, None, [])
@@ -64,7 +64,7 @@ def test_a_finished_run_that_shall_be_longer_is_not_finished(tmp_path: Path) -> 
      ("model.hidden=[9]", "model.hidden"), ("loop.global_batch_size=8", "loop.global_batch_size"),
      ("precision.dtype=bf16", "precision.dtype")],
 )  # fmt: skip
-def test_what_decides_the_numbers_may_not_change(tmp_path: Path, override: str, key: str) -> None:
+def test_keys_that_decide_the_results_may_not_change(tmp_path: Path, override: str, key: str) -> None:
     run = run_in(tmp_path)
     with pytest.raises(InputError, match="cannot change on resume") as refused:
         open_resumed(run.path, None, [override])
@@ -75,7 +75,7 @@ def test_what_decides_the_numbers_may_not_change(tmp_path: Path, override: str, 
     "override", ["loop.epochs=3", "loop.micro_batch_size=4", "scale.workers=2", "save.every=5", "telemetry.every=9",
                  "retry.rollbacks=1", "cluster.memory_fraction=0.5", "experts.placement=lpt"],
 )  # fmt: skip
-def test_what_only_decides_how_may_change(tmp_path: Path, override: str) -> None:
+def test_keys_that_do_not_decide_the_results_may_change(tmp_path: Path, override: str) -> None:
     resumed = open_resumed(run_in(tmp_path).path, None, [override])
     assert resumed is not None and resumed.changed == [override.partition("=")[0]]
 
@@ -93,7 +93,7 @@ def test_what_only_decides_how_may_change(tmp_path: Path, override: str) -> None
         (None, "none", None),
     ],
 )
-def test_experts_stay_inside_the_model_or_apart_from_it(
+def test_experts_are_stored_inside_the_model_or_separately(
     tmp_path: Path, experts: dict[str, Any] | None, hosts: Any, expected: str | None
 ) -> None:
     """A checkpoint of any number of hosts resumes with any other; a mismatch is found before anything starts."""
@@ -111,7 +111,7 @@ def test_experts_stay_inside_the_model_or_apart_from_it(
     assert (caught.value.key, caught.value.expected) == ("experts.hosts", expected) and "asked" in caught.value.seen
 
 
-def test_a_job_file_beside_it_is_under_the_same_rule(tmp_path: Path) -> None:
+def test_the_same_rule_holds_for_a_job_file(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     job = tmp_path / "job.yaml"
     text = "name: mine\nmodel: {builder: 'raytrain.models.mlp:mlp', hidden: [8]}\ndata: {source: csv, path: rows.csv}\n"
@@ -126,7 +126,7 @@ def test_a_job_file_beside_it_is_under_the_same_rule(tmp_path: Path) -> None:
         open_resumed(run.path, tmp_path / "missing.yaml", [])
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     for name in ("other", "missing"):
@@ -150,7 +150,7 @@ def _start_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def test_auto_takes_the_newest_unfinished_run_of_the_same_job(tmp_path: Path) -> None:
+def test_auto_resumes_the_newest_unfinished_run_of_the_same_job(tmp_path: Path) -> None:
     mapping = {**JOB, "save": {"dir": str(tmp_path)}}
     loaded = load_spec(None, mapping=mapping)
     assert open_resumed("auto", None, [], loaded=loaded) is None
@@ -167,7 +167,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_job(tmp_path: Path) ->
     assert os.path.basename(older.path) in os.listdir(tmp_path)
 
 
-def test_only_a_whole_checkpoint_makes_the_first_weights_unneeded(tmp_path: Path) -> None:
+def test_only_a_complete_checkpoint_replaces_the_initial_weights(tmp_path: Path) -> None:
     """A run that is resumed without one begins with `model.init_from` again, which must still be there."""
     run = run_in(tmp_path)
     resumed = Resumed(run, load_spec(mapping=JOB), [])

@@ -39,7 +39,7 @@ def rows():
         ("scalar", "scale.strategy", "scalar parameters (scale)"),
     ],
 )
-def test_what_cannot_be_sharded_is_said_before_a_start(
+def test_a_model_that_cannot_be_sharded_is_refused_before_the_start(
     kind: str, key: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shard_guest.py").write_text(CODE)
@@ -53,7 +53,7 @@ def test_what_cannot_be_sharded_is_said_before_a_start(
     assert check_on_driver(alone).model_facts.parameters > 0, "data parallel does without blocks"
 
 
-def test_a_search_shards_nothing_and_says_so() -> None:
+def test_a_search_does_not_shard_and_states_it() -> None:
     spec = load_spec(None, ["scale.strategy=fsdp"]).spec
     with pytest.raises(InputError) as caught:
         refuse_later(spec, "tune")

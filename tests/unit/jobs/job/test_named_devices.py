@@ -43,7 +43,7 @@ def test_calls_that_name_an_accelerator_are_found_and_others_are_not(line: str, 
 
 
 @pytest.mark.covers("BP-01")
-def test_the_plan_tells_where_a_model_or_a_dataset_names_a_device(
+def test_the_plan_reports_where_a_model_or_dataset_names_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_net.py").write_text(CODE)

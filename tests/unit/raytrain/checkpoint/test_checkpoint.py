@@ -188,7 +188,7 @@ def test_large_parts_are_split_over_files_that_safetensors_reads(run):
     assert set(safetensors.torch.load_file(files_of(run, 1) / names[0])) == {"t0", "t1"}
 
 
-def test_our_writer_makes_files_that_the_library_takes(tmp_path):
+def test_files_of_our_writer_can_be_read_by_the_library(tmp_path):
     tensors = {"b": torch.arange(5, dtype=torch.int8), "a": torch.randn(3, 3), "c": torch.randn(2).bfloat16()}
     with open(tmp_path / "x.safetensors", "wb") as file:
         written = write_tensors(file, tensors, metadata={"k": "v"})
@@ -290,7 +290,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_checkpoint_before_is_taken(run, kind):
+def test_damage_is_reported_and_the_previous_checkpoint_is_used(run, kind):
     damage, message = DAMAGE[kind]
     damage(two_checkpoints(run))
     with pytest.raises(CheckpointError, match=message):
@@ -300,7 +300,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(run, kind):
     assert len(good.refused) == 1 and "step_00000020" in good.refused[0]
 
 
-def test_no_good_checkpoint_at_all_gives_none_with_every_reason(run):
+def test_without_a_valid_checkpoint_all_reasons_are_returned(run):
     two_checkpoints(run)
     assert newest_valid(RunFolder.create(str(Path(run.path).parent), "b")) == (None, [])
     for step in (10, 20):
@@ -357,7 +357,7 @@ def test_a_planted_pickle_is_refused_by_name_and_nothing_runs(run, tmp_path, nam
     assert (tmp_path / "executed").exists(), "the payload is real: reading it would have left the trace"
 
 
-def test_a_safetensors_header_that_begins_like_a_pickle_is_none():
+def test_a_safetensors_header_that_begins_like_a_pickle_is_accepted():
     assert not looks_like_pickle("model.safetensors", (640).to_bytes(8, "little") + b'{"a":{"d')
     assert looks_like_pickle("model.safetensors", b"\x80\x02" + b"}" * 14)
 
@@ -424,7 +424,7 @@ def test_an_asynchronous_write_does_not_see_later_changes(run):
     assert writer.last_step == 1 and writer.last_bytes > 4000 and writer.last_write_s > 0
 
 
-def test_staging_buffers_are_used_again_and_bounded():
+def test_staging_buffers_are_reused_and_bounded():
     staging = Staging()
     tensors = {"model": {"w": torch.arange(1000.0), "b": torch.ones(3)}}
     first = staging.copy(tensors)
@@ -491,7 +491,7 @@ def test_every_file_is_on_the_disk_before_complete_appears(run, monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
-def test_a_full_disk_leaves_nothing_that_looks_complete(run, monkeypatch, asynchronous, nth):
+def test_a_full_disk_leaves_no_checkpoint_that_looks_complete(run, monkeypatch, asynchronous, nth):
     two_checkpoints(run)
     calls = iter(range(1, 100))
     fsync = os.fsync
@@ -597,7 +597,7 @@ def test_retention_keeps_the_newest_and_the_best(run):
 
 @pytest.mark.parametrize("place", ["local", "object store"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EACCES])
-def test_an_error_of_reading_is_no_damage_and_costs_no_checkpoint(tmp_path, monkeypatch, place, number):
+def test_a_read_error_does_not_count_as_damage_and_keeps_the_checkpoint(tmp_path, monkeypatch, place, number):
     run = RunFolder.create(f"{'file://' if place == 'object store' else ''}{tmp_path}/runs", "a")
     two_checkpoints(run)
 
@@ -615,7 +615,7 @@ def test_an_error_of_reading_is_no_damage_and_costs_no_checkpoint(tmp_path, monk
     assert newest_valid(run).checkpoint.step == 20
 
 
-def test_where_nothing_was_loaded_the_complete_ones_stay_and_the_new_course_keeps_its_own(run):
+def test_without_a_loaded_checkpoint_complete_ones_are_kept(run):
     two_checkpoints(run)
     run.write_text("checkpoints/step_00000030/stale.safetensors", "half")
     for step in (10, 20):
@@ -631,7 +631,7 @@ def test_where_nothing_was_loaded_the_complete_ones_stay_and_the_new_course_keep
     assert [info.step for info in list_checkpoints(run)] == [4, 10, 20]
 
 
-def test_a_file_that_goes_away_while_it_is_read_is_damage(run, monkeypatch):
+def test_a_file_that_disappears_while_it_is_read_counts_as_damaged(run, monkeypatch):
     two_checkpoints(run)
     copies = storage.LocalStore.local_copy
 
@@ -714,7 +714,7 @@ KILLS = """
 """
 
 
-def test_after_a_kill_at_any_moment_the_newest_good_one_is_whole(run):
+def test_after_a_kill_at_any_moment_the_latest_valid_checkpoint_is_complete(run):
     command = [sys.executable, "-c", textwrap.dedent(KILLS), run.path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def test_rows_are_cut_as_torch_cuts_chunks(total: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("wrote", [1, 2, 3])
-def test_what_some_wrote_others_read(tmp_path: Path, wrote: int) -> None:
+def test_tensors_written_by_some_ranks_are_read_by_others(tmp_path: Path, wrote: int) -> None:
     whole = {"a": torch.arange(21.0).view(7, 3), "b": torch.arange(2), "c": torch.ones(1, 4)}
     files = []
     for rank in range(wrote):
@@ -44,7 +44,7 @@ def test_what_some_wrote_others_read(tmp_path: Path, wrote: int) -> None:
                 assert found[name].shape == expected.shape and torch.equal(found[name], expected)
 
 
-def test_a_tensor_that_nobody_wrote_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     file = str(tmp_path / "x.safetensors")
     save_file({"a": torch.zeros(2)}, file)
     with pytest.raises(CheckpointError, match="the tensor b is missing"):

@@ -55,7 +55,7 @@ def test_nan_and_an_empty_value() -> None:
     assert load_yaml("a:\nb: 1", origin="job.yaml") == {"a": None, "b": 1}
 
 
-def test_the_loader_of_everybody_else_is_left_alone() -> None:
+def test_other_loaders_are_not_changed() -> None:
     load_yaml("a: on", origin="job.yaml")
     assert yaml.safe_load("a: on") == {"a": True}
 
@@ -98,7 +98,7 @@ def test_an_alias_is_a_copy() -> None:
         ("a: " + "9" * 5000, "a", "5000 digits"),
     ],
 )
-def test_what_is_no_job_is_one_error_with_its_place(text: str, key: str, words: str) -> None:
+def test_an_invalid_job_file_is_one_error_with_its_location(text: str, key: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
         load_yaml(text, origin="job.yaml")
     assert caught.value.key == key
@@ -112,7 +112,7 @@ def test_aliases_of_aliases_are_refused_before_they_fill_the_memory() -> None:
         load_yaml("\n".join(rows), origin="job.yaml")
 
 
-def test_what_is_dumped_is_read_back() -> None:
+def test_dumped_yaml_is_read_back() -> None:
     draw = random.Random(0)
     words = ["a: b", "# x", "- y", "{", "é", "a\nb", " lead", "null ", "!t", "&a"]
     words += [text for text, _ in SCALARS]
@@ -183,7 +183,7 @@ def test_overrides_are_merged_into_a_copy_and_the_last_wins() -> None:
     assert given == {"loop": {"epochs": 1}, "data": {"train": kept}, "experts": {"hosts": "auto"}}
 
 
-def test_an_override_does_not_hide_a_section_that_is_none() -> None:
+def test_an_override_does_not_hide_an_invalid_section() -> None:
     with pytest.raises(InputError) as caught:
         apply_overrides({"loop": 3}, ["loop.max_steps=3"])
     assert caught.value.key == "loop"
@@ -240,11 +240,11 @@ def test_a_key_like_no_other_gets_the_list_and_no_guess() -> None:
         ({"epochs": [1]}, "loop.epochs: got [1] (a list), expected an integer >= 1 or null"),
     ],
 )  # fmt: skip
-def test_one_sentence_says_what_was_seen_and_what_was_expected(values: dict[str, Any], text: str) -> None:
+def test_a_message_names_the_value_and_the_expected_values(values: dict[str, Any], text: str) -> None:
     assert str(mistake(LoopConfig, values)) == text
 
 
-def test_the_first_mistake_of_the_file_is_told_and_the_others_are_counted() -> None:
+def test_the_first_mistake_in_the_file_is_reported_and_the_others_are_counted() -> None:
     error = mistake(LoopConfig, {"epochs": 1, "stps": 3, "max_steps": 0, "log_every": "x"})
     assert error.key == "loop.stps"
     assert "also wrong: loop.max_steps, loop.log_every" in str(error)
@@ -260,7 +260,7 @@ def test_a_section_is_a_mapping(values: Any) -> None:
 
 @pytest.mark.parametrize("section", [ModelConfig, DataConfig, LoopConfig])
 @pytest.mark.parametrize("key", [3, None, True, 1.5])
-def test_a_key_is_a_word(section: type[Section], key: Any) -> None:
+def test_a_key_is_an_identifier(section: type[Section], key: Any) -> None:
     assert mistake(section, {key: 1}, prefix="data").key == f"data.{key}"
 
 

@@ -96,7 +96,7 @@ def test_defaults_are_those_of_the_design(section: type[Section], values: dict[s
         (TuneConfig, "max_trials", [1, None], [0, "all"]),
     ],
 )  # fmt: skip
-def test_a_section_takes_what_it_should_and_nothing_else(
+def test_a_section_accepts_its_values_and_nothing_else(
     section: type[Section], key: str, good: list[Any], bad: list[Any]
 ) -> None:
     for value in good:
@@ -143,7 +143,7 @@ def test_objects_are_kept_as_they_are_and_never_compared_or_copied() -> None:
 
 
 @pytest.mark.parametrize("value", ["net", 3, True, 1.5])
-def test_a_scalar_is_no_object(value: Any) -> None:
+def test_a_scalar_is_not_an_object(value: Any) -> None:
     with pytest.raises(ValidationError):
         ModelConfig(module=value)
     with pytest.raises(ValidationError):
@@ -175,7 +175,7 @@ def test_open_sections_differ_where_their_keys_do() -> None:
         (ClusterConfig, "memory_fraction", "a number > 0 and <= 1"),
     ],
 )
-def test_what_a_key_expects_is_said_in_one_phrase(section: type[Section], key: str, words: str) -> None:
+def test_the_expected_values_of_a_key_are_one_phrase(section: type[Section], key: str, words: str) -> None:
     assert expected_text(section, key) == words
 
 

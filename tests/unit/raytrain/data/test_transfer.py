@@ -50,7 +50,7 @@ def test_any_nesting_survives_the_way_there() -> None:
 
 
 @pytest.mark.covers("DATA-11", "BP-16", "SRC-08")
-def test_what_is_there_already_is_the_same_object_and_no_copy() -> None:
+def test_a_tensor_on_the_device_is_returned_without_a_copy() -> None:
     batch = nested()
     there, copies = moved(batch, "cpu")
     assert there["x"] is batch["x"] and there["boxes"].corners is batch["boxes"].corners
@@ -62,7 +62,7 @@ def test_what_is_there_already_is_the_same_object_and_no_copy() -> None:
     assert (copies.copied, copies.in_place) == (2, 1)
 
 
-def test_a_packed_sequence_is_moved_by_its_own_verb_and_only_where_it_must() -> None:
+def test_a_packed_sequence_is_moved_with_its_own_method_and_only_if_needed() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     there, copies = moved({"sequence": packed}, "cpu")
     assert there["sequence"] is packed and (copies.copied, copies.in_place) == (0, 1)
@@ -83,7 +83,7 @@ class Tracked(Tensor):
 
 
 @pytest.mark.covers("DATA-02", "BP-18", "BP-03")
-def test_a_copy_out_of_pinned_memory_does_not_wait_and_on_a_cpu_there_is_none() -> None:
+def test_a_copy_from_pinned_memory_does_not_block_and_on_a_cpu_there_is_none() -> None:
     Tracked.told.clear()
     tensor = torch.ones(3).as_subclass(Tracked)
     _, copies = moved([tensor], "meta")

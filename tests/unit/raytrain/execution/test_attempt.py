@@ -43,7 +43,7 @@ def started_attempt(run: RunFolder, **sections: Any) -> Any:
         return error
 
 
-def test_what_cannot_be_read_ends_attempts_and_after_so_many_the_run(
+def test_unreadable_data_ends_attempts_and_after_the_limit_the_run(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(*_arguments: Any) -> str:
@@ -58,7 +58,7 @@ def test_what_cannot_be_read_ends_attempts_and_after_so_many_the_run(
     assert [info.step for info in list_checkpoints(run)] == [5]
 
 
-def test_after_a_passing_error_it_goes_on_from_the_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_transient_error_a_run_resumes(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(storage.LocalStore, "read_head", lambda *_: (_ for _ in ()).throw(OSError(5, os.strerror(5))))
         assert isinstance(started_attempt(run), OSError)
@@ -66,7 +66,7 @@ def test_after_a_passing_error_it_goes_on_from_the_checkpoint(run: RunFolder, mo
     assert (started.attempt, started.decision.action, started.from_step, started.checkpoint.step) == (2, "go_on", 5, 5)
 
 
-def test_a_roll_back_that_no_checkpoint_knows_of_is_heard(run: RunFolder) -> None:
+def test_a_rollback_that_is_newer_than_all_checkpoints_is_applied(run: RunFolder) -> None:
     assert started_attempt(run).cursor is None
     run.append_event({"kind": "decision", "what": "rollback", "value": 5, "epoch": 1, "position": 16})
     assert started_attempt(run).cursor == Cursor(1, 16)

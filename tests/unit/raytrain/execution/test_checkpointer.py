@@ -66,7 +66,7 @@ def test_a_fixed_interval_saves_at_its_multiples_and_at_the_end(tmp_path: Path) 
         assert load(RunFolder(str(tmp_path)).checkpoint_dir(step)).manifest["eval_loss"] == losses[step]
 
 
-def test_a_checkpoint_holds_the_state_and_nothing_else(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_only_the_state(tmp_path: Path) -> None:
     session = session_of("fp16")
     saver, reporter = saver_of(session, tmp_path, every=5)
     run_with(session, saver, reporter)
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(tmp_path: Path) 
     assert digest(loaded.parts, rng) == states[5] != states[8]
 
 
-def test_what_travels_between_workers_is_json_and_safetensors() -> None:
+def test_messages_between_workers_are_json_and_safetensors() -> None:
     python = {"gauss": None, "x": (1, 2.5)}
     state = {"torch": torch.arange(5, dtype=torch.uint8), "python": python, "n": torch.tensor(3.0)}
     flat = flatten(state)
@@ -281,7 +281,7 @@ def test_the_interval_is_the_smallest_within_the_budget(stall: float, step: floa
     assert steps == 1 or stall / (stall + (steps - 1) * step) > 0.03
 
 
-def test_the_interval_is_bounded_and_says_why() -> None:
+def test_the_interval_is_bounded_with_a_reason() -> None:
     assert solve_interval(stall_s=1, step_time_s=0.01, maximum=500).value == 500
     assert "at most 500 steps" in solve_interval(stall_s=1, step_time_s=0.01, maximum=500).reason
     assert solve_interval(stall_s=0, step_time_s=1, minimum=50).value == 50

@@ -7,7 +7,7 @@ import asyncio
 from raytrain.execution.driver_channel import DriverChannel
 
 
-def test_a_stop_ends_every_wait_and_stays_asked_for() -> None:
+def test_a_stop_request_ends_every_wait_and_persists() -> None:
     async def story() -> None:
         channel = DriverChannel()
         waits = [asyncio.create_task(channel.wait_for_stop()) for _ in range(2)]
@@ -21,7 +21,7 @@ def test_a_stop_ends_every_wait_and_stays_asked_for() -> None:
     asyncio.run(story())
 
 
-def test_progress_is_laid_over_what_was_known() -> None:
+def test_progress_overrides_earlier_values() -> None:
     async def story() -> None:
         channel = DriverChannel()
         assert await channel.progress() == {}
@@ -33,7 +33,7 @@ def test_progress_is_laid_over_what_was_known() -> None:
     asyncio.run(story())
 
 
-def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_each_other() -> None:
+def test_messages_of_rank_zero_arrive_once_and_in_order_even_if_calls_overtake_each_other() -> None:
     async def story() -> None:
         channel = DriverChannel()
         assert await channel.printed_lines() == ""
@@ -50,7 +50,7 @@ def test_what_rank_zero_says_is_heard_once_and_in_order_though_calls_overtake_ea
     asyncio.run(story())
 
 
-def test_the_last_lines_of_an_attempt_are_heard_though_another_has_begun_or_one_was_lost() -> None:
+def test_the_last_lines_of_an_attempt_arrive_even_if_another_has_started_or_one_was_lost() -> None:
     async def story() -> None:
         channel = DriverChannel()
         for number, line in ((0, "one\n"), (1, "two\n"), (3, "four\n")):  # it died, and its third call with it

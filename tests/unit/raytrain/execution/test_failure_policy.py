@@ -39,7 +39,7 @@ def decided(*faults: Fault, fallback: bool = True, starts: list[int] | None = No
     return decide(list(faults), retry=RetryConfig(**retry), fallback=fallback, resumed_from=origins)
 
 
-def test_without_a_fault_it_goes_on() -> None:
+def test_without_a_fault_the_run_continues() -> None:
     assert decide([], retry=RetryConfig(), fallback=True, resumed_from=[0]).action == "go_on"
 
 
@@ -64,7 +64,7 @@ def test_the_rules(faults: list[Fault], action: str, words: str) -> None:
     assert decision.action == action and words in decision.reason
 
 
-def test_before_there_is_a_checkpoint_a_run_begins_again_and_says_no_step_that_nobody_knows() -> None:
+def test_without_a_checkpoint_a_run_restarts_and_reports_no_unknown_step() -> None:
     reason = decided(died(step=None), starts=[0, 0]).reason
     assert reason.startswith("rank 0 failed (WorkerDied")
     assert reason.endswith("restarted from step 0: there is no checkpoint yet")
@@ -143,7 +143,7 @@ def test_out_of_memory_outside_the_passes_halves_the_micro_batch_and_costs_no_re
     assert last.action == "stop" and "loop.micro_batch_size 1" in last.reason and "optim.name" in last.reason
 
 
-def test_other_faults_count_as_before_beside_it_and_keep_the_smaller_size() -> None:
+def test_other_faults_count_as_before_and_keep_the_smaller_size() -> None:
     deaths = [short(16), died(), short(8), died()]
     assert decided(*deaths, starts=[0] * 5).micro_batch == 4
     assert decided(*deaths, starts=[0] * 5).action == "go_on"

@@ -39,7 +39,7 @@ class Needs:
         self.something = something
 
 
-def test_objects_get_what_they_have_verbs_for_and_functions_get_every_row() -> None:
+def test_observer_objects_get_the_rows_of_their_methods_and_functions_all_rows() -> None:
     both, events, rows = Both(), OnlyEvents(), []
     observers = Observers([both, events, rows.append], on_failure=lambda *_: pytest.fail("nobody failed"))
     observers.metrics({"step": 1})
@@ -48,7 +48,7 @@ def test_objects_get_what_they_have_verbs_for_and_functions_get_every_row() -> N
     assert both.seen == [("metrics", 1), ("event", 2)] and events.seen == [2] and rows == [{"step": 1}, {"step": 2}]
 
 
-def test_one_that_raises_is_told_of_once_and_asked_no_more() -> None:
+def test_a_raising_observer_is_reported_once_and_not_called_again() -> None:
     failures: list[tuple[str, str]] = []
     calls: list[int] = []
 

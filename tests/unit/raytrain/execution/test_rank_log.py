@@ -11,7 +11,7 @@ from raytrain.execution.rank_log import rank_log
 from raytrain.runs.folder import RunFolder
 
 
-def test_lines_of_several_threads_reach_the_driver_whole_and_numbered(tmp_path: Path) -> None:
+def test_lines_of_several_threads_reach_the_driver_complete_and_numbered(tmp_path: Path) -> None:
     sent: list[tuple[int, str]] = []
     attempt_ids: set[str] = set()
 
@@ -36,7 +36,7 @@ def test_lines_of_several_threads_reach_the_driver_whole_and_numbered(tmp_path: 
     assert "another thread's line\n" in (tmp_path / "logs" / "rank_00000.log").read_text()
 
 
-def test_what_telling_the_driver_prints_itself_is_told_too(tmp_path: Path) -> None:
+def test_output_during_a_report_to_the_driver_is_reported_too(tmp_path: Path) -> None:
     sent: list[tuple[int, str]] = []
 
     def send(attempt_id: str, number: int, text: str) -> None:

@@ -51,7 +51,7 @@ def test_rows_reach_the_files_and_each_observer_gets_a_copy(tmp_path: Path) -> N
     assert first.closed and second.closed
 
 
-def test_windows_and_traces_have_files_of_their_own(tmp_path: Path) -> None:
+def test_load_intervals_and_traces_have_their_own_files(tmp_path: Path) -> None:
     run, reporter = opened(tmp_path)
     reporter.interval({"kind": "load", "step": 10, "layers": [[1, 2]]}, {7: b"trace"})
     assert run.read_rows(run.experts) == [{"kind": "load", "step": 10, "layers": [[1, 2]]}]
@@ -62,7 +62,7 @@ def test_windows_and_traces_have_files_of_their_own(tmp_path: Path) -> None:
     SilentReporter().interval({}, {})
 
 
-def test_a_failing_observer_is_switched_off_with_an_event_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failing_observer_is_disabled_with_an_event_and_the_others_continue(tmp_path: Path) -> None:
     bad, good = Watcher(fails=True), Watcher()
     run, reporter = opened(tmp_path, observers=[bad, good])
     for step in (1, 2):

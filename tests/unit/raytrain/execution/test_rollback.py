@@ -102,7 +102,7 @@ def given() -> tuple[nn.Linear, Trainable]:
     return module, Trainable.from_module(module, loss=lambda mod, batch: loss(mod(batch["x"]), batch["labels"]))
 
 
-def test_a_given_module_begins_anew_where_there_is_no_checkpoint(run: RunFolder) -> None:
+def test_a_given_module_starts_again_if_there_is_no_checkpoint(run: RunFolder) -> None:
     module, trainable = given()
     before = module.weight.detach().clone()
     session = session_of(run, model={"module": trainable})
@@ -165,7 +165,7 @@ def never_finite(session: Session) -> Session:
     return session
 
 
-def test_what_is_never_finite_ends_after_one_roll_back_in_each_precision(run: RunFolder) -> None:
+def test_a_run_that_is_never_finite_ends_after_one_rollback_per_precision(run: RunFolder) -> None:
     session = session_of(run, precision={"dtype": "bf16"}, loop={"max_steps": 30})
     policy = RollbackPolicy(run, limit=5)
     precisions = []
@@ -185,7 +185,7 @@ def test_what_is_never_finite_ends_after_one_roll_back_in_each_precision(run: Ru
     )
 
 
-def test_good_steps_in_between_allow_another_roll_back_and_the_limit_stays(run: RunFolder) -> None:
+def test_good_steps_in_between_allow_another_rollback_within_the_limit(run: RunFolder) -> None:
     policy = RollbackPolicy(run, limit=2)
     session = session_of(run, loop={"max_steps": 30})
     for _ in range(2):
@@ -198,7 +198,7 @@ def test_good_steps_in_between_allow_another_roll_back_and_the_limit_stays(run: 
     assert isinstance(recovered, LoopOutcome) and "after 2 rollbacks (retry.rollbacks)" in recovered.reason
 
 
-def test_the_skipped_window_stays_skipped_whoever_goes_on(run: RunFolder) -> None:
+def test_the_skipped_span_stays_skipped_after_any_resume(run: RunFolder) -> None:
     session = session_of(run, rows=640, loop={"max_steps": 8})
     train_and_save(session, run, every=5)
     shutil.rmtree(run.checkpoint_dir(8))
@@ -212,7 +212,7 @@ def test_the_skipped_window_stays_skipped_whoever_goes_on(run: RunFolder) -> Non
     assert (again.state.step, again.state.cursor) == (5, Cursor(0, 128))
 
 
-def test_a_decision_to_roll_back_is_on_record_before_anything_is_built(
+def test_a_rollback_decision_is_recorded_before_the_session_is_built(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = session_of(run)

@@ -30,13 +30,13 @@ class Successor(nn.Module):
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-def test_the_likely_continuation_comes_and_only_the_context_is_seen(as_object: bool) -> None:
+def test_generation_gives_the_likely_continuation_of_the_context(as_object: bool) -> None:
     module = Successor(as_object=as_object)
     assert sample_text(module, [3, 4, 5], tokens=6, context=4, seed=0) == [6, 7, 8, 9, 0, 1]
     assert module.windows[0] == [3, 4, 5] and module.windows[-1] == [7, 8, 9, 0]
 
 
-def test_modes_random_state_and_weights_are_left_alone() -> None:
+def test_modes_random_state_and_weights_are_unchanged() -> None:
     module, state = Successor(), torch.get_rng_state()
     sample_text(module, [1], tokens=5, context=8, seed=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -60,7 +60,7 @@ def test_the_seed_decides() -> None:
     assert len(set(draw(1, top_k=None))) > len(set(draw(1, temperature=0)))
 
 
-def test_top_k_bounds_what_is_drawn() -> None:
+def test_top_k_bounds_the_drawn_tokens() -> None:
     module = Successor(sharpness=1.0)
     drawn = {sample_text(module, [4], tokens=1, context=1, seed=seed, top_k=1)[0] for seed in range(20)}
     spread = {sample_text(module, [4], tokens=1, context=1, seed=seed, top_k=None)[0] for seed in range(20)}

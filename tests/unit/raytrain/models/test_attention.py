@@ -73,7 +73,7 @@ def test_clearing_frees_the_masks_and_moving_a_module_clears_them() -> None:
 
 
 @pytest.mark.covers("ATTN-04")
-def test_a_logged_row_says_what_the_cache_holds_and_did() -> None:
+def test_a_logged_row_has_the_contents_and_statistics_of_the_mask_cache() -> None:
     data = {"train": token_rows(32), "eval_fraction": 0.0}
     session = make_session({**GPT, "window": 4}, data, loop={"max_steps": 3})
     rows, _ = train(session)
@@ -119,7 +119,7 @@ def manual(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.covers("ATTN-06", "FUT-08")
-def test_causal_attention_is_the_manual_one_and_makes_no_mask() -> None:
+def test_causal_attention_equals_the_explicit_one_without_a_mask() -> None:
     torch.manual_seed(1)
     layer, x = Attention(24, 3, 0.0), torch.randn(2, 40, 24)
     with Made(40) as made:
@@ -149,7 +149,7 @@ def test_attention_runs_on_a_cpu_and_on_meta(window: int | None) -> None:
 
 
 @pytest.mark.parametrize(("length", "window"), [(12, 4), (13, 4), (5, 4), (9, 1), (16, 5), (31, 8)])
-def test_a_window_sees_itself_and_what_is_just_before_it(length: int, window: int) -> None:
+def test_a_window_attends_to_itself_and_the_tokens_right_before_it(length: int, window: int) -> None:
     draw = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(2, 3, length, 4, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(3))
     seen = causal(length) & ~torch.ones(length, length, dtype=torch.bool).tril(-window)

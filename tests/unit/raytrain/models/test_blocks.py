@@ -61,13 +61,13 @@ def test_else_they_are_the_repeated_class_that_owns_the_most() -> None:
     assert repeated(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU())) == []
 
 
-def test_what_no_block_owns_is_told_once_where_it_is_tied() -> None:
+def test_a_tied_weight_outside_of_blocks_is_reported_once() -> None:
     module = Stack()
     found = blocks_of(trainable(module), key="scale.strategy")
     assert [name for name, _ in outside(module, found)] == ["tokens.weight"]
 
 
-def test_a_list_that_misses_parameters_is_said_by_their_names() -> None:
+def test_parameters_missing_in_a_list_are_named() -> None:
     error = refused(Stack(), "encoder")
     assert error.key == "model.builder" and "miss parameters of 2 like them" in str(error)
     assert "decoder.d0.steps.0.weight" in str(error) and "and 7 more" in str(error)

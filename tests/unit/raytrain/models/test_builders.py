@@ -93,7 +93,7 @@ def test_gpt_sees_no_later_token() -> None:
     assert (a - b)[:, 7:].abs().max() > 1e-3
 
 
-def test_gpt_leaves_ignored_labels_out_of_loss_and_accuracy() -> None:
+def test_gpt_excludes_ignored_labels_from_loss_and_accuracy() -> None:
     made, batch = gpt(**SIZES), language()
     made.module.double().eval()
     short = {name: value[:, :5] for name, value in batch.items()}
@@ -141,7 +141,7 @@ def test_gpt_dropout_is_off_in_evaluation() -> None:
 
 
 @pytest.mark.parametrize("kind", [mlp, cnn])
-def test_image_models_learn_and_take_bytes_and_floats_alike(kind: Any) -> None:
+def test_image_models_learn_and_accept_bytes_and_floats(kind: Any) -> None:
     torch.manual_seed(0)
     facts = {name: IMAGE[name] for name in inspect.signature(kind).parameters if name in IMAGE}
     made, batch = kind(**facts), pixels()
@@ -180,7 +180,7 @@ def test_sizes_by_formula_equal_the_built_model(
 
 
 @pytest.mark.parametrize(("builder", "function", "keys", "source"), BUILDS[:4] + BUILDS[6:])
-def test_activation_estimate_is_close_to_what_autograd_keeps(
+def test_the_activation_estimate_is_close_to_the_bytes_that_autograd_saves(
     builder: str, function: Any, keys: dict[str, Any], source: dict[str, Any]
 ) -> None:
     made: Trainable = function(**keys, **source)
@@ -205,7 +205,7 @@ def test_activation_estimate_is_close_to_what_autograd_keeps(
 
 
 @pytest.mark.parametrize("builder", DENSE_BUILDERS)
-def test_the_table_says_what_the_builder_takes(builder: str) -> None:
+def test_the_table_lists_the_parameters_of_the_builder(builder: str) -> None:
     parameters = inspect.signature(resolve(builder, "model.builder")).parameters
     known = DENSE_BUILDERS[builder]
     assert {*known.required, *known.defaults} == set(parameters)
@@ -213,7 +213,7 @@ def test_the_table_says_what_the_builder_takes(builder: str) -> None:
     assert all(parameters[name].default == value for name, value in known.defaults.items())
 
 
-def test_facts_wait_for_the_source_and_are_none_for_others() -> None:
+def test_facts_wait_for_the_source() -> None:
     keys = {name: value for name, value in SIZES.items() if name != "vocab_size"}
     assert model_facts("raytrain.models.gpt:gpt", keys, {}) is None
     assert model_facts("raytrain.models.gpt:gpt", keys, {"vocab_size": 11}).parameters > 0
@@ -239,7 +239,7 @@ def test_facts_wait_for_the_source_and_are_none_for_others() -> None:
         (cnn, {"image_shape": [28, 28], "num_classes": -1}, "num_classes"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(function: Any, keys: dict[str, Any], key: str) -> None:
+def test_experts_that_cannot_be_built_are_refused_by_key(function: Any, keys: dict[str, Any], key: str) -> None:
     with pytest.raises(SizeError) as caught:
         function(**keys)
     assert caught.value.key == key

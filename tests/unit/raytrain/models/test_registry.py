@@ -30,7 +30,7 @@ def test_keys_sections_and_source_facts_become_arguments() -> None:
     assert call_builder(lambda *, num_features: num_features, {}, sections={}, source_facts=facts) == 784
 
 
-def test_a_function_with_keywords_takes_every_key_but_no_section_by_itself() -> None:
+def test_a_function_with_keywords_accepts_every_key_but_no_whole_section() -> None:
     assert call_builder(dict, {"a": 1}, sections=SECTIONS) == {"a": 1}
 
     def anything(size: int, **more: Any) -> Any:

@@ -91,7 +91,7 @@ def test_packed_documents_do_not_read_each_other(models: Path, kind: str) -> Non
     torch.testing.assert_close(together, module(input_ids=ids[:, 4:]).logits)
 
 
-def test_dropout_is_not_taken_for_documents_that_read_each_other(models: Path, tmp_path: Path) -> None:
+def test_dropout_is_not_mistaken_for_attention_across_documents(models: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(models / "gpt2", tmp_path / "dropping")
     config = json.loads((folder / "config.json").read_text())
     config |= {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
@@ -122,7 +122,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state(models: Path) -> None:
     assert sum(len(group["params"]) for group in session.optimizers[0].param_groups) == len(before) - len(frozen)
 
 
-def test_a_run_leaves_a_folder_that_transformers_loads(models: Path, tmp_path: Path) -> None:
+def test_a_run_exports_a_folder_that_transformers_loads(models: Path, tmp_path: Path) -> None:
     """And that another run starts from."""
     lines = write_lines(tmp_path / "rows.jsonl", texts(24))
     data = {"source": "jsonl", "path": str(lines), "text_field": "text", "tokenizer": str(models / "llama"),
@@ -163,7 +163,7 @@ def test_weights_under_the_names_of_another_format_are_translated(tmp_path: Path
     assert all(torch.equal(tensor, whole[name]) for name, tensor in taken.module.state_dict().items())
 
 
-def test_a_routers_balance_loss_is_reported_apart(tmp_path: Path) -> None:
+def test_a_routers_balance_loss_is_reported_separately(tmp_path: Path) -> None:
     """Where the config asks for it; with the loss it is transformers' own."""
     config = transformers.MixtralConfig(
         hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

@@ -173,7 +173,7 @@ def test_device_strings(text: str | None, inventory: Inventory, device: str, wor
         ("cuda:0", FOUR_GPUS, "a device type, since there are"),
     ],
 )  # fmt: skip
-def test_a_device_that_does_not_exist_is_refused_with_what_does(text: str, inventory: Inventory, said: str) -> None:
+def test_a_missing_device_is_refused_with_the_existing_ones(text: str, inventory: Inventory, said: str) -> None:
     assert said in refused("scale.accelerator", inventory=inventory, scale={"accelerator": text})
 
 
@@ -182,7 +182,7 @@ def test_device_string_and_mode_must_agree(text: str, mode: str) -> None:
     assert mode in refused("scale.accelerator", inventory=ONE_GPU, scale={"accelerator": text, "mode": mode})
 
 
-def test_a_type_takes_its_gpus_alone() -> None:
+def test_an_accelerator_type_uses_only_its_own_gpus() -> None:
     mixed = machines(node(gpus=[gpu(0, "NVIDIA T4", (7, 5)), gpu(1)]))
     made = plan(mixed, scale={"accelerator": "T4"})
     assert value(made, "workers") == 1
@@ -358,7 +358,7 @@ def test_a_worker_without_rows_is_a_warning() -> None:
     assert any("2 of 4 workers have none" in warning for warning in made.warnings)
 
 
-def test_batches_larger_than_what_they_are_cut_from_are_refused() -> None:
+def test_batches_larger_than_their_data_are_refused() -> None:
     said = refused("loop.global_batch_size", loop={"global_batch_size": 1001})
     assert "1000, the number of training rows" in said and "set loop.global_batch_size=1000 or less" in said
     refused("loop.micro_batch_size", loop={"global_batch_size": 4, "micro_batch_size": 8})
@@ -388,7 +388,7 @@ def test_warm_up_is_five_percent_and_at_most_a_hundred(steps: int, warmup: int) 
     assert value(plan(loop={"max_steps": steps}), "warmup_steps") == warmup
 
 
-def test_a_given_warm_up_stands_and_one_as_long_as_the_run_is_a_warning() -> None:
+def test_a_given_warm_up_is_kept_and_one_as_long_as_the_run_is_a_warning() -> None:
     made = plan(loop={"max_steps": 10}, optim={"warmup_steps": 10})
     assert value(made, "warmup_steps") == 10
     assert any("optim.warmup_steps" in warning for warning in made.warnings)
@@ -418,7 +418,7 @@ def test_rhythm_of_evaluation(loop: dict[str, int], every: int) -> None:
     assert value(plan(loop=loop), "eval_every") == every
 
 
-def test_a_long_evaluation_within_an_epoch_comes_less_often() -> None:
+def test_a_long_evaluation_runs_less_often_within_an_epoch() -> None:
     facts = DataFacts(100_000, 10_000, 4, None, 400_000, None, "a test")
     made = plan(loop={"max_steps": 50_000, "global_batch_size": 1}, data_facts=facts)
     assert value(made, "eval_every") == 50_000
@@ -426,7 +426,7 @@ def test_a_long_evaluation_within_an_epoch_comes_less_often() -> None:
     assert value(fewer, "eval_every") == 5000
 
 
-def test_without_evaluation_rows_there_is_none() -> None:
+def test_without_evaluation_rows_there_is_no_evaluation() -> None:
     facts = DataFacts(1000, 0, 4, None, 4000, None, "a test")
     assert value(plan(data_facts=facts, loop={"eval_every": 5}), "eval_every") == 0
 
@@ -464,7 +464,7 @@ def test_storage_by_bytes_of_device_and_data() -> None:
 
 
 @pytest.mark.covers("DATA-07")
-def test_what_does_not_fit_a_gpu_is_kept_in_part_and_the_rest_streamed() -> None:
+def test_data_too_large_for_a_gpu_is_partly_resident_and_the_rest_streamed() -> None:
     facts = DataFacts(1000, 0, GIB // 10, None, 100 * GIB, None, "a test")
     made = plan(ONE_GPU, data_facts=facts)
     assert value(made, "storage") == "partial" and 0.55 < value(made, "resident_rows") / 1000 < 0.65
@@ -476,7 +476,7 @@ def test_what_does_not_fit_a_gpu_is_kept_in_part_and_the_rest_streamed() -> None
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
+def test_a_given_storage_is_kept_and_rows_that_cannot_fit_are_refused() -> None:
     facts = DataFacts(1000, 0, 1, None, 9 * GIB, None, "a test")
     with pytest.raises(InputError, match=r"data\.storage: got resident for 9\.9 GiB of data, expected at most 8\.5"):
         plan(machines(node(memory=10 * GIB)), data={"storage": "resident"}, data_facts=facts)
@@ -487,7 +487,7 @@ def test_given_storage_stands_and_rows_that_cannot_fit_are_refused() -> None:
 
 
 @pytest.mark.covers("DATA-01")
-def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
+def test_pinned_memory_is_for_gpus_only_and_the_plan_states_it() -> None:
     made = plan(data={"storage": "pinned"})
     assert value(made, "storage") == "resident"
     assert "data.storage pinned needs a GPU, and there is none" in reason(made, "storage")
@@ -496,7 +496,7 @@ def test_pinned_memory_is_for_gpus_alone_and_the_plan_says_so() -> None:
 
 
 @pytest.mark.covers("CFG-17", "DATA-03")
-def test_loader_processes_leave_a_core_of_each_node_to_training() -> None:
+def test_loader_processes_keep_a_core_of_each_node_free_for_training() -> None:
     items = replace(DATA, kind="items", total_bytes=1000 * GIB)
     for cores, workers, expected in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (3, 1, 2), (16, 1, 4), (16, 8, 1), (8, 2, 3)):
         made = plan(machines(node(cpus=cores)), data_facts=items, scale={"workers": workers})
@@ -555,7 +555,7 @@ def test_more_than_the_memory_is_a_warning() -> None:
 KNOWN = ModelFacts(1_000_000, 4_000_000, 1 << 20, 1e9, "a test")
 
 
-def test_a_memory_limit_below_what_one_row_takes_is_refused() -> None:
+def test_a_memory_limit_below_one_row_is_refused() -> None:
     """The process, 16 MB of weights, gradients and moments, and half of the row's 1 MiB: 417 + 15.3 + 0.5 MiB."""
     needed = LEAST_PROCESS_BYTES + 16_000_000 + (1 << 19)
     told = (
@@ -601,7 +601,7 @@ def test_the_memory_of_a_full_model_on_one_a100_is_estimated_part_by_part() -> N
     assert reason(made, "memory").startswith(told) and reason(made, "memory").endswith("; without CUDA's own")
 
 
-def test_on_cpus_the_micro_batch_is_left_to_memory_where_the_estimate_is_above_half() -> None:
+def test_on_cpus_the_micro_batch_is_measured_if_the_estimate_is_above_half_of_memory() -> None:
     """32 rows of 1 MiB, 16 MB of state, the process: about 511 MiB."""
     made = plan(model_facts=KNOWN, cluster={"memory_limit": 900 << 20})
     assert made.micro_batch_size == Deferred(
@@ -661,7 +661,7 @@ def mixture(hosts: Any, inventory: Inventory = CPU, **arguments: Any) -> Plan:
     return plan(inventory, experts_hosts=hosts, loop=loop, **{**fixed, **arguments})
 
 
-def test_a_worker_does_not_hold_what_hosts_do() -> None:
+def test_a_worker_does_not_hold_the_experts_of_hosts() -> None:
     everywhere, hosts = mixture(0), mixture(2)
     assert value(everywhere, "memory") == 16 * 10_000 + 8 * 1000 + PROCESS_BYTES
     assert value(everywhere, "host_memory") is None and value(everywhere, "experts") == "8 in every worker"
@@ -723,7 +723,7 @@ def test_mixed_gpus_are_warned_of_and_one_kind_is_not() -> None:
 # ---------------------------------------------------------------- what is not known yet, and the record
 
 
-def test_what_only_the_opened_data_and_model_know_waits() -> None:
+def test_choices_that_need_the_opened_data_or_model_are_deferred() -> None:
     made = plan(data_facts=None, model_facts=None)
     waiting = {name for name, choice in made.choices().items() if isinstance(choice, Deferred)}
     assert waiting == {
@@ -760,7 +760,7 @@ TWO_KINDS = machines(
 )
 
 
-def test_hosts_by_accelerator_leave_the_other_gpus_to_the_workers() -> None:
+def test_hosts_of_an_accelerator_type_keep_the_other_gpus_free_for_workers() -> None:
     made = plan(TWO_KINDS, experts_hosts={"T4": 8})
     assert value(made, "hosts") == {"T4": 8} and value(made, "strategy") == "expert_parallel"
     assert value(made, "workers") == 4 and "8 go to the expert hosts" in reason(made, "workers")
@@ -805,7 +805,7 @@ FOUR_AND_FOUR = machines(
         (3, "3 on b, 2 on a", "2 on a, 1 on b"),
     ],
 )
-def test_workers_are_placed_on_what_the_hosts_leave(asked: Any, placed: str, lives: str) -> None:
+def test_workers_are_placed_on_resources_that_hosts_do_not_use(asked: Any, placed: str, lives: str) -> None:
     made = plan(FOUR_AND_FOUR, experts_hosts=asked)
     assert reason(made, "placement") == placed and reason(made, "hosts") == f"experts.hosts: {lives}"
 
@@ -845,12 +845,12 @@ def test_workers_alone_decide_the_memory_and_the_warning_of_unlike_gpus() -> Non
         ({"A100": 10**9}, {}, "got 1000000000 A100, expected at most 4"),
     ],
 )
-def test_too_many_hosts_are_told_what_there_is_and_who_takes_it(asked: Any, scale: dict[str, Any], says: str) -> None:
+def test_the_error_for_too_many_hosts_lists_their_resources(asked: Any, scale: dict[str, Any], says: str) -> None:
     assert says in refused("experts.hosts", inventory=FOUR_AND_FOUR, experts_hosts=asked, scale=scale)
 
 
 @pytest.mark.parametrize("inventory", [CPU, FOUR_GPUS, with_capability(None)])
-def test_the_record_is_json_and_comes_back_equal(inventory: Inventory) -> None:
+def test_the_record_survives_a_round_trip_through_json(inventory: Inventory) -> None:
     made = plan(inventory, scale={"mode": "multi_gpu"})
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
     unknown = plan(inventory, data_facts=None, model_facts=None)
@@ -877,7 +877,7 @@ SPLIT = {"micro_batch_size": 4}
 RECOMPUTED = {"activation_checkpointing": True}
 
 
-def test_micro_batches_in_flight_are_planned_where_experts_live_elsewhere() -> None:
+def test_micro_batches_in_flight_are_planned_for_remote_experts() -> None:
     for dense in (plan(experts_inflight=2), plan(experts_hosts=0)):
         assert "inflight" not in dense.choices() and dense.warnings == []
     asked = plan(experts_hosts=1, experts_inflight=2, loop=SPLIT)
@@ -893,7 +893,7 @@ def test_micro_batches_in_flight_are_planned_where_experts_live_elsewhere() -> N
     assert "a step is one micro-batch" in reason(whole, "inflight") and "kept" not in reason(whole, "inflight")
 
 
-def test_auto_measures_micro_batches_in_flight_or_says_why_not() -> None:
+def test_auto_measures_micro_batches_in_flight_or_gives_the_reason_why_not() -> None:
     for measured in (plan(experts_hosts=1, loop=SPLIT), plan(FOUR_GPUS, experts_hosts="colocated", loop=SPLIT)):
         choice = measured.choices()["inflight"]
         assert isinstance(choice, Deferred) and choice.bounds == (1, 2)

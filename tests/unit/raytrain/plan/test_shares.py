@@ -25,7 +25,7 @@ def test_no_other_division_is_done_earlier(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_taken_once_in_order_and_equal_shares_are_as_without(seed: int) -> None:
+def test_every_row_is_used_once_in_order_and_equal_shares_change_nothing(seed: int) -> None:
     draw = np.random.default_rng(seed)
     world_size, micro, total = int(draw.integers(1, 6)), int(draw.integers(1, 9)), int(draw.integers(1, 200))
     indices = draw.permutation(1000)[:total]
@@ -53,7 +53,7 @@ def test_half_the_speed_gets_half_the_micro_batches() -> None:
     assert apportion(1, (3.0, 1.0, 2.0)) == (0, 1, 0)
 
 
-def test_a_worker_with_room_takes_several_micro_batches_in_a_pass_and_alike() -> None:
+def test_a_worker_with_enough_memory_runs_several_micro_batches_per_pass_with_equal_results() -> None:
     shares = Shares(8, (32, 8), (1.0, 1.0))
     assert [len(own) for own in shares.passes(96, rank=0, micro_batch=8)] == [32, 32, 16]
     assert [len(own) for own in shares.passes(120, rank=0, micro_batch=8)] == [32, 32, 32]

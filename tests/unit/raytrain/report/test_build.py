@@ -127,7 +127,7 @@ def assert_self_contained(page: Page, html: str) -> None:
     assert "default-src 'none'" in html
 
 
-def test_the_page_tells_the_run_and_is_one_file(tmp_path: Path):
+def test_the_page_describes_the_run_in_one_file(tmp_path: Path):
     html = Path(build_report(write(tmp_path, files()))).read_text()
     page = Page(html)
     assert_self_contained(page, html)
@@ -181,7 +181,7 @@ def test_the_first_loss_is_that_of_step_1(tmp_path: Path):
 
 
 @pytest.mark.covers("COMP-05")
-def test_the_summary_says_what_became_of_compiling(tmp_path: Path):
+def test_the_summary_states_the_result_of_compilation(tmp_path: Path):
     contents = files()
     parts = [{"name": "blocks.0", "achieved": "compiled", "seconds": 8.0, "graph_breaks": 2, "recompiles": 1},
              {"name": "head", "achieved": "eager", "seconds": 0.5, "reason": "MemoryError"}]  # fmt: skip
@@ -233,7 +233,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path: Path):
     assert "script" not in page.tags and "img" not in page.tags
 
 
-def test_a_run_that_failed_before_anything_was_planned(tmp_path: Path):
+def test_a_run_that_failed_before_the_plan(tmp_path: Path):
     run = write(tmp_path, {"job.yaml": "name: x\n", "result.json": {"status": "failed", "reason": "OutOfMemory: no"}})
     page = Page(Path(build_report(run)).read_text())
     assert "Failed after step 0: OutOfMemory: no" in page.text
@@ -258,7 +258,7 @@ def test_torn_and_broken_files_are_named_and_the_rest_is_shown(tmp_path: Path):
     assert len(read_records(RunFolder.open(str(tmp_path))).train) == 10
 
 
-def test_a_running_run_is_running_even_beside_an_older_result(tmp_path: Path):
+def test_a_running_run_is_reported_as_running_despite_an_older_result(tmp_path: Path):
     run = RunFolder.create(str(tmp_path), "live")
     assert outcome(read_records(run)).status == "running"
     assert "Still running" in page_of(run).text
@@ -286,7 +286,7 @@ def test_report_of_several_runs_compares_them(tmp_path: Path, capsys: pytest.Cap
     ]  # fmt: skip
 
 
-def test_report_without_a_path_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_report_without_a_path_uses_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run = RunFolder.create("runs", "one")
     run.write_text(run.job, "name: one\n")
@@ -294,7 +294,7 @@ def test_report_without_a_path_takes_the_newest_run(tmp_path: Path, monkeypatch:
     assert (Path(run.path) / "report/report.html").exists()
 
 
-def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path):
+def test_a_folder_that_is_not_a_run_is_refused_and_not_changed(tmp_path: Path):
     write(tmp_path / "run", files())
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("mine")

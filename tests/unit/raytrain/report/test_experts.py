@@ -125,7 +125,7 @@ def test_experts_in_one_place_have_no_such_picture(tmp_path: Path) -> None:
     assert read_records(two).unreadable == []
 
 
-def test_a_dead_expert_is_named_with_what_mends_it() -> None:
+def test_a_dead_expert_is_reported_with_a_remedy() -> None:
     (finding,) = [item for item in diagnose(records()) if item.title == "Experts without tokens"]
     assert "2 of 8" in finding.evidence and "layer 0 expert 1, layer 1 expert 3" in finding.evidence
     assert "experts.balance_weight" in finding.remedy
@@ -137,7 +137,7 @@ def test_a_dead_expert_is_named_with_what_mends_it() -> None:
     assert summarise(records(lively))["experts_without_tokens"] is None
 
 
-def test_rows_of_another_shape_or_torn_ones_are_left_out() -> None:
+def test_incomplete_rows_and_rows_of_another_shape_are_skipped() -> None:
     odd = [{"kind": "load", "step": 5, "layers": "x"}, {"kind": "load", "step": 6, "layers": [[1]]}, {"step": "nan"}]
     found = loads_of(records([*odd, *ROWS]))
     assert found is not None and found.ends == [10, 20, 30, 40] and found.totals == TOTALS

@@ -62,13 +62,13 @@ def test_gradient_norm_stands_in_for_accuracy_and_steps_for_a_single_epoch():
     assert spec["panels"][1]["series"][0]["y"] == [row["grad_norm"] for row in TRAIN]
 
 
-def test_values_that_are_not_finite_are_left_out():
+def test_non_finite_values_are_skipped():
     rows = [TRAIN[0], {**TRAIN[1], "loss": "nan"}, TRAIN[2]]
     spec = training_spec(RunRecords(name="run", path="run", train=rows))
     assert spec["panels"][0]["series"][0]["x"] == [1.0, 3.0]
 
 
-def test_a_run_without_rows_still_has_a_picture_that_says_so():
+def test_a_run_without_rows_has_a_plot_with_a_note():
     drawn = figure(training_spec(RunRecords(name="a $run_{", path="run")))
     assert [axes.texts[0].get_text() for axes in drawn.axes] == ["no data"] * 3
     assert png(drawn).startswith(b"\x89PNG")

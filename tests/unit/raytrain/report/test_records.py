@@ -94,13 +94,13 @@ def test_faults_stand_once_and_when_they_happened(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_a_row_that_stands_twice_counts_once(tmp_path: Path):
+def test_a_duplicate_row_counts_once(tmp_path: Path):
     rows = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((2, 2.0), (1, 3.0), (2, 1.0))]
     records = read_records(write(tmp_path, {"metrics.jsonl": rows}))
     assert [(row["step"], row["loss"]) for row in records.train] == [(1, 3.0), (2, 1.0)]
 
 
-def test_the_account_of_time_says_what_it_misses():
+def test_the_time_breakdown_states_the_unaccounted_time():
     result = {"wall_s": 12.0, "time": {"compute": 8.0, "startup": 1.0}}
     account = time_account(RunRecords(name="run", path="run", result=result))
     assert account == [("startup", 1.0), ("compute", 8.0), ("unaccounted", pytest.approx(3.0))]

@@ -54,13 +54,13 @@ def test_throughput_and_memory_are_drawn_by_batch_and_precision_with_the_knee_ma
     assert imread(io.BytesIO(png(drawn))).shape[1] == 1800
 
 
-def test_a_budget_far_above_is_told_and_not_drawn() -> None:
+def test_a_budget_far_above_is_mentioned_but_not_drawn() -> None:
     spec = batch_spec(TABLE, sizes=SIZES, chosen=("bf16", 16), budget=64 << 30, name="job", goodput=False)
     memory = spec["panels"][1]
     assert "limit" not in memory and "65,536 MiB" in memory["title"]
 
 
-def test_whole_runs_are_drawn_by_step_with_the_best_in_front() -> None:
+def test_runs_are_plotted_by_step_with_the_best_in_front() -> None:
     rows = [
         {"trial": 1, "values": {"optim.lr": 0.001}, "outcome": "ok", "eval_loss": 1.0},
         {"trial": 2, "values": {"optim.lr": 1e-9}, "outcome": "stopped", "eval_loss": 3.0},

@@ -31,7 +31,7 @@ def of(error: Exception, *, attempt: int = 1, rank: int = 0, time: float = 0.0, 
     return Fault(**{**made.to_json(), "time": time or made.time})
 
 
-def test_an_exception_leaves_its_type_its_first_line_and_its_place() -> None:
+def test_an_exception_is_recorded_with_type_first_line_and_location() -> None:
     made = of(ValueError("first line\nsecond line"))
     assert (made.error, made.message, made.step, made.from_step) == ("ValueError", "first line", 7, 3)
     assert "in of\n    raise error" in made.traceback and made.time > 1e9
@@ -49,11 +49,11 @@ def test_an_exception_leaves_its_type_its_first_line_and_its_place() -> None:
         (RuntimeError("somebody's"), False),
     ],
 )
-def test_what_we_explain_ourselves_will_not_go_away(error: Exception, final: bool) -> None:
+def test_warnings_that_we_suppress_stay_suppressed(error: Exception, final: bool) -> None:
     assert of(error).final is final
 
 
-def test_a_fault_knows_that_memory_ran_out_and_at_which_size() -> None:
+def test_a_fault_records_out_of_memory_and_the_size() -> None:
     assert of(torch.OutOfMemoryError("x")).out_of_memory and of(MemoryError()).out_of_memory
     assert of(OutOfMemory("x")).out_of_memory and not of(RuntimeError("CUDA out of memory")).out_of_memory
     made = fault_of(MemoryError(), attempt=1, rank=0, step=7, precision="fp32", from_step=3, micro_batch=8)
@@ -61,7 +61,7 @@ def test_a_fault_knows_that_memory_ran_out_and_at_which_size() -> None:
 
 
 @pytest.mark.parametrize(("precision", "reduced"), [("fp32", False), ("fp64", False), ("tf32", True), ("bf16", True)])
-def test_a_fault_knows_whether_the_precision_was_reduced(precision: str, reduced: bool) -> None:
+def test_a_fault_records_whether_the_precision_was_reduced(precision: str, reduced: bool) -> None:
     assert of(RuntimeError("x"), precision=precision).reduced is reduced
 
 
@@ -101,7 +101,7 @@ def test_the_precision_a_run_fell_to_is_the_last_one_decided(run: RunFolder) -> 
     assert fallen_precision(run) == "fp32"
 
 
-def test_a_failure_before_there_is_a_batch_is_recorded_as_what_it_is(run: RunFolder) -> None:
+def test_a_failure_before_the_first_batch_is_recorded_with_its_kind(run: RunFolder) -> None:
     job, source = make_job(MLP, {"train": class_rows(32), "eval_fraction": 0.0}, run=run)
     worker = Worker(replace(job, run_path=run.path), workers=Workers(), local_rank=0, channel=None)
     worker.attempt = 1

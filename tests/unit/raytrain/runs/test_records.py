@@ -54,7 +54,7 @@ def test_rows_have_the_columns_of_the_run_folder():
     assert event("attempt", attempt=2)["attempt"] == 2 and isinstance(event("x")["time"], float)
 
 
-def test_a_torn_last_line_is_left_out_and_mended_by_the_next_writer(tmp_path):
+def test_an_incomplete_last_line_is_ignored_and_fixed_by_the_next_writer(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"kind": "a"}\n{"kind": "b", "x": 1.2')
     assert [row["kind"] for row in read_rows(path)] == ["a"]
@@ -85,7 +85,7 @@ def test_rows_are_in_the_file_before_the_writer_is_closed(tmp_path):
         writer.write({"step": 2})
 
 
-def test_plain_takes_numpy_scalars_and_refuses_objects():
+def test_plain_accepts_numpy_scalars_and_refuses_objects():
     assert plain({"a": np.float32(0.5), 3: (np.int64(2), True)}) == {"a": 0.5, "3": [2, True]}
     with pytest.raises(TypeError, match="object"):
         plain({"a": object()})

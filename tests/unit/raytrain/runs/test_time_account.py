@@ -46,7 +46,7 @@ def test_a_run_that_went_well() -> None:
     check([*events, end(122)], wall=22, startup=7, compute=9, eval=2, save=1.5, other=2.5)
 
 
-def test_a_restart_inside_a_command_loses_what_was_not_saved() -> None:
+def test_a_restart_within_a_command_loses_unsaved_steps() -> None:
     events = [
         start(0),
         attempt(1, 5),
@@ -60,7 +60,7 @@ def test_a_restart_inside_a_command_loses_what_was_not_saved() -> None:
     check(events, wall=31, startup=5, compute=12, lost=3, restart=7, other=4)
 
 
-def test_a_restart_without_a_word_of_when_it_failed() -> None:
+def test_a_restart_without_a_record_of_the_time_of_failure() -> None:
     events = [start(0), attempt(1, 5), checkpoint(10, compute=4), attempt(2, 20), *done(30, compute=8), end(30)]
     check(events, wall=30, startup=5, compute=12, restart=10, other=3)
 
@@ -87,7 +87,7 @@ def test_nothing_happened() -> None:
     check([{"kind": "attempt", "time": 3.0, "attempt": 1}], wall=0)
 
 
-def test_what_a_way_back_inside_an_attempt_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_rewind_within_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lost is what came after the checkpoint that is in force again, the wait for whoever was gone included."""
     now = 100.0
     monkeypatch.setattr("raytrain.train.clock.time.perf_counter", lambda: now)

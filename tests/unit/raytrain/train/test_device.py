@@ -30,7 +30,7 @@ def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]
     return current
 
 
-def test_each_worker_of_a_node_gets_a_gpu_of_its_own_with_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_of_a_node_gets_its_own_gpu_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
     current = with_gpus(4, monkeypatch)
     devices = [worker_device("cuda", local_rank=rank) for rank in range(4)]
     assert devices == [torch.device("cuda", rank) for rank in range(4)] == current
@@ -38,7 +38,7 @@ def test_each_worker_of_a_node_gets_a_gpu_of_its_own_with_its_index(monkeypatch:
     assert worker_device("cuda", local_rank=3) == torch.device("cuda", 0)
 
 
-def test_a_planned_gpu_that_torch_does_not_see_is_an_error_that_says_what_to_do(
+def test_a_planned_gpu_that_torch_does_not_see_is_an_error_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_gpus(0, monkeypatch)
@@ -78,7 +78,7 @@ class WithBuffer(nn.Module):
 
 
 @pytest.mark.covers("DEV-06", "BP-04")
-def test_a_buffer_elsewhere_is_named_before_the_first_step() -> None:
+def test_a_buffer_on_another_device_is_reported_before_the_first_step() -> None:
     session = make_session({"module": WithBuffer()}, DATA, prepare=False)
     with pytest.raises(DevicePlacementError, match=r"inner\.linear\.shift.*meta"):
         session.prepare("fp32")
@@ -120,7 +120,7 @@ def test_a_weight_that_is_moved_at_step_five_stops_the_run_there_and_is_named(wh
     assert reporter.of("train", "step") == [1, 2, 3, 4]
 
 
-def test_placement_takes_modules_as_they_are() -> None:
+def test_placement_does_not_change_modules() -> None:
     """A tied weight, a buffer that is None, a module without a tensor."""
     module = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     module[2].weight = module[0].weight
@@ -138,7 +138,7 @@ def draws() -> list[Any]:
     return [torch.rand(3).tolist(), *numpys, random.random(), random.gauss(0, 1)]
 
 
-def test_generators_go_on_where_their_state_was_taken() -> None:
+def test_generators_continue_from_their_saved_state() -> None:
     seed_everything(5)
     draws()
     np.random.normal(), random.gauss(0, 1)  # both keep a second number back

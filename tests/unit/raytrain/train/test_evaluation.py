@@ -126,7 +126,7 @@ def test_evaluating_changes_no_counter_no_buffer_and_no_later_step(name: str) ->
     assert rows.losses + train(session)[0].losses == reference
 
 
-def test_a_failing_eval_batch_raises_and_is_not_left_out() -> None:
+def test_a_failing_eval_batch_raises_and_is_not_skipped() -> None:
     session = session_of("gpt")
     inner, calls = session.trainable.loss, []
 
@@ -143,7 +143,7 @@ def test_a_failing_eval_batch_raises_and_is_not_left_out() -> None:
     assert calls == [12, 8] and session.trainable.module.training
 
 
-def test_rows_weigh_as_their_labels_and_a_batch_without_any_weighs_nothing() -> None:
+def test_rows_are_weighted_by_their_labels_and_a_batch_without_labels_by_zero() -> None:
     held_out = token_rows(24, seed=1, ragged=True, empty=range(12))
     session = make_session(GPT, {"train": token_rows(48), "eval": held_out}, loop={"global_batch_size": 3})
     module = session.trainable.module.eval()
@@ -165,7 +165,7 @@ def test_an_eval_split_without_a_label_has_no_loss() -> None:
 
 @pytest.mark.covers("MEM-06")
 @pytest.mark.parametrize("clearing", [False, True])
-def test_a_thousand_batches_take_no_more_memory_than_a_hundred(clearing: bool) -> None:
+def test_a_thousand_batches_need_the_memory_of_a_hundred(clearing: bool) -> None:
     """With and without freed memory given back every 50 of them: at most 1 MB for each hundred."""
     session = make_session(MLP, {"train": class_rows(64), "eval_fraction": 0.25})
     batch = session.loader.one(session.loader.global_batch(session.state.cursor).indices)

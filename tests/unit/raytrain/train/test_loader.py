@@ -78,7 +78,7 @@ def test_a_weight_is_the_labels_that_count_whoever_counts_them(data: Any, storag
     assert known is None if isinstance(data, Dataset) else known == sum(micro.weight for micro in micros)
 
 
-def test_a_trainables_own_weight_goes_before_every_other_and_is_added_up() -> None:
+def test_the_weight_of_a_trainable_has_precedence_and_is_summed() -> None:
     loader = feed_of(ROWS, weight=lambda batch: int(batch["x"].sum()))
     assert loader.global_weight(np.arange(4)) is None
     assert [micro.weight for micro in loader.micro_batches(np.arange(8))] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7]
@@ -100,7 +100,7 @@ def test_casting_reaches_into_nested_batches() -> None:
     assert cast["a"][1]["b"][1].dtype is torch.int32 and cast["c"] == "text"
 
 
-def test_the_first_batch_is_looked_at_and_a_tensor_elsewhere_is_named() -> None:
+def test_the_first_batch_is_checked_and_a_tensor_on_another_device_is_named() -> None:
     loader = feed_of(ROWS)
     gather = loader.batches.split.gather
     loader.batches.split.gather = lambda rows: {**gather(rows), "mask": [torch.zeros(1, device="meta")]}
@@ -110,7 +110,7 @@ def test_the_first_batch_is_looked_at_and_a_tensor_elsewhere_is_named() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("limit", "rows"), [(None, 50), (1, 16), (2, 32), (9, 50)])
-def test_evaluation_takes_each_row_once_over_the_ranks_in_larger_batches(
+def test_evaluation_visits_each_row_once_over_all_ranks_in_larger_batches(
     world_size: int, limit: int | None, rows: int
 ) -> None:
     split = object_split(ROWS, key="data.eval")
@@ -125,9 +125,7 @@ def test_evaluation_takes_each_row_once_over_the_ranks_in_larger_batches(
 @pytest.mark.parametrize("budget", [None, 24])
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("tokens", [13, 24, 25, 60, 107, 108, 109, 117, 120, 121, 264, 265])
-def test_all_workers_take_as_many_passes_in_an_evaluation_as_the_busiest(
-    tokens: int, micro: int, budget: int | None
-) -> None:
+def test_all_workers_run_as_many_evaluation_passes_as_the_busiest(tokens: int, micro: int, budget: int | None) -> None:
     """Of a text, whose windows of an evaluation are not as many as an epoch's."""
     split = TextSplit(np.arange(tokens) % 7, context=12)
     for world_size in (1, 2, 3, 5):

@@ -30,7 +30,7 @@ def mlp(loop: dict[str, Any], **sections: Any) -> Session:
     [({"max_steps": 7}, 7), ({"epochs": 2, "max_steps": None}, 8), ({"epochs": 2, "max_steps": 5}, 5),
      ({"epochs": 1, "max_steps": 50}, 4)],
 )  # fmt: skip
-def test_exactly_so_many_optimizer_steps_happen(limits: dict[str, Any], steps: int, micro: int) -> None:
+def test_exactly_max_steps_optimizer_steps_are_run(limits: dict[str, Any], steps: int, micro: int) -> None:
     session = mlp({**limits, "micro_batch_size": micro})
     counted: list[int] = []
     session.optimizers[0].register_step_post_hook(lambda *_: counted.append(1))
@@ -82,7 +82,7 @@ def test_rows_come_at_the_interval_and_at_the_end_and_cost_a_read_each(log_every
 
 
 @pytest.mark.covers("MON-16")
-def test_a_row_says_how_fast_it_went(monkeypatch: pytest.MonkeyPatch, tiny_text: Path) -> None:
+def test_a_row_holds_the_throughput(monkeypatch: pytest.MonkeyPatch, tiny_text: Path) -> None:
     """The clock is ours here: each look at it is a hundredth of a second, so that every figure is known."""
 
     class Ticks:
@@ -186,7 +186,7 @@ def test_it_stops_early_where_the_eval_loss_no_longer_falls(
     assert str(patience) in outcome.reason and len(rows.of("eval", "loss")) == stops_at // 5
 
 
-def test_without_patience_it_goes_on_to_the_end() -> None:
+def test_without_patience_training_continues_to_the_end() -> None:
     _, outcome, session = on_a_curve([1.0] * 20, patience=None)
     assert (outcome.kind, session.state.step) == ("done", 100)
     assert session.state.best_eval_loss == 1.0 and session.state.best_step == 5
@@ -280,7 +280,7 @@ def test_a_window_without_a_single_label_is_an_error_that_names_the_step_and_the
         train(session)
 
 
-def test_an_evaluation_stands_once_also_where_the_last_step_is_due_for_one() -> None:
+def test_the_last_step_is_evaluated_only_once() -> None:
     session = make_session(
         MLP, {"train": class_rows(64), "eval": class_rows(8, seed=1)}, loop={"max_steps": 10, "eval_every": 5}
     )

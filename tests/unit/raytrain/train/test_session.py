@@ -37,7 +37,7 @@ def test_the_sessions_numbers_are_the_plans() -> None:
     assert session.peak_memory() > 2**20
 
 
-def test_the_eval_loop_is_off_where_there_is_no_eval_split() -> None:
+def test_the_eval_loop_is_off_without_an_eval_split() -> None:
     session = make_session(MLP, DATA, loop={"max_steps": 2})
     rows, outcome = train(session)
     assert session.source.eval is None and rows.of("eval", "loss") == [] and outcome.kind == "done"
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path
         flatter.restore(loaded)
 
 
-def test_tied_weights_are_one_again_after_a_restore(tmp_path: Path) -> None:
+def test_tied_weights_are_tied_after_a_restore(tmp_path: Path) -> None:
     rows = {"train": token_rows(32), "eval_fraction": 0.0}
     first = make_session(GPT, rows, loop={"max_steps": 4})
     train(first)

@@ -59,9 +59,7 @@ def micro(value: float = 1.0, *, rows: int = 2) -> MicroBatch:
 @pytest.mark.covers("LOOP-04")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("clip", "length"), [(1.0, 1.0), (0.5, 0.5), (100.0, 13.0), (0.0, 13.0), (None, 13.0)])
-def test_a_gradient_of_known_norm_is_clipped_after_it_was_unscaled(
-    clip: float | None, length: float, precision: str
-) -> None:
+def test_a_gradient_is_unscaled_before_it_is_clipped(clip: float | None, length: float, precision: str) -> None:
     trainable = Trainable(Vector(), pulled)
     output = step_of(trainable, clip=clip, precision=precision).run([micro()], global_weight=2, step=1)
     assert float(output.norm) == pytest.approx(13.0)  # as it was before the clip, without the scale
@@ -78,7 +76,7 @@ def test_the_default_clip_is_one_number_in_the_section_the_command_line_and_the_
     assert "optim.max_grad_norm = 1.0" in dict(key_entries(["optim"]))
 
 
-def test_micro_batches_weigh_what_they_hold_and_empty_ones_nothing() -> None:
+def test_micro_batches_are_weighted_by_their_content_and_empty_ones_by_zero() -> None:
     trainable = Trainable(Vector(), pulled)
     step = step_of(trainable)
     nothing = MicroBatch({"x": torch.full((2,), torch.nan)}, 0)
@@ -87,13 +85,13 @@ def test_micro_batches_weigh_what_they_hold_and_empty_ones_nothing() -> None:
     assert not bool(output.skip)
 
 
-def test_a_worker_with_nothing_but_empty_micro_batches_gives_zeros() -> None:
+def test_a_worker_with_only_empty_micro_batches_gives_zeros() -> None:
     trainable = Trainable(Vector(), pulled)
     output = step_of(trainable).run([], global_weight=8, step=1)
     assert float(output.loss) == 0.0 and float(output.norm) == 0.0 and not bool(output.skip)
 
 
-def test_a_loss_that_takes_the_global_count_is_summed_as_it_is() -> None:
+def test_a_loss_that_uses_the_global_count_is_summed_without_a_weight() -> None:
     counts: list[int] = []
 
     def loss(module: nn.Module, batch: dict[str, Tensor], *, num_items_in_batch: int) -> LossOutput:
@@ -105,7 +103,7 @@ def test_a_loss_that_takes_the_global_count_is_summed_as_it_is() -> None:
     assert counts == [8, 8] and torch.allclose(trainable.module.w.detach(), -PULL * 2.0)
 
 
-def test_the_auxiliary_loss_is_trained_on_and_reported_apart() -> None:
+def test_the_auxiliary_loss_is_trained_and_reported_separately() -> None:
     def loss(module: nn.Module, batch: dict[str, Tensor]) -> LossOutput:
         return LossOutput(module.w[0] + 2.0, aux=module.w[1] * 3.0 + 0.5)
 
@@ -130,7 +128,7 @@ class Slow(torch.optim.SGD):
         super().step()
 
 
-def test_an_optimizer_that_cannot_skip_by_itself_is_not_asked_to_step() -> None:
+def test_an_optimizer_without_found_inf_support_is_not_stepped() -> None:
     module = Vector()
     optimizer = Slow(module.parameters(), lr=1.0)
     step = step_of(Trainable(module, pulled), optimizers=[optimizer])
@@ -140,7 +138,7 @@ def test_an_optimizer_that_cannot_skip_by_itself_is_not_asked_to_step() -> None:
     assert optimizer.steps == 1 and torch.allclose(module.w.detach(), -PULL)
 
 
-def test_hooks_are_asked_and_told_in_order() -> None:
+def test_hooks_are_called_in_order() -> None:
     told: list[Any] = []
     module = Vector()
 

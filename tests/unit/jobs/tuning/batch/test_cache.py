@@ -45,7 +45,7 @@ def test_a_gate_holds_for_the_learning_rate_it_was_run_with_and_times_for_every_
     assert (kept(tmp_path, SLOW), kept(tmp_path, FAST)) == ([1, 2], [1, 3])
 
 
-def test_a_gate_that_had_no_memory_refuses_in_its_own_search_alone(tmp_path: Path) -> None:
+def test_a_gate_that_ran_out_of_memory_refuses_only_in_its_own_search(tmp_path: Path) -> None:
     short = gated(2, error="no room", out_of_memory=True)
     assert gate_refusal(GateReport.from_json(short["gate"])) == "no room"
     cache = Cache(str(tmp_path), {}, budget=1000, fresh=False, gate=SLOW)
@@ -61,7 +61,7 @@ def test_a_gate_that_had_no_memory_refuses_in_its_own_search_alone(tmp_path: Pat
         ("loop.global_batch_size=8", False), ("loop.log_every=3", False),
     ],
 )  # fmt: skip
-def test_what_moves_the_weights_asks_for_the_gate_again_and_nothing_else(changed: str, again: bool) -> None:
+def test_keys_that_change_the_weights_repeat_only_the_gate(changed: str, again: bool) -> None:
     def keys(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
         data = {"train": {"x": torch.zeros(64, 12), "labels": torch.zeros(64, dtype=torch.long)}}
         job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": data, "loop": {"max_steps": 4000}}

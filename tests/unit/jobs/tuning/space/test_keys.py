@@ -68,7 +68,7 @@ def test_lists_and_distributions_are_read() -> None:
         ([1e-3, 1e-3], "each value once"),
     ],
 )
-def test_what_is_no_list_and_no_distribution_is_refused(value: Any, expected: str) -> None:
+def test_a_value_that_is_neither_a_list_nor_a_distribution_is_refused(value: Any, expected: str) -> None:
     with pytest.raises(InputError) as error:
         parse_space({"optim.lr": value})
     assert error.value.key == "tune.space.optim.lr" and expected in error.value.expected
@@ -116,7 +116,7 @@ def test_draws_are_the_same_each_time_and_differ_from_each_other() -> None:
     assert points(space).trials[:16] == first[:16] and len(points(space).trials) == 16
 
 
-def test_what_fits_runs_beside_each_other_and_what_is_timed_on_cpus_alone() -> None:
+def test_trials_that_fit_run_concurrently_and_timed_trials_on_cpus_run_alone() -> None:
     narrow = {"scale.workers": [1, 2], "scale.threads": [1]}
     found = points(narrow, cpus=6)
     assert [one.cores for one in found.trials] == [1, 2]
@@ -127,7 +127,7 @@ def test_what_fits_runs_beside_each_other_and_what_is_timed_on_cpus_alone() -> N
     assert on_gpus.at_a_time(gpus=4, cpus=16, alone=True) == 2
 
 
-def test_a_trial_is_pinned_to_what_its_plan_says_and_looked_at_often_enough() -> None:
+def test_a_trial_is_pinned_to_its_plan_and_polled_often_enough() -> None:
     (one,) = points({"optim.lr": [1e-3]}, scheduler="asha").trials
     trial = load_spec(mapping={**JOB, "tune": {"scheduler": "asha"}}, overrides=one.overrides).spec
     assert (trial.scale.workers, trial.scale.threads, trial.loop.eval_every) == (1, 4, 10)
@@ -152,7 +152,7 @@ def test_there_must_be_something_to_compare_trials_by(changes: dict[str, Any], k
 
 @pytest.mark.covers("TUNE-07")
 @pytest.mark.parametrize("name", ["asha", "median"])
-def test_a_scheduler_that_has_heard_of_those_that_ended_stops_the_hopeless(name: str) -> None:
+def test_a_scheduler_that_knows_the_finished_trials_stops_hopeless_ones(name: str) -> None:
     from ray.tune.schedulers import TrialScheduler
 
     from jobs.tuning.space.schedulers import EndedTrial, scheduler_of
@@ -179,7 +179,7 @@ def test_a_scheduler_that_has_heard_of_those_that_ended_stops_the_hopeless(name:
         ({"model.builder": ["no_such_module:build"]}, "module no_such_module does not exist"),
     ],
 )
-def test_what_a_users_function_does_not_take_is_refused_before_a_trial_starts(
+def test_a_key_that_a_users_function_does_not_accept_is_refused_before_a_trial_starts(
     space: dict[str, Any], seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "called_mod.py").write_text("def build(width=1): 1 / 0\ndef data(n=1): 1 / 0\n")

@@ -56,7 +56,7 @@ def row(size: int, *, peak: int | None = None, outcome: Any = "ok", budget: int 
     return {"trial": size, "outcome": outcome, "budget_bytes": budget, "measurement": one.to_json()}
 
 
-def test_times_taken_beside_other_work_are_not_kept_for_later_searches(tmp_path: Path) -> None:
+def test_times_measured_under_load_are_not_kept_for_later_searches(tmp_path: Path) -> None:
     cache = Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False)
     rushed = row(2)
     rushed["measurement"]["pass_s"] = (0.01, 0.012, 0.02)
@@ -66,7 +66,7 @@ def test_times_taken_beside_other_work_are_not_kept_for_later_searches(tmp_path:
     assert [one["trial"] for one in Cache(str(tmp_path), {"model": "a"}, budget=None, fresh=False).rows] == [1]
 
 
-def test_the_cache_gives_back_what_was_measured_for_the_same_signature_alone(tmp_path: Path) -> None:
+def test_the_cache_returns_only_measurements_of_the_same_signature(tmp_path: Path) -> None:
     folder, space = str(tmp_path / "tune_cache"), BatchSpace(("fp32",), (1, 2), 2, 1000)
     empty = Cache(folder, {"model": "a"}, budget=1000, fresh=False)
     assert empty.rows == [] and not empty.is_complete(space)
@@ -93,7 +93,7 @@ def test_another_budget_turns_what_is_too_large_now_into_out_of_memory_and_forge
     assert [one.candidate.micro_batch_size for one in Known(valid_rows(rows, 5000)).measurements] == [1, 8]
 
 
-def test_the_best_of_whole_runs_is_one_that_ran_to_its_end() -> None:
+def test_the_best_run_is_one_that_finished() -> None:
     from jobs.tuning.space.trials import best_of
 
     def trial(number: int, loss: float, pace: float, outcome: str = "ok") -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_the_best_of_whole_runs_is_one_that_ran_to_its_end() -> None:
         (["scale.accelerator=H100"], "scale.accelerator"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_and_leaves_nothing_behind(
+def test_an_impossible_sweep_is_refused_and_writes_nothing(
     overrides: list[str], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,7 +129,7 @@ def test_a_sweep_that_cannot_be_is_refused_and_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_only_a_sweep_goes_on_and_with_nothing_beside_it(tmp_path: Path) -> None:
+def test_only_a_sweep_can_be_continued_and_without_other_arguments(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     for resume, overrides in ((str(tmp_path / "none"), []), (str(tmp_path / "run"), []), (str(tmp_path), ["seed=1"])):
@@ -138,7 +138,7 @@ def test_only_a_sweep_goes_on_and_with_nothing_beside_it(tmp_path: Path) -> None
         assert error.value.key == "--resume"
 
 
-def test_train_takes_what_a_sweep_that_is_done_has_found(tmp_path: Path) -> None:
+def test_train_uses_the_result_of_a_finished_sweep(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(InputError, match=f"raytrain tune --resume {tmp_path}"):
         found_job(str(tmp_path))
@@ -154,7 +154,7 @@ def test_nothing_imports_ray_before_its_environment_is_set() -> None:
 
 
 @pytest.mark.covers("TUNE-09")
-def test_the_advice_tells_the_peak_at_half_once_and_twice_the_micro_batch_and_the_room() -> None:
+def test_the_advice_gives_the_peak_at_half_once_and_twice_the_micro_batch_and_the_free_memory() -> None:
     from jobs.tuning.batch.results import advice_lines
 
     def peak(size: int) -> Measurement:

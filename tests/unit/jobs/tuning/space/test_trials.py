@@ -63,7 +63,7 @@ def run(trials: BatchTrials, *, deadly: int | None = None) -> list[tuple[int, in
     return made
 
 
-def test_a_measurement_whose_process_died_is_made_once_more_under_its_number(tmp_path: Path) -> None:
+def test_a_measurement_whose_process_died_is_repeated_once_under_its_number(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     first = run(batch_trials(sweep), deadly=4)
     (dead,) = [number for number, size in first if size == 4]
@@ -90,7 +90,7 @@ def died(number: int, size: int, *, what: str = "time") -> dict[str, Any]:
     return {"trial": number, "what": what, "precision": "fp32", "micro_batch_size": size, "deaths": 1}
 
 
-def test_of_the_trials_that_died_only_those_are_told_again_that_a_search_still_wants(tmp_path: Path) -> None:
+def test_only_dead_trials_that_a_search_still_needs_are_reported_again(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     run(batch_trials(sweep), deadly=4)
     dead, standing = sweep.again(), Known(sweep.standing())
@@ -102,7 +102,7 @@ def test_of_the_trials_that_died_only_those_are_told_again_that_a_search_still_w
     assert still_needed([died(9, 1, what="noise")], SPACE, standing) == [9]
 
 
-def test_loader_processes_are_measured_last_with_what_was_chosen_and_once(tmp_path: Path) -> None:
+def test_loader_processes_are_measured_once_and_last_with_the_chosen_batch(tmp_path: Path) -> None:
     sweep, loaders = SweepFolder(str(tmp_path)), LoaderSearch(2)
     trials, configs = batch_trials(sweep, loaders=loaders), []
     rates = tuple(LoaderRate(count, 10, 1.0 / (1 + count)) for count in (0, 1, 2))
@@ -124,7 +124,7 @@ def test_loader_processes_are_measured_last_with_what_was_chosen_and_once(tmp_pa
     assert isinstance(more, dict) and more["loaders"] == 4, "on a machine with more cores it is"
 
 
-def test_loader_processes_whose_measurement_fails_are_left_as_they_are(tmp_path: Path) -> None:
+def test_loader_processes_are_unchanged_if_their_measurement_fails(tmp_path: Path) -> None:
     sweep, loaders = SweepFolder(str(tmp_path)), LoaderSearch(2)
     trials = batch_trials(sweep, loaders=loaders)
     while isinstance(config := trials.propose(), dict):
@@ -154,7 +154,7 @@ def test_loader_processes_are_searched_where_a_run_would_have_any() -> None:
     assert found(loader_workers=3) == (None, "3, set by the job")
 
 
-def test_out_of_memory_and_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+def test_out_of_memory_and_other_errors_keep_their_types(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     trials = batch_trials(sweep)
     for error in (RuntimeError("a bug"), ray.exceptions.OutOfMemoryError("memory")):
@@ -164,7 +164,7 @@ def test_out_of_memory_and_other_errors_stay_what_they_are(tmp_path: Path) -> No
     assert [row["outcome"] for row in sweep.ended()] == ["error", "out_of_memory"] and sweep.again() == []
 
 
-def test_a_whole_run_whose_process_died_is_run_once_more(tmp_path: Path) -> None:
+def test_a_run_whose_process_died_is_repeated_once(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     points = [Point(number, {"seed": number}, (), 0, 1, 10) for number in (1, 2)]
 
@@ -185,7 +185,7 @@ def test_a_whole_run_whose_process_died_is_run_once_more(tmp_path: Path) -> None
     assert trials().propose() == DONE and trials().rows.keys() == {1, 2}
 
 
-def test_each_kind_of_device_has_a_line_of_search_of_its_own(tmp_path: Path) -> None:
+def test_each_kind_of_device_is_searched_separately(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     numbers = Numbers(sweep)
     lines = {kind: batch_trials(sweep, kind=kind, numbers=numbers) for kind in ("H100", "T4")}
@@ -228,7 +228,7 @@ def kinds_of(*nodes: Node, **scale: Any) -> list[tuple[str, int, int | None]]:
     return [(one.name, one.devices, one.budget_bytes and round(one.budget_bytes / 2**30 / 0.9)) for one in found]
 
 
-def test_kinds_are_what_ray_tells_apart() -> None:
+def test_kinds_of_devices_are_those_that_ray_distinguishes() -> None:
     big, small = node("a", "H100", gib=80, gpus=4), node("b", "T4", gib=16, gpus=2)
     assert kinds_of(big, small) == [("H100", 4, 80), ("T4", 2, 16)]
     assert kinds_of(big, small, accelerator="T4") == [("", 2, 16)]
@@ -255,7 +255,7 @@ def done() -> list[dict[str, Any]]:
     return [{"measurement": one.to_json()} for one in sizes]
 
 
-def test_unlike_gpus_of_one_machine_are_not_searched_as_if_they_were_alike() -> None:
+def test_different_gpus_of_one_machine_are_not_searched_as_one_kind() -> None:
     large, small = (node("a", name, gib=gib, gpus=2) for name, gib in (("NVIDIA A100", 80), ("NVIDIA T4", 16)))
     devices = (*large.devices, *(replace(one, index=2 + one.index) for one in small.devices))
     mixed = replace(large, devices=devices, accelerator="A100")

@@ -33,7 +33,7 @@ def compared(session: Session, candidates: list[str], **more: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_a_precision_that_cannot_be_run_is_a_result_and_is_not_tried_again(said: bool) -> None:
+def test_a_precision_that_cannot_run_is_a_result_and_is_not_retried(said: bool) -> None:
     session = session_of()
     inner, tried = session.trainable.loss, Counter()
 
@@ -51,7 +51,7 @@ def test_a_precision_that_cannot_be_run_is_a_result_and_is_not_tried_again(said:
     assert full.error is None and 0 < full.seconds < 60 and tried["fp16"] == 1
 
 
-def test_an_error_that_is_no_operations_is_not_hidden() -> None:
+def test_an_error_outside_of_operations_is_not_hidden() -> None:
     session = session_of()
 
     def loss(module: nn.Module, batch: Any) -> Any:
@@ -82,7 +82,7 @@ def test_each_precision_sees_the_same_dropout() -> None:
     assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
 
 
-def test_what_was_touched_is_put_back_even_after_an_error() -> None:
+def test_changed_state_is_restored_even_after_an_error() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     module[0].eval()
     module[0].weight.grad = torch.ones(3)
@@ -113,7 +113,7 @@ class Remembers(nn.Module):
         return x
 
 
-def test_a_buffer_that_gives_way_to_another_stands_in_its_place_again() -> None:
+def test_a_replaced_buffer_is_restored() -> None:
     module = Remembers()
     first = module.calls
     with preserve_model(Trainable.from_module(module), torch.device("cpu")):

@@ -264,7 +264,7 @@ def test_a_peak_above_its_prediction_leads_to_a_smaller_size() -> None:
 
 @pytest.mark.parametrize("per_row", [0.3, 1.1, 2.6, 5.3])
 @pytest.mark.parametrize("budget", [2, 10, 80])
-def test_an_allocator_that_takes_large_pieces_misleads_nobody(per_row: float, budget: int) -> None:
+def test_an_allocator_with_large_blocks_does_not_distort_the_measurement(per_row: float, budget: int) -> None:
     """Two small sizes differ by a piece of 20 MiB or by none."""
     piece = 20 << 20
 
@@ -292,7 +292,7 @@ def test_without_a_budget_memory_is_not_read() -> None:
 # ---------------------------------------------------------------- what cannot run
 
 
-def test_a_size_at_which_a_pass_fails_is_left_out() -> None:
+def test_a_size_at_which_a_pass_fails_is_excluded() -> None:
     machine = Machine({"fp32": lambda size: 0.01 + 1e-3 * size}, refuses=(2,))
     found = searched(BatchSpace(("fp32",), POWERS, None, 10**10), machine).decision
     assert found.candidate.micro_batch_size in (128, 256, 512)
@@ -313,12 +313,12 @@ def test_nothing_runs_at_all() -> None:
         searched(BatchSpace(("fp32",), POWERS, None, 10**10), machine)
 
 
-def test_where_the_reference_does_not_run_the_other_is_taken() -> None:
+def test_if_the_reference_does_not_run_the_other_precision_is_chosen() -> None:
     machine = Machine({"fp32": rising, "bf16": rising}, broken={"fp32": "error"})
     assert searched(BatchSpace(("fp32", "bf16"), POWERS, None, 10**10), machine).decision.candidate.precision == "bf16"
 
 
-def test_before_anything_is_measured_there_is_no_decision() -> None:
+def test_there_is_no_decision_before_a_measurement() -> None:
     with pytest.raises(RunError, match="nothing has been measured"):
         decide(BatchSpace(("fp32",), POWERS, None, None), [])
 
@@ -332,7 +332,7 @@ def two(speed: float, **more: Any) -> tuple[BatchSpace, Machine]:
     return BatchSpace(("fp32", "bf16"), POWERS, None, 10**10), Machine(times, update_s=0.0, **more)
 
 
-def test_a_faster_precision_is_gated_once_and_taken() -> None:
+def test_a_faster_precision_passes_the_gate_once_and_is_chosen() -> None:
     found = searched(*two(2.0))
     assert found.decision.candidate.precision == "bf16"
     assert "1.97 times as fast as fp32 can be at any size" in found.decision.precision.reason
@@ -376,7 +376,7 @@ class Busy(Machine):
         return replace(one, pass_s=tuple(s * by for s, by in zip(one.pass_s, slow, strict=False)))
 
 
-def test_what_was_timed_beside_other_work_is_timed_once_more_and_decides_nothing() -> None:
+def test_times_measured_under_load_are_measured_again_and_not_used() -> None:
     space, quiet = two(0.7)
     busy = Busy(quiet.seconds)
     found, truth = searched(space, busy), searched(space, quiet)
@@ -410,7 +410,7 @@ def test_a_report_survives_json() -> None:
 # ---------------------------------------------------------------- several devices, broken off, goodput
 
 
-def test_idle_devices_get_what_can_run_at_the_same_time() -> None:
+def test_idle_devices_get_measurements_that_can_run_concurrently() -> None:
     space, machine = two(2.0)
     space = replace(space, devices=4)
     first = next_proposals(space, [])
@@ -486,7 +486,7 @@ def test_two_small_sizes_come_first(sizes: tuple[int, ...], first: tuple[int, ..
     ("precisions", "sizes", "key"), [((), (1,), "precision.dtype"), (("fp32",), (), "tune.space"),
                                      (("fp32",), (4, 2), "tune.space"), (("fp32",), (0, 2), "tune.space")]
 )  # fmt: skip
-def test_a_space_with_nothing_in_it_is_refused(precisions: Any, sizes: Any, key: str) -> None:
+def test_an_empty_space_is_refused(precisions: Any, sizes: Any, key: str) -> None:
     with pytest.raises(InputError) as caught:
         BatchSpace(precisions, sizes, None, None)
     assert caught.value.key == key
@@ -569,7 +569,7 @@ def test_a_contest_survives_json() -> None:
     assert HeadToHead.from_json(json.loads(json.dumps(one.to_json()))) == one and one.valid
 
 
-def test_where_fp32_does_not_fit_the_other_is_taken_and_nobody_says_that_it_was_checked() -> None:
+def test_if_fp32_does_not_fit_another_precision_is_chosen_without_a_gate() -> None:
     class Large(Machine):
         def measure(self, wanted: Proposal, budget: int | None) -> Measurement:
             if wanted.candidate.precision == "fp32":
@@ -582,7 +582,7 @@ def test_where_fp32_does_not_fit_the_other_is_taken_and_nobody_says_that_it_was_
     assert "bf16 could not be compared with it" in found.precision.reason
 
 
-def test_a_precision_that_is_slower_in_one_round_is_not_taken_for_the_median() -> None:
+def test_a_precision_that_is_slower_in_one_round_is_not_chosen_by_the_median_alone() -> None:
     class Torn(Machine):
         """In the last round the machine does other work while bf16 has its turn."""
 

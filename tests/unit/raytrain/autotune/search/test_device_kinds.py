@@ -21,7 +21,7 @@ def decided(taken: str, **best: tuple[int, float]) -> BatchDecision:
     )  # fmt: skip
 
 
-def test_one_kind_keeps_its_own_answer_and_reasons() -> None:
+def test_a_single_kind_keeps_its_decision_and_reasons() -> None:
     only = decided("bf16", bf16=(8, 100.0), fp32=(4, 10.0))
     chosen = choose_for_all({"": only}, workers={"": 4}, reference="fp32")
     assert (chosen.candidate, chosen.binding, chosen.rows_per_s) == (Candidate("bf16", 8), "", 400.0)
@@ -37,7 +37,7 @@ def test_all_workers_together_choose_the_precision_and_the_smallest_kind_the_siz
     assert crowd.candidate == Candidate("fp32", 4)
 
 
-def test_a_precision_that_a_gate_refused_on_one_kind_is_for_none() -> None:
+def test_a_precision_that_fails_the_gate_on_one_kind_is_chosen_for_none() -> None:
     large, small = decided("bf16", bf16=(64, 900.0), fp32=(32, 300.0)), decided("fp32", bf16=(8, 40.0), fp32=(4, 50.0))
     kinds, workers = {"H100": large, "T4": small}, {"H100": 1, "T4": 2}
     chosen = choose_for_all(kinds, workers=workers, reference="fp32", refused={"bf16"})

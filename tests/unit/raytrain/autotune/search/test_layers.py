@@ -31,7 +31,7 @@ def test_the_fewest_of_the_most_sensitive_are_kept(needed: int) -> None:
     assert len(asked) <= 2 * math.log2(10) + 2, "the whole model was measured too often"
 
 
-def test_the_reason_names_layers_share_and_what_is_wrong_without() -> None:
+def test_the_reason_names_the_layers_their_share_and_the_error_without_them() -> None:
     fragile = changes({"layer3": 0.5, "layer7": math.nan})
     made = choose_layers(fragile, lambda kept: "" if len(kept) >= 2 else "the loss is not finite", precision="fp16")
     assert made.value == ["layer7", "layer3"], "one that is not finite is the most sensitive"
@@ -39,7 +39,7 @@ def test_the_reason_names_layers_share_and_what_is_wrong_without() -> None:
     assert "with none the loss is not finite" in made.reason
 
 
-def test_nothing_is_kept_where_nothing_breaks_and_all_where_that_does_not_help() -> None:
+def test_no_layer_stays_in_fp32_if_none_breaks_and_all_do_if_one_does_not_help() -> None:
     assert choose_layers(changes({}), lambda kept: "", precision="bf16").value == []
     made = choose_layers(changes({}), lambda kept: "the loss is not finite", precision="bf16")
     assert len(made.value) == 10 and "not in a layer" in made.reason
@@ -57,7 +57,7 @@ def test_the_band_is_the_gates() -> None:
     assert outside_band(2.0, 5.0, 9.0, reference_loss=2.0, reference_norm=0.0) == ""
 
 
-def test_what_is_recorded_is_json_proper() -> None:
+def test_records_are_valid_json() -> None:
     row = LayerChange("a", math.nan, math.inf, "no kernel").to_json()
     assert json.loads(json.dumps(row, allow_nan=False)) == {
         "layer": "a", "loss": None, "gradient": None, "error": "no kernel"

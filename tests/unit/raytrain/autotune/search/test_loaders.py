@@ -44,18 +44,18 @@ def test_the_answer_is_that_of_measuring_every_count(
     assert len(found.rates) <= 16
 
 
-def test_rows_that_are_quick_to_read_are_left_to_the_training_process() -> None:
+def test_rows_that_are_fast_to_read_are_read_in_the_training_process() -> None:
     found = searched(reading(0.0001, 0.1), 64)
     assert [one.count for one in found.rates] == [0, 1, 2], "two in succession have brought nothing"
     assert choose_count(found).value == 0
 
 
-def test_one_process_that_brings_nothing_does_not_end_the_search() -> None:
+def test_one_loader_process_without_a_gain_does_not_end_the_search() -> None:
     """Where reading is all there is, one process reads as fast as training itself would."""
     assert choose_count(searched(reading(1.0, 0.0001), 4)).value == 4
 
 
-def test_the_reason_has_every_rate_and_what_was_written_comes_back() -> None:
+def test_the_reason_lists_all_rates_and_survives_a_round_trip() -> None:
     found = searched(reading(1.0, 0.5), 4)
     chosen = choose_count(found)
     assert chosen.value == 2

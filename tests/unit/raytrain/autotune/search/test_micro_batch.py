@@ -51,7 +51,7 @@ def test_the_sizes_share_the_batch(batch: int, workers: int, sizes: tuple[int, .
     assert micro_batch_sizes(batch, workers) == sizes
 
 
-def test_plenty_of_memory_costs_two_measurements_and_gives_the_whole_share() -> None:
+def test_with_enough_memory_two_measurements_suffice_for_the_whole_share() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, 10_000)
     assert [asked.rows for asked, _ in tried] == [8, 64]
     assert tried[0][0].predicted is None and tried[1][0].predicted == FLOOR + 640
@@ -59,7 +59,7 @@ def test_plenty_of_memory_costs_two_measurements_and_gives_the_whole_share() -> 
     assert "all of a worker's share" in chosen.reason
 
 
-def test_the_answer_says_what_fits_and_why_no_more() -> None:
+def test_the_result_states_what_fits_and_why_more_does_not() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, FLOOR + 200)
     assert chosen is not None and chosen.value == 16
     assert "32 rows: 1.29 KiB are predicted" in chosen.reason
@@ -76,7 +76,7 @@ def test_nothing_fits() -> None:
 
 
 @pytest.mark.covers("TUNE-02")
-def test_a_search_that_begins_small_goes_up_to_what_the_budget_allows() -> None:
+def test_a_search_that_starts_small_grows_to_the_largest_size_within_the_budget() -> None:
     chosen, tried = search(micro_batch_sizes(64, 1), lambda rows: FLOOR + 10 * rows, FLOOR + 640)
     assert tried[0][0].rows == 8 and chosen is not None and chosen.value == 64
 

@@ -30,7 +30,7 @@ def test_it_finds_the_ratio_that_the_rows_were_drawn_with(signal: float, noise: 
     assert found.low < found.rows < found.high and found.draws == 100
 
 
-def test_the_band_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_the_confidence_band_has_its_nominal_coverage() -> None:
     found = [noise_scale(drawn(signal=1.0, noise=20.0, draws=12, seed=seed)) for seed in range(100)]
     inside = sum(one.low <= 20.0 <= one.high for one in found)
     assert 75 <= inside <= 100 and all(one.high - one.low < 40.0 for one in found)
@@ -41,7 +41,7 @@ def test_more_draws_narrow_the_band() -> None:
     assert many.high - many.low < 0.5 * (few.high - few.low)
 
 
-def test_a_mean_gradient_of_nothing_has_no_scale() -> None:
+def test_a_mean_gradient_of_zero_has_no_noise_scale() -> None:
     found = noise_scale([NormPair(1, 8, 8.0, 0.9)] * 3)
     assert found.rows == found.high == math.inf and found.to_json()["rows"] is None
     assert "too large to tell" in goodput_advice(found, global_batch=32)
@@ -71,5 +71,5 @@ def test_efficiency_falls_from_one_with_the_batch() -> None:
         (NoiseScale(32.0, 16.0, 64.0, 8), "(16 to 64): at twice the global batch of 32 a row is worth 67%"),
     ],
 )
-def test_the_advice_says_what_a_larger_batch_would_waste(scale: NoiseScale, words: str) -> None:
+def test_the_advice_states_the_waste_of_a_larger_batch(scale: NoiseScale, words: str) -> None:
     assert words in goodput_advice(scale, global_batch=32)

@@ -38,7 +38,7 @@ def test_the_choice_and_its_reason(trials: list[PrecisionTrial], chosen: str, wo
     assert made.value == chosen and words in made.reason
 
 
-def test_where_the_reference_cannot_be_run_the_fastest_that_can_is_taken() -> None:
+def test_if_the_reference_cannot_run_the_fastest_runnable_precision_is_chosen() -> None:
     base = trial("fp32", float("inf"), loss=0.0, norm=0.0, error="no room")
     slow, fast, broken = trial("fp16", 0.9), trial("bf16", 0.5), trial("tf32", 0.1, loss=NAN)
     made = choose_precision([base, slow, fast, broken])

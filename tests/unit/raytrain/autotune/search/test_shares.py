@@ -20,7 +20,7 @@ def test_workers_of_one_speed_keep_equal_shares() -> None:
     assert few.value == "equal", "with one micro-batch each there is nothing to move"
 
 
-def test_a_slow_worker_gets_fewer_and_the_reason_says_how_many() -> None:
+def test_a_slow_worker_gets_fewer_rows_and_the_reason_gives_the_numbers() -> None:
     made = choose_shares(paces(1.0, 2.0), total=48, micro_batch=4)
     shares = Shares.from_json(made.value)
     assert [len(rows) for rows in shares.spans(48, micro_batch=4)] == [32, 16]
@@ -28,7 +28,7 @@ def test_a_slow_worker_gets_fewer_and_the_reason_says_how_many() -> None:
     assert "needs 2.00 times as long for a row" in made.reason
 
 
-def test_each_kind_has_a_size_of_its_own_where_it_fits_and_pays() -> None:
+def test_each_kind_of_device_gets_its_own_size_if_it_fits_and_is_faster() -> None:
     big = {4: 1.0, 8: 1.1, 16: 2.1, 32: INFINITE}
     small = {4: 2.0, 8: 4.0, 16: INFINITE, 32: INFINITE}
     made = choose_shares(

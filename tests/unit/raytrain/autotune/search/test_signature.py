@@ -42,7 +42,7 @@ def test_the_same_facts_have_the_same_hash() -> None:
         ({"model": ModelConfig.model_validate({"builder": "a:b"})}, "model.builder: raytrain.models.mlp:mlp -> a:b"),
     ],
 )
-def test_what_figures_depend_on_changes_it_and_is_named(changed: dict[str, Any], told: str) -> None:
+def test_the_signature_names_what_changed(changed: dict[str, Any], told: str) -> None:
     other = signature(**changed)
     assert other.hash != signature().hash
     assert told in other.differences(signature().facts)

@@ -62,7 +62,7 @@ def test_a_model_that_begins_to_write_later_ends_the_run() -> None:
         list(loader.eval_batches(split, limit=None))
 
 
-def test_rows_in_another_order_are_gathered_and_nobody_can_harm_them() -> None:
+def test_rows_in_another_order_are_gathered_into_a_copy() -> None:
     split = columns()
     loader, whole = feed_of(split), split.columns["x"].clone()
     cursor = Cursor()

@@ -46,7 +46,7 @@ class Told:
 
 
 @pytest.mark.covers("DATA-14", "SRC-07")
-def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() -> None:
+def test_start_progress_and_end_are_reported_in_order_with_counts_and_megabytes() -> None:
     source, told = memory_source(Slow(1000), Slow(20), fraction=0.0), Told()
     placed = prepare_source(source, DataPlan("resident", seed=1), device=CPU, report=told)
     phases = [row["phase"] for row in told.rows]
@@ -61,14 +61,14 @@ def test_start_progress_and_end_are_told_in_order_with_counts_and_megabytes() ->
 
 @pytest.mark.covers("SRC-07")
 @pytest.mark.parametrize(("storage", "megabytes"), [("resident", 40 * 16), ("partial", 8 * 16), ("stream", 0)])
-def test_what_stays_on_the_device_is_counted(storage: Any, megabytes: int) -> None:
+def test_resident_bytes_are_counted(storage: Any, megabytes: int) -> None:
     data = {"x": torch.rand(40, 2), "labels": torch.arange(40)}
     source, told = memory_source(data, None, fraction=0.0), Told()
     prepare_source(source, DataPlan(storage, resident_rows=8), device=CPU, report=told)
     assert told.rows[-1]["megabytes"] == pytest.approx(megabytes / 1e6)
 
 
-def test_what_is_drawn_while_rows_are_prepared_leaves_the_generators_alone() -> None:
+def test_preparing_rows_does_not_advance_the_generators() -> None:
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
     split = DatasetSplit(Slow())
     quiet = {"report": lambda done, of: None}

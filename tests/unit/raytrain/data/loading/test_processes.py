@@ -91,7 +91,7 @@ def draws(batches: list[list[dict[str, Any]]]) -> list[tuple[str, float]]:
 
 @pytest.mark.covers("DATA-05")
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 2), (3, 2)])
-def test_the_order_stays_and_what_is_ahead_is_bounded(pools: Any, workers: int, prefetch: int) -> None:
+def test_the_order_is_kept_and_prefetching_is_bounded(pools: Any, workers: int, prefetch: int) -> None:
     pool = pools(Items(), workers=workers, prefetch=prefetch)
     read, here = windows(feed_of(pool), 10), windows(feed_of(None), 10)
     assert shown(read, "x", "name", "labels") == shown(here, "x", "name", "labels")
@@ -119,7 +119,7 @@ class Late(Items):
 
 
 @pytest.mark.covers("DATA-04")
-def test_the_first_batch_of_a_later_epoch_is_there_before_it_is_asked_for(pools: Any) -> None:
+def test_the_first_batch_of_a_later_epoch_is_prefetched(pools: Any) -> None:
     pool = pools(Late())
     loader, pids, latency = feed_of(pool, dataset=Late()), [], []
     for epoch in (0, 1, 2):
@@ -133,7 +133,7 @@ def test_the_first_batch_of_a_later_epoch_is_there_before_it_is_asked_for(pools:
     assert latency[1] < latency[0] and latency[2] < latency[0], "the first one waits for items, the others for none"
 
 
-def test_what_an_item_draws_depends_on_seed_epoch_and_row_alone(pools: Any) -> None:
+def test_random_draws_of_an_item_depend_only_on_seed_epoch_and_row(pools: Any) -> None:
     here = feed_of(None)
     one, two = feed_of(pools(Items(), workers=1)), feed_of(pools(Items(), workers=2), micro=3)
     state = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
@@ -158,7 +158,7 @@ def test_a_dataset_that_reads_many_at_once_draws_the_same_in_any_process(pools: 
     assert found[0] == found[1] == found[2] and found[0][:50] != found[0][50:]
 
 
-def test_another_micro_batch_size_or_position_throws_away_what_is_ahead(pools: Any) -> None:
+def test_another_micro_batch_size_or_position_discards_prefetched_batches(pools: Any) -> None:
     pool = pools(Items(), workers=2)
     loader, here = feed_of(pool), feed_of(None)
     windows(loader, 2)
@@ -172,7 +172,7 @@ def test_another_micro_batch_size_or_position_throws_away_what_is_ahead(pools: A
 
 
 @pytest.mark.parametrize("uploads", [False, True])
-def test_an_items_error_is_one_message_with_its_own_traceback(pools: Any, uploads: bool) -> None:
+def test_an_error_of_an_item_is_one_message_with_its_traceback(pools: Any, uploads: bool) -> None:
     ups = BatchUploader(CPU, parts=lambda micro: micro.batch) if uploads else None
     loader = feed_of(pools(Items(breaks={17: "raises"})), uploads=ups)
     with pytest.raises(RunError, match=r"data.train failed while rows .*17.* were read: ValueError: no picture 17\n"):
@@ -206,7 +206,7 @@ def test_the_upload_thread_pins_and_the_order_stays(pools: Any, monkeypatch: pyt
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
 
 
-def test_so_many_are_begun_and_what_is_left_is_cancelled() -> None:
+def test_the_number_of_prefetched_batches_is_bounded_and_the_rest_is_cancelled() -> None:
     begun, cancelled = [], []
 
     class Slow:

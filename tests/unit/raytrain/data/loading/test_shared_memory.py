@@ -70,7 +70,7 @@ def test_every_kind_of_tensor_and_of_nesting_arrives_as_it_was() -> None:
     assert got["x"]._version == x + 1 and got["complex"]._version == other  # autograd looks at them
 
 
-def test_memory_goes_with_the_last_tensor_and_no_file_stays_open() -> None:
+def test_memory_is_released_with_the_last_tensor_and_no_file_stays_open() -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as file:
             return sum("memfd:batch" in line for line in file)

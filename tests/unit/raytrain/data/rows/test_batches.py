@@ -51,7 +51,7 @@ def test_windows_cover_an_epoch_once_and_the_last_is_not_dropped() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 16, 48, 96, 5])
-def test_any_position_is_reached_without_what_came_before(position: int) -> None:
+def test_any_position_is_reached_without_the_earlier_batches(position: int) -> None:
     walked = batches(rows(), world_size=3, rank=1)
     for epoch in (0, 1, 2):
         epoch_of(walked, epoch)
@@ -177,7 +177,7 @@ def test_every_misplaced_tensor_of_a_nested_batch_is_named() -> None:
     assert find_misplaced(to_device(batch(), "meta"), "meta") == []
 
 
-def test_misplaced_weights_go_by_their_own_names() -> None:
+def test_misplaced_weights_are_named() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     module[0].bias = torch.nn.Parameter(torch.zeros(2, device="meta"))
     module[1].running_mean = torch.zeros(2, device="meta")

@@ -34,7 +34,7 @@ def test_rows_of_one_shape_have_none() -> None:
     assert longest_row(object_split(Items([3] * 5), key="data.train")) is None
 
 
-def test_items_of_a_dataset_are_looked_at_and_draw_nothing() -> None:
+def test_items_of_a_dataset_are_inspected_without_random_draws() -> None:
     split = object_split(Items([2, 5, 9, 1]), key="data.train")
     before = rng_state(torch.device("cpu"))["torch"]
     assert longest_row(split) == LongestRow(2, 36)

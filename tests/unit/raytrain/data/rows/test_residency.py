@@ -74,13 +74,13 @@ def equal_batches(one: Split, other: Split) -> None:
 
 @pytest.mark.parametrize("rows", [1, 13, 39, 400])
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_part_on_the_device_gives_the_batches_of_the_whole(name: str, rows: int) -> None:
+def test_partial_residency_gives_the_batches_of_full_residency(name: str, rows: int) -> None:
     split = SPLITS[name]()
     equal_batches(split, place_split(split, "partial", "cpu", resident_rows=rows))
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_stream_gives_the_batches_of_the_whole(name: str) -> None:
+def test_streaming_gives_the_batches_of_full_residency(name: str) -> None:
     split = SPLITS[name]()
     streamed = place_split(split, "pinned", "cpu")
     assert isinstance(streamed, StreamSplit) and not streamed.pinned, "on a CPU there is nothing to pin for"
@@ -89,7 +89,7 @@ def test_a_stream_gives_the_batches_of_the_whole(name: str) -> None:
     assert isinstance(again, StreamSplit) and again.split is split
 
 
-def test_only_rows_that_are_not_kept_are_read_again() -> None:
+def test_only_rows_that_are_not_cached_are_read_again() -> None:
     items = Items()
     split = DatasetSplit(items)
     assert split.masked.names == ("x",) and sorted(items.asked) == list(range(40)), "a sample of rows is read once"
@@ -102,7 +102,7 @@ def test_only_rows_that_are_not_kept_are_read_again() -> None:
     assert sorted(items.asked) == sorted([*range(30, 40)] * 2)
 
 
-def test_rows_are_taken_from_the_part_they_are_in_alone() -> None:
+def test_rows_are_read_only_from_their_own_part() -> None:
     values = torch.arange(20.0).reshape(10, 2)
     column = PartialTensor(values[:6], values[6:])
     for index in ([0, 5], [6, 9], [9, 0, 7, 3, 3], []):

@@ -82,7 +82,7 @@ def test_text_labels_are_the_tokens_after() -> None:
     assert split.tokens_per_row == 16 and split.weights(np.array([3, 500])) == 32
 
 
-def test_text_evaluation_goes_through_the_whole_text_from_its_start() -> None:
+def test_text_evaluation_covers_the_whole_text_from_its_start() -> None:
     split = text(1000, 16)
     order = split.eval_order()
     assert order.tolist() == list(range(0, 992, 16))
@@ -91,7 +91,7 @@ def test_text_evaluation_goes_through_the_whole_text_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
-def test_tokens_of_every_type_come_out_whole(dtype: type) -> None:
+def test_tokens_of_every_type_are_preserved(dtype: type) -> None:
     top = min(np.iinfo(dtype).max, 70_000)
     tokens = np.linspace(0, top, 200).astype(dtype)
     batch = TextSplit(tokens.copy(), context=199).gather(np.array([0]))
@@ -113,7 +113,7 @@ def test_resident_on_the_cpu_shares_memory() -> None:
     assert split.columns["x"].data_ptr() == array.ctypes.data
 
 
-def test_resident_elsewhere_keeps_the_compact_type_and_gathers_there() -> None:
+def test_rows_resident_on_another_device_keep_the_compact_type_and_are_gathered_there() -> None:
     moved = text().to("meta")
     assert moved.tokens.dtype == torch.uint8 and moved.tokens.device.type == "meta"
     batch = moved.gather(moved.order(0, 0)[:3])
@@ -279,7 +279,7 @@ def test_text_and_tables_stream_as_they_are_resident() -> None:
     assert place_split(text(), "stream", "meta").gather(np.array([1]))["labels"].device.type == "meta"
 
 
-def test_a_dataset_that_fetches_many_items_at_once_is_asked_once() -> None:
+def test_a_dataset_with_batched_access_is_called_once() -> None:
     class Many(Counting):
         def __getitems__(self, indices: list[int]) -> list[Any]:
             self.asked += 1

@@ -28,7 +28,7 @@ def test_a_row_learns_what_comes_after_the_prompt(same: bool, given: int, read: 
 
 
 @pytest.mark.parametrize("document", [Document(ids()), Document(ids(5)), Document(ids(5, 6, 7, 8, 9), 5)])
-def test_a_document_without_anything_to_learn_is_no_row(document: Document) -> None:
+def test_a_document_without_labels_gives_no_row(document: Document) -> None:
     for same in (True, False):
         assert to_row(document, max_length=4, same_labels=same) is None
 

@@ -110,12 +110,12 @@ def test_more_than_256_characters_are_kept_in_two_bytes() -> None:
     assert source.decode(source.train.gather(np.array([392]))["labels"][0].tolist()) == text[393:401]
 
 
-def test_bytes_decode_whatever_comes() -> None:
+def test_any_bytes_can_be_decoded() -> None:
     source = text_source(b"\xff\xfe" + bytes(range(250)) * 2, context=4)
     assert source.decode([0xC3, 0xA9, 0xFF]) == "é�" and source.encode("é") == [0xC3, 0xA9]
 
 
-def test_no_evaluation_where_none_is_kept_back(tmp_path: Path) -> None:
+def test_without_held_out_rows_there_is_no_evaluation(tmp_path: Path) -> None:
     section = {"source": "text", "path": write_text(tmp_path, "t", "x" * 100), "eval_fraction": 0.0}
     assert opened(**section).eval is None
     assert describe_source(DataConfig(**section), context=8).eval_rows == 0
@@ -211,7 +211,7 @@ def test_idx_images_are_scaled_at_gather_and_described_from_their_headers(tmp_pa
     assert describe_shapes(DataConfig(**section)) == {"image_shape": (1, 4, 5), "num_features": 20}
 
 
-def test_idx_takes_a_second_pair_for_evaluation(tmp_path: Path) -> None:
+def test_idx_accepts_a_second_pair_of_files_for_evaluation(tmp_path: Path) -> None:
     pixels, labels = images(30)
     section = {
         "source": "idx",
@@ -300,7 +300,7 @@ class Endless(torch.utils.data.IterableDataset):
         (["text", "lines"], "an item that is a str"),
     ],
 )
-def test_objects_that_are_no_dataset_are_named(train: Any, seen: str) -> None:
+def test_objects_that_are_not_datasets_are_named(train: Any, seen: str) -> None:
     with pytest.raises(InputError) as caught:
         opened(train=train)
     assert caught.value.key == "data.train" and seen in caught.value.seen

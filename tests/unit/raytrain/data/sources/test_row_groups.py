@@ -109,7 +109,7 @@ def test_rows_kept_in_memory_come_in_the_same_order(folder: Path) -> None:
     assert longest is not None and longest.size == max(kept.lengths(kept.eval_order())) == 5
 
 
-def test_any_position_is_reached_without_what_came_before(folder: Path) -> None:
+def test_any_position_is_reached_without_the_earlier_batches(folder: Path) -> None:
     walked = epoch_rows(opened(folder).train, epoch=2)
     for world_size in (1, 3):
         fresh = opened(folder).train
@@ -147,7 +147,7 @@ def test_two_windows_are_in_memory_and_the_next_is_read_meanwhile(folder: Path) 
     assert split.weights(indices) == 10 and split.lengths(indices) is None
 
 
-def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_batches_read_every_row_group_once_per_epoch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, read = in_windows_of_two(folder), []
     table_to_split = split._read._make
     monkeypatch.setattr(split._read, "_make", lambda piece, table: read.append(piece) or table_to_split(piece, table))
@@ -167,7 +167,7 @@ def test_batches_made_ahead_read_every_group_once_an_epoch(folder: Path, monkeyp
     assert len(read) <= len(found) * len(split.pieces) + ahead
 
 
-def test_rows_wanted_by_one_thread_survive_what_another_expects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_does_not_lose_rows_to_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = in_windows_of_two(folder)
     reader, make, begun = split._read, split._read._make, split._read._submit
     go_on, asked = threading.Event(), threading.Event()
@@ -190,7 +190,7 @@ def test_rows_wanted_by_one_thread_survive_what_another_expects(folder: Path, mo
         assert len(wanted.result(timeout=60)) == split.pieces[1].rows
 
 
-def test_what_is_held_out_reads_few_groups_and_no_seed_changes_it() -> None:
+def test_held_out_rows_are_few_row_groups_for_any_seed() -> None:
     pieces = [Piece("f", n, 0, 50) for n in range(20)]
     train, held = held_out(pieces, 0.13)
     assert sum(p.rows for p in held) == 130 and sum(p.rows for p in train) == 870
@@ -202,7 +202,7 @@ def test_what_is_held_out_reads_few_groups_and_no_seed_changes_it() -> None:
     assert np.array_equal(order[100:300], order[0:1000][100:300])
 
 
-def test_the_order_is_by_groups_from_a_size_on_whatever_the_machine(folder: Path, monkeypatch: Any) -> None:
+def test_the_order_is_by_row_groups_from_a_size_on_for_any_machine(folder: Path, monkeypatch: Any) -> None:
     assert opened(folder, order="auto").facts.kind == "memory"
     monkeypatch.setattr(parquet_folder, "GROUPS_FROM_BYTES", 1000)
     assert opened(folder, order="auto").facts.kind == "groups"
@@ -236,7 +236,7 @@ def test_mistakes_name_the_file(folder: Path, tmp_path: Path) -> None:
         ([1] * 7 + [None], r"data\.path, row group 1 of .*: got a missing value in column 'y' row 3"),
     ],
 )
-def test_labels_that_are_none_are_refused_at_the_opening(
+def test_invalid_labels_are_refused_when_the_data_is_opened(
     labels: list[Any], said: str, statistics: bool, tmp_path: Path
 ) -> None:
     table = pa.table({"a": np.arange(8.0), "y": labels})

@@ -90,7 +90,7 @@ def test_files_are_joined_in_the_order_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_lists_are_ragged_columns_under_their_own_names(tmp_path: Path, kind: str) -> None:
+def test_lists_are_ragged_columns(tmp_path: Path, kind: str) -> None:
     tokens = [[1, 2, 3], [4], [], [5, 6]] * 5
     data = pa.table({"input_ids": tokens, "labels": tokens, "score": [0.5] * 20})
     source = opened(source=kind, path=write(data, tmp_path / f"t.{kind}"), eval_fraction=0.0)
@@ -148,7 +148,7 @@ def with_value(value: Any, at: int = 17) -> list[Any]:
         (None, "a missing value in column 'a' row 17"),
     ],
 )
-def test_a_number_that_is_none_is_named_by_column_and_row(tmp_path: Path, kind: str, value: Any, seen: str) -> None:
+def test_an_invalid_number_is_reported_with_column_and_row(tmp_path: Path, kind: str, value: Any, seen: str) -> None:
     path = write(bad(a=pa.array(with_value(value), type=pa.float64())), tmp_path / f"t.{kind}")
     with pytest.raises(InputError) as caught:
         opened(source=kind, path=path, label="y")
@@ -187,7 +187,7 @@ def test_columns_that_do_not_exist_are_named(tmp_path: Path, keys: dict[str, Any
         assert caught.value.key == key and words in str(caught.value)
 
 
-def test_columns_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_non_numeric_columns_are_named(tmp_path: Path) -> None:
     path = write(bad(city=["Rome"] * 40), tmp_path / "t.csv")
     with pytest.raises(InputError, match=r"data.features: got column 'city' of type string"):
         opened(source="csv", path=path, label="y")

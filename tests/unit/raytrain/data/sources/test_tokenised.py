@@ -107,7 +107,7 @@ def test_a_text_is_cut_into_windows_of_tokens(folder: Path, tiny_text: Path) -> 
     assert after.vocab_size == len(open_tokenizer(str(folder))) and not after.first_labels_ignored
 
 
-def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_tokenized_in_pieces_has_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = open_tokenizer(str(folder))
     text = "\n".join(SENTENCES) + "\n\n  " + "\n".join(SENTENCES)
     whole = encode_text(tokenizer, text)
@@ -124,7 +124,7 @@ def test_classes_are_numbered_and_named(folder: Path, lines: Path) -> None:
     assert rows["attention_mask"].shape == rows["input_ids"].shape
 
 
-def test_a_plan_opens_nothing_and_says_how_much_is_trained(folder: Path, lines: Path) -> None:
+def test_a_plan_opens_no_files_and_states_the_number_of_epochs(folder: Path, lines: Path) -> None:
     data = {"source": "jsonl", "path": str(lines), "text_field": "text"}
     loaded = load_spec(mapping={"model": {"builder": LM, "path": str(folder), "freeze": "model.embed*"}, "data": data})
     spec = resolved(loaded.spec)
@@ -194,7 +194,7 @@ def test_labels_of_two_kinds_are_refused(folder: Path, tmp_path: Path) -> None:
         opened(folder, {**GOOD, "label_field": "y", "path": str(path)}, builder=CLASSIFIER)
 
 
-def test_a_folder_with_a_broken_tokenizer_says_so(tmp_path: Path, lines: Path) -> None:
+def test_a_broken_tokenizer_is_reported(tmp_path: Path, lines: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"nothing": True}))
     with pytest.raises(InputError, match=r"data.tokenizer: got .*, expected a local folder with a tokenizer"):
         opened(tmp_path, {**GOOD, "path": str(lines), "tokenizer": str(tmp_path)}, builder="raytrain.models.gpt:gpt")

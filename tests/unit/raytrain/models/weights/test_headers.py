@@ -32,7 +32,7 @@ class Tied(nn.Module):
         self.head.weight = self.tokens.weight
 
 
-def test_an_exported_file_tells_its_tied_weight_under_both_names(tmp_path: Path) -> None:
+def test_an_exported_file_lists_a_tied_weight_under_both_names(tmp_path: Path) -> None:
     export_weights(Tied().state_dict(), str(tmp_path / "model.safetensors"))
     found = find_weights(str(tmp_path / "model.safetensors"), key=KEY)
     assert found.shapes == {"tokens.weight": (5, 3), "head.weight": (5, 3)}
@@ -50,7 +50,7 @@ def test_several_files_with_an_index_are_one_set_of_weights(tmp_path: Path) -> N
         find_weights(str(tmp_path), key=KEY)
 
 
-def test_a_run_gives_its_exported_weights_else_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_provides_its_exported_weights_or_its_latest_valid_checkpoint(tmp_path: Path) -> None:
     run = RunFolder.create(str(tmp_path), "run")
     with pytest.raises(InputError, match="without exported weights or a complete checkpoint"):
         (Path(run.path) / "checkpoints").mkdir()
@@ -67,7 +67,7 @@ def test_a_run_gives_its_exported_weights_else_its_newest_whole_checkpoint(tmp_p
     assert find_weights(f"{tmp_path}/latest", key=KEY).origin.startswith("the exported weights of")
 
 
-def test_a_checkpoint_of_several_workers_is_put_together_again(tmp_path: Path) -> None:
+def test_a_checkpoint_of_several_workers_is_reassembled(tmp_path: Path) -> None:
     """Each has written its rows of what is sharded; the rest stands once, with rank 0's."""
     whole = {"a": torch.arange(10.0).reshape(5, 2), "b": torch.ones(3)}
     save_file({"a": whole["a"][:3].clone(), "b": whole["b"]}, tmp_path / "model.safetensors")
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_several_workers_is_put_together_again(tmp_path: Path) -
         ("model.safetensors", b"\xff" * 16, "a header of"),
     ],
 )
-def test_a_folder_without_weights_says_what_it_has(tmp_path: Path, name: str | None, content: bytes, says: str) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path, name: str | None, content: bytes, says: str) -> None:
     folder = tmp_path / "folder"
     if name is not None:
         folder.mkdir()

@@ -47,7 +47,7 @@ def test_a_session_starts_from_weights_and_nothing_else(tmp_path: Path, model: d
     assert not torch.equal(weights_of(unlike)["tokens.weight"], found["tokens.weight"])
 
 
-def test_fp64_is_taken_over_to_the_last_bit(tmp_path: Path) -> None:
+def test_fp64_is_restored_to_the_last_bit(tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
     module = nn.Linear(2, 2).double()
     export_weights(module.state_dict(), path)
@@ -56,7 +56,7 @@ def test_fp64_is_taken_over_to_the_last_bit(tmp_path: Path) -> None:
     assert torch.equal(taken.weight, module.weight)
 
 
-def test_what_does_not_fit_is_one_message_with_counts_and_the_first_five(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_one_message_with_counts_and_the_first_five(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     state = {f"layer{i}.weight": torch.zeros(2) for i in range(7)}
     save_file({**state, "0.weight": torch.zeros(3, 3)}, path)

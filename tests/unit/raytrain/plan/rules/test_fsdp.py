@@ -89,7 +89,7 @@ def test_half_precision_brings_less_together() -> None:
     assert full - half == 4 * known.blocks[0], "weights and gradients of one block in two bytes each"
 
 
-def test_a_limit_that_whole_weights_would_break_is_kept_by_shards() -> None:
+def test_sharded_weights_stay_within_a_limit_that_replicated_weights_exceed() -> None:
     large = replace(facts(), parameters=GIB // 4, trainable_bytes=GIB, activation_bytes_per_sample=None)
     limit = {"cluster": {"memory_limit": 3 * GIB}, "known": large}
     refused("cluster.memory_limit", scale={"workers": 1}, **limit)
@@ -119,7 +119,7 @@ def test_experts_in_the_workers_are_sharded_as_the_rest(hosts: Any) -> None:
     assert resolved(plan(hosts=hosts), "strategy").value == "fsdp"
 
 
-def test_the_time_of_a_step_is_told_beside_that_of_whole_weights() -> None:
+def test_the_step_time_is_shown_with_that_of_replicated_weights() -> None:
     told = resolved(plan(), "step_time")
     others, own = told.reason.split("data_parallel ")[1].split(", fsdp ")
     assert told.value.startswith(f"about {own.split(';')[0]}") and others != own.split(";")[0]

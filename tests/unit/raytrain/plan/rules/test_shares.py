@@ -78,7 +78,7 @@ def shares(made: Plan) -> Deferred:
     return choice
 
 
-def test_four_nodes_of_eight_mixed_gpus_show_what_each_kind_is_to_do() -> None:
+def test_the_plan_of_four_nodes_with_mixed_gpus_shows_the_task_of_each_kind() -> None:
     made = plan(MIXED, scale=AUTO, loop={"global_batch_size": 1024}, precision={"dtype": "fp16"}, model_facts=LARGE)
     assert value(made, "workers") == 32
     (told,) = shares(made).bounds
@@ -105,7 +105,7 @@ def test_the_step_is_predicted_at_the_mean_rate_where_shares_are_unequal() -> No
     assert "the slowest of A100, T4, V100" in reason(made[1], "step_time")
 
 
-def test_equal_shares_and_one_worker_leave_nothing_to_measure() -> None:
+def test_equal_shares_and_one_worker_need_no_measurement() -> None:
     assert "shares" not in plan(MIXED).choices()
     (warning,) = [text for text in plan(MIXED).warnings if "kinds" in text]
     assert "scale.shares auto" in warning
@@ -133,7 +133,7 @@ def test_a_kind_without_a_rate_is_measured_all_the_same() -> None:
     assert "the peak rate is unknown for Own Brand" in shares(plan(odd, scale=AUTO)).reason
 
 
-def test_layers_in_fp32_are_named_measured_or_change_nothing() -> None:
+def test_fp32_layers_are_named_or_measured_or_change_nothing() -> None:
     assert "fp32_layers" not in plan().choices()
     named = plan(precision={"dtype": "bf16", "fp32_layers": ["head", "blocks.0"]})
     assert value(named, "fp32_layers") == ["head", "blocks.0"]

@@ -37,7 +37,7 @@ def test_each_mode_is_planned_with_its_parts(mode: str) -> None:
     assert compiled()[0] is None
 
 
-def test_without_a_compiler_the_plan_says_off_and_why() -> None:
+def test_without_a_compiler_the_plan_has_off_with_the_reason() -> None:
     made, warnings = compiled(compile="default", missing="no C++ compiler: g++ is not on the PATH")
     assert made.value == "off" and "g++" in made.reason
     assert len(warnings) == 1 and "runs eager" in warnings[0] and "g++" in warnings[0]
@@ -51,13 +51,13 @@ def test_without_a_compiler_the_plan_says_off_and_why() -> None:
         ("loop.compile_parts", {"compile": "default", "compile_parts": "all"}, "fsdp"),
     ],
 )
-def test_what_cannot_be_had_together_is_refused_by_name(key: str, loop: dict[str, Any], strategy: str) -> None:
+def test_incompatible_keys_are_refused_by_name(key: str, loop: dict[str, Any], strategy: str) -> None:
     with pytest.raises(InputError) as caught:
         compiled(strategy=strategy, **loop)
     assert caught.value.key == key
 
 
-def test_cudnn_searches_where_there_is_a_gpu_and_nothing_forbids_it() -> None:
+def test_cudnn_benchmark_is_on_with_a_gpu_unless_forbidden() -> None:
     gpu, cpu = machines("cuda"), machines("cpu")
 
     def value(on: type[DevicePool], **loop: Any) -> Any:

@@ -44,7 +44,7 @@ def test_a_healthy_run_has_only_good_findings():
     assert seen == {"The training loss fell": "good"}
 
 
-def test_loss_that_rises_and_loss_that_stays():
+def test_a_rising_loss_and_a_constant_loss():
     assert titles(records(train=rows([2.0 + 0.1 * n for n in range(40)])))["The training loss diverged"] == "error"
     assert titles(records(train=rows([2.0] * 40)))["The training loss is not falling"] == "warning"
     assert titles(records(train=rows([2.0]))) == {}
@@ -90,7 +90,7 @@ def test_fall_backs_of_the_run_and_warnings_of_the_plan():
     ]
 
 
-def test_memory_that_ran_out_is_told_with_the_size_that_fitted():
+def test_an_out_of_memory_error_is_reported_with_the_size_that_fitted():
     def shortage(step: int, size: int, **more: Any) -> dict[str, Any]:
         told = {"kind": "out_of_memory", "step": step, "who": ["rank 1"], "micro_batch_size": size, "seconds": 0.5}
         return {**told, "equal": "within rounding", **more}
@@ -127,7 +127,7 @@ def test_the_part_of_time_that_limits(part: str, title: str):
     assert busy["Limited by compute"].evidence.startswith("99% of"), "the share of the time that is computation"
 
 
-def test_graph_breaks_are_told_with_their_number_and_reason():
+def test_graph_breaks_are_reported_with_their_number_and_reason():
     event = {"kind": "compile", "achieved": "2 of 2 parts", "graph_breaks": 4, "breaks_at": ["Data dependent operator"]}
     found = {one.title: one for one in diagnose(records(events=[{**event, "graph_breaks": 1}, event]))}
     told = found["Compiled code has graph breaks"]
@@ -165,13 +165,13 @@ def test_uneven_experts_and_dropped_tokens():
         ("DevicePlacementError: `mask` is on cpu", "device of the batch"),
     ],
 )
-def test_a_known_failure_has_its_remedy(reason: str, remedy: str):
+def test_a_known_failure_has_a_remedy(reason: str, remedy: str):
     found = diagnose(records(result={"status": "failed", "reason": reason}))[0]
     assert (found.severity, found.title, found.evidence) == ("error", "The run failed", reason)
     assert remedy in found.remedy
 
 
-def test_a_failure_without_a_reason_in_the_result_takes_it_from_the_fault():
+def test_a_failure_without_a_reason_in_the_result_uses_the_reason_of_the_fault():
     fault = {"kind": "fault", "error": "ValueError", "message": "bad batch", "remedy": "mend data.source"}
     found = diagnose(records(result={"status": "failed"}, events=[fault]))[0]
     assert (found.evidence, found.remedy) == ("ValueError: bad batch", "mend data.source")

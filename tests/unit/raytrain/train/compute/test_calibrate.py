@@ -48,7 +48,7 @@ def test_loopback_goes_through_another_process() -> None:
     assert 0 < seconds < 1 and rate > 1e6
 
 
-def test_a_kept_calibration_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_calibration_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = RatesAtThreads(1, {"fp32": ((64, 1e9),)}, 1e9, 1e-6)
     measured = [MachineRates("cpu", (rates,), 1e-4, 1e9, busy=busy) for busy in (True, False)]
     monkeypatch.setattr(measuring, "calibrate", lambda _device: measured.pop(0))

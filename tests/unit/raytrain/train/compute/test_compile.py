@@ -74,7 +74,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 @pytest.mark.covers("COMP-08")
-def test_ten_batch_sizes_recompile_at_most_twice_and_equal_parts_share_what_is_compiled() -> None:
+def test_ten_batch_sizes_recompile_at_most_twice_and_equal_parts_share_compiled_code() -> None:
     net, plain = Net(), Net()
     compiled = CompiledParts(parts_of(net), mode="default", lower=AOT)
     for rows in range(10, 0, -1):
@@ -87,7 +87,7 @@ def test_ten_batch_sizes_recompile_at_most_twice_and_equal_parts_share_what_is_c
 
 
 @pytest.mark.covers("COMP-07")
-def test_a_backend_that_raises_leaves_an_eager_run_and_its_reason() -> None:
+def test_a_backend_error_falls_back_to_eager_and_records_the_reason() -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no kernel for that\nand a long trace")
 
@@ -118,7 +118,7 @@ def test_a_failure_in_the_middle_of_a_run_changes_no_bit() -> None:
     assert compiled.status()["reasons"] == ["MemoryError: MemoryError"]
 
 
-def test_what_cannot_be_traced_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_cannot_be_traced_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any) -> None:
         raise KeyError("inside the compiler")
 
@@ -170,7 +170,7 @@ def test_off_puts_everything_back() -> None:
     assert not any("forward" in vars(block) for block in net.blocks)
 
 
-def test_two_models_of_a_process_share_what_is_compiled() -> None:
+def test_two_models_of_a_process_share_compiled_code() -> None:
     """As a session does that follows another after a rollback."""
     first = Net()
     CompiledParts(parts_of(first), mode="default", lower=AOT)
@@ -205,7 +205,7 @@ def test_parts_by_name(asked: Any, names: list[str]) -> None:
     assert named(trainable, asked) == names
 
 
-def test_a_model_that_repeats_nothing_is_compiled_whole_and_has_no_blocks() -> None:
+def test_a_model_without_repeated_blocks_is_compiled_as_one_part() -> None:
     single = mlp(hidden=(4,), num_features=3, num_classes=2)
     assert named(single, "auto") == [""], "single layers are no blocks"
     assert "" not in named(single, "auto", activation_checkpointing=True), "unless backward computes them again"

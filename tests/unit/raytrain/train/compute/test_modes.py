@@ -32,7 +32,7 @@ def no_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.covers("COMP-02")
-def test_each_mode_is_accepted_and_stands_in_the_record_and_another_is_refused() -> None:
+def test_each_mode_is_accepted_and_recorded_and_others_are_refused() -> None:
     for mode in ("default", "reduce-overhead", "max-autotune"):
         loop = {"max_steps": 1, "compile": mode}
         job, _ = make_job(MLP, ROWS, loop=loop)
@@ -70,7 +70,7 @@ def test_every_layers_experts_and_router_say_compiled_and_the_key_chooses_which(
     assert counts == [4, 4]
 
 
-def test_compiled_routers_count_once_where_blocks_are_computed_again_and_are_cut_by_the_counts_alone() -> None:
+def test_compiled_routers_count_once_with_activation_checkpointing_and_break_the_graph_only_at_the_counts() -> None:
     """A block with experts in a loop reads how many rows each gets, which cuts every frame around that place once."""
     data, experts = {"train": token_rows(32), "eval_fraction": 0.0}, {"num_experts": 4, "capacity_factor": 1.0}
     found = {}

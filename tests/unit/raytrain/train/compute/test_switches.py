@@ -86,7 +86,7 @@ def test_cudnn_searches_on_a_gpu_until_there_are_too_many_shapes() -> None:
     assert asked_for.on, "true stays on"
 
 
-def test_rocm_and_cuda_are_told_apart_by_the_version_alone() -> None:
+def test_rocm_and_cuda_are_distinguished_by_the_version_only() -> None:
     rocm = platform(SimpleNamespace(hip="6.4.1", cuda=None))
     cuda = platform(SimpleNamespace(hip=None, cuda="12.8"))
     assert (rocm.name, rocm.version, rocm.collectives, rocm.convolutions) == ("rocm", "6.4.1", "RCCL", "MIOpen")

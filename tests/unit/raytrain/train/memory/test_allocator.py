@@ -53,6 +53,6 @@ def test_memory_that_a_step_frees_is_not_faulted_in_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
-def test_what_the_environment_says_wins(name: str) -> None:
+def test_the_environment_has_precedence(name: str) -> None:
     value = "1" if name.startswith("MALLOC") else "glibc.malloc.arena_max=1"
     assert faults("keep", **{name: value})[0] == 0

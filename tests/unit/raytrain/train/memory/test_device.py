@@ -57,7 +57,7 @@ with exact_memory(cpu):
 """
 
 
-def test_a_meter_reads_floor_and_peak_whatever_was_freed_before() -> None:
+def test_a_meter_reads_floor_and_peak_regardless_of_freed_memory() -> None:
     """In a process of its own, as sizes are measured: in one that is old, what is freed last may stay in the heap."""
     root = Path(__file__).parents[5]
     done = subprocess.run([sys.executable, "-c", METER], capture_output=True, text=True, check=True, cwd=root)
@@ -65,7 +65,7 @@ def test_a_meter_reads_floor_and_peak_whatever_was_freed_before() -> None:
     assert with_it == pytest.approx(32, rel=0.1) and peak == pytest.approx(48, rel=0.1) and afterwards < 4
 
 
-def test_a_budget_is_a_share_of_what_is_free_and_at_most_the_limit() -> None:
+def test_a_budget_is_a_fraction_of_free_memory_and_at_most_the_limit() -> None:
     whole = process_budget(CPU, fraction=1.0, limit=None, processes=1)
     half = process_budget(CPU, fraction=0.5, limit=None, processes=1)
     assert whole is not None and half is not None

@@ -16,7 +16,7 @@ def test_half_of_an_odd_size_covers_a_window_in_twice_as_many() -> None:
     assert clean(size, 4) == [2, 3, 5, 5], "back over the same sizes"
 
 
-def test_a_size_that_fails_again_is_waited_for_longer() -> None:
+def test_a_size_that_fails_again_is_retried_later() -> None:
     size = MicroBatchSize(8, grow_after=2)
     assert clean(size, 5) == [8] * 5 and size.wait is None
     waits = []
@@ -27,7 +27,7 @@ def test_a_size_that_fails_again_is_waited_for_longer() -> None:
     assert waits == [2, 4, 8, 16]
 
 
-def test_a_size_that_went_well_for_as_long_starts_anew() -> None:
+def test_a_size_that_worked_long_enough_resets_the_waiting_time() -> None:
     size = MicroBatchSize(8, grow_after=2)
     size.after_shortage()
     clean(size, 2)

@@ -25,7 +25,7 @@ class Refused(torch.OutOfMemoryError):
     """What an allocator raises."""
 
 
-def test_it_is_known_by_type_and_never_by_words() -> None:
+def test_out_of_memory_is_recognised_by_type_and_not_by_message() -> None:
     for error in (torch.OutOfMemoryError("x"), MemoryError(), Refused()):
         assert isinstance(run_or_shortage(partial(fails, error), device=CPU, who="rank 0"), Shortage)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -37,7 +37,7 @@ def fails(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_what_the_pass_held_is_free_as_soon_as_it_is_noticed(chained: bool) -> None:
+def test_memory_of_a_failed_pass_is_freed_at_once(chained: bool) -> None:
     held: list[weakref.ref[Tensor]] = []
 
     def passes() -> None:
@@ -61,7 +61,7 @@ def test_what_the_pass_held_is_free_as_soon_as_it_is_noticed(chained: bool) -> N
     assert "rank 3: OutOfMemoryError: no room" in str(StepDropped([short]))
 
 
-def test_what_workers_say_to_each_other_comes_back() -> None:
+def test_messages_between_workers_survive_a_round_trip() -> None:
     one = Shortage("rank 1", "OutOfMemoryError: é", 2**40, 5)
     payload = json.dumps(one.to_json()).encode()
     workers = Workers()

@@ -45,7 +45,7 @@ def test_generators_and_buffers_are_as_before() -> None:
         module(torch.randn(8, 4))
 
 
-def test_a_model_that_draws_nothing_comes_to_the_same() -> None:
+def test_a_model_without_random_numbers_gives_the_same_results() -> None:
     module = nn.Linear(3, 3)
     saved = SavedState(module, CPU)
     saved.take()
@@ -55,7 +55,7 @@ def test_a_model_that_draws_nothing_comes_to_the_same() -> None:
     assert saved.restore() is False
 
 
-def test_a_draw_after_many_quiet_steps_is_told_and_not_taken_for_undone() -> None:
+def test_a_random_draw_after_many_steps_without_one_is_detected() -> None:
     saved = SavedState(nn.Linear(3, 3), CPU)
     for _ in range(6):
         saved.take()

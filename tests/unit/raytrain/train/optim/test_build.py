@@ -61,7 +61,7 @@ def test_the_other_schedules(kind: str, at_peak: float, half_way: float, at_end:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 23, 24])
-def test_no_length_of_warm_up_leaves_the_range(warmup: int) -> None:
+def test_any_length_of_warm_up_stays_in_range(warmup: int) -> None:
     factors = [schedule(warmup=warmup).factor(step) for step in range(1, 30)]
     assert all(0 < factor <= 1 for factor in factors)
     assert factors[0] == (1.0 if warmup == 0 else 1 / (warmup + 1))
@@ -128,7 +128,7 @@ def test_the_optimizers_have_the_keys_of_their_section_and_skip_on_the_device(na
 
 
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe_gpt"])
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_whatever_is_left(model: dict[str, Any]) -> None:
+def test_muon_gets_the_matrices_of_the_blocks_and_adamw_the_rest(model: dict[str, Any]) -> None:
     experts = {"experts": {"num_experts": 4, "hosts": 0, "bias": True}} if model is MOE else {}
     data = {"train": token_rows(32), "eval_fraction": 0.0}
     session = make_session(model, data, optim={"name": "muon", "momentum": 0.8, "lr": 0.02}, **experts)
@@ -157,7 +157,7 @@ class TableInside(nn.Module):
         self.kernel = nn.Parameter(torch.ones(2, 3, 4))
 
 
-def test_tables_matrices_used_elsewhere_frozen_ones_and_kernels_are_not_muons() -> None:
+def test_muon_excludes_embeddings_shared_and_frozen_matrices_and_kernels() -> None:
     head = nn.Linear(4, 4)
     blocks = nn.ModuleList([TableInside(head.weight), TableInside(head.weight)])
     blocks[1].linear.weight.requires_grad_(False)
@@ -182,7 +182,7 @@ print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modu
 """
 
 
-def test_no_session_imports_torchs_compiler_which_takes_longer_than_torch() -> None:
+def test_no_session_imports_torchs_compiler() -> None:
     where = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", STEPS_WITHOUT]
     said = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, check=True)
@@ -226,7 +226,7 @@ def test_momentum_after_a_skipped_first_step_begins_at_zero(monkeypatch: pytest.
     assert torch.equal(*ends) and ends[0].isfinite().all() and ends[0][2] == pytest.approx(0.9)
 
 
-def test_the_shards_of_fsdp_take_every_optimizer_and_the_plan_says_how() -> None:
+def test_fsdp_supports_every_optimizer_and_the_plan_states_how() -> None:
     data = {"train": token_rows(32), "eval_fraction": 0.0}
     for name, way in (("sgd", "plain"), ("adamw", "fused"), ("muon", "fused")):
         section = {"name": name, "lr": 0.1 if name == "sgd" else 0.01}

@@ -51,7 +51,7 @@ def test_each_matrix_of_a_stack_is_orthogonalised_alone() -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
 
 
-def test_an_update_is_near_an_orthogonal_matrix_whatever_the_gradients_size() -> None:
+def test_an_update_is_nearly_orthogonal_for_any_gradient_scale() -> None:
     draw = torch.Generator().manual_seed(1)
     for scale in (1e-6, 1.0, 1e6):
         made = orthogonal(scale * torch.randn(5, 12, 30, generator=draw, dtype=torch.float64))
@@ -80,7 +80,7 @@ def test_a_step_is_skipped_on_the_device_though_its_gradients_are_not_finite() -
         assert torch.equal(one, two), "a step that is not skipped is another one"
 
 
-def test_many_matrices_go_in_parts_of_bounded_size_and_a_parameter_without_a_gradient_stays(
+def test_many_matrices_are_processed_in_bounded_parts_and_a_parameter_without_a_gradient_is_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, parts = drawn(*[(4, 6)] * 7, dtype=torch.float64), drawn(*[(4, 6)] * 7, dtype=torch.float64)
@@ -99,6 +99,6 @@ def test_many_matrices_go_in_parts_of_bounded_size_and_a_parameter_without_a_gra
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2, 2, 2)])
-def test_a_shape_that_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_shape_that_is_not_a_matrix_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="Muon takes matrices"):
         Muon([nn.Parameter(torch.ones(shape))], lr=0.1)

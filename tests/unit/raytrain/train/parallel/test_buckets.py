@@ -92,7 +92,7 @@ def test_the_order_is_that_of_rank_0_and_a_bucket_waits_for_those_before_it() ->
     assert begun() == [1, 2, 0]
 
 
-def test_no_order_is_learnt_where_rank_0_saw_none() -> None:
+def test_no_order_is_learned_if_rank_0_saw_none() -> None:
     workers = TwoWorkers()
     module, sums, begun = three(workers)
     with sums.inside():
@@ -109,7 +109,7 @@ def test_no_order_is_learnt_where_rank_0_saw_none() -> None:
     assert begun() == [2, 1]
 
 
-def test_passes_outside_a_step_begin_nothing_and_a_failed_step_leaves_nothing() -> None:
+def test_passes_outside_a_step_start_no_reduction_and_a_failed_step_leaves_none_pending() -> None:
     workers = TwoWorkers()
     module, sums, begun = three(workers)
     step(module, sums)
@@ -128,7 +128,7 @@ def test_passes_outside_a_step_begin_nothing_and_a_failed_step_leaves_nothing() 
     assert begun() == [2, 1, 2, 1, 0]
 
 
-def test_a_gradient_in_two_parts_waits_where_it_is_known_and_is_refused_where_it_is_not() -> None:
+def test_a_gradient_in_two_parts_is_delayed_if_known_and_refused_if_not() -> None:
     workers = TwoWorkers()
     module, sums, begun = three(workers)
     with sums.inside():
@@ -147,7 +147,7 @@ def test_a_gradient_in_two_parts_waits_where_it_is_known_and_is_refused_where_it
             module[1](torch.ones(2, 4)).sum().backward()
 
 
-def test_alone_or_in_one_bucket_nothing_overlaps_and_it_can_be_switched_off() -> None:
+def test_one_worker_or_one_bucket_never_overlaps_and_overlap_can_be_disabled() -> None:
     workers = TwoWorkers()
     workers.world_size = 1
     assert not three(workers)[1].overlaps

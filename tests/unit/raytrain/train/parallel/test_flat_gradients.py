@@ -21,7 +21,7 @@ def backward(module: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize(("bucket_bytes", "sizes"), [(1 << 20, [74]), (140, [35, 24, 15]), (4, [30, 5, 20, 4, 12, 3])])
-def test_gradients_are_views_in_registration_order_whatever_the_buckets(bucket_bytes: int, sizes: list[int]) -> None:
+def test_gradients_are_views_in_registration_order_for_any_buckets(bucket_bytes: int, sizes: list[int]) -> None:
     plain, module = module_of(), module_of()
     backward(plain)
     buffers = GradientBuffers(module.parameters(), bucket_bytes=bucket_bytes)
@@ -69,7 +69,7 @@ def test_a_parameter_without_a_gradient_keeps_zeros() -> None:
     buffers.check()
 
 
-def test_a_gradient_that_was_replaced_is_an_error_that_says_which() -> None:
+def test_a_replaced_gradient_is_an_error_that_names_the_parameter() -> None:
     module = module_of()
     buffers = GradientBuffers(module.parameters())
     backward(module)
@@ -78,7 +78,7 @@ def test_a_gradient_that_was_replaced_is_an_error_that_says_which() -> None:
         buffers.check()
 
 
-def test_a_mark_makes_the_sum_not_finite_and_only_where_it_is_asked_for() -> None:
+def test_a_mark_makes_the_sum_non_finite_only_if_requested() -> None:
     module = module_of()
     buffers = GradientBuffers(module.parameters())
     backward(module)

@@ -21,7 +21,7 @@ def walker(interleaver: Interleaver, log: list[str], name: str, waits: int, *, f
     return name
 
 
-def test_they_alternate_strictly_and_the_longer_one_goes_on_alone() -> None:
+def test_passes_alternate_strictly_and_the_longer_one_continues_alone() -> None:
     interleaver = Interleaver()
     log: list[str] = []
     for _ in range(50):
@@ -36,7 +36,7 @@ def test_they_alternate_strictly_and_the_longer_one_goes_on_alone() -> None:
         log.clear()
 
 
-def test_the_turn_belongs_to_a_pass_whatever_thread_it_runs_in() -> None:
+def test_the_turn_belongs_to_a_pass_in_any_thread() -> None:
     """On a GPU a backward pass runs in autograd's threads."""
     interleaver, log = Interleaver(), []
 
@@ -58,7 +58,7 @@ def test_alone_a_pass_keeps_the_turn() -> None:
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_failure_ends_both_is_raised_and_leaves_the_turn_usable(name: str, fails_at: int) -> None:
+def test_a_failure_ends_both_passes_is_raised_and_keeps_the_interleaver_usable(name: str, fails_at: int) -> None:
     interleaver = Interleaver()
     log: list[str] = []
     with pytest.raises(ValueError, match=f"{name} failed"):
@@ -86,7 +86,7 @@ def test_a_failure_after_the_others_end_is_raised_too() -> None:
     interleaver.yield_turn()  # as if nothing had been
 
 
-def test_a_backward_pass_beside_a_forward_pass_is_the_backward_pass() -> None:
+def test_a_backward_pass_interleaved_with_a_forward_pass_gives_the_same_gradients() -> None:
     """What a pass computes does not depend on the thread: gradients are equal to the last bit."""
     torch.manual_seed(0)
     weight, interleaver = torch.randn(64, 64, requires_grad=True), Interleaver()

@@ -67,7 +67,7 @@ def test_named_layers_compute_in_fp32_and_the_rest_as_before(half: torch.dtype) 
     assert net.formats() == [half] * 5 and "forward" not in vars(net.last), "nothing of it is left"
 
 
-def test_a_list_of_modules_means_each_of_them_and_without_autocast_nothing_changes() -> None:
+def test_a_module_list_means_each_entry_and_without_autocast_nothing_changes() -> None:
     net, plain = Net(), Net()
     LayerPrecision(net, CPU).keep(["blocks"])
     run(net)
@@ -93,7 +93,7 @@ def test_one_layer_alone_in_half_precision() -> None:
     assert torch.equal(run(net, half=None), exact)
 
 
-def test_blocks_that_are_computed_again_stay_in_fp32_both_times() -> None:
+def test_recomputed_blocks_stay_in_fp32_both_times() -> None:
     def loss(module: nn.Module, batch: dict[str, Any]) -> LossOutput:
         return LossOutput(module(batch["x"]).float().square().mean())
 

@@ -25,7 +25,7 @@ def matmul_restored() -> Iterator[None]:
 
 @pytest.mark.covers("PREC-01", "CLI-01")
 @pytest.mark.parametrize("precision", COMPUTES)
-def test_a_linear_layer_computes_in_the_precision_that_was_asked_for(precision: str) -> None:
+def test_a_linear_layer_computes_in_the_requested_precision(precision: str) -> None:
     session = make_session(
         MLP,
         {"train": class_rows(32), "eval": class_rows(8)},
@@ -70,7 +70,7 @@ def test_the_matmul_setting_is_read_back_and_recorded(precision: str, matmul: st
 
 
 @pytest.mark.usefixtures("matmul_restored")
-def test_falling_back_in_a_run_changes_how_it_computes_and_not_what_it_holds() -> None:
+def test_a_fallback_in_a_run_changes_the_computation_but_not_the_state() -> None:
     session = make_session(MLP, {"train": class_rows(32), "eval_fraction": 0.0}, precision="fp16")
     weights = [p.data_ptr() for p in session.trainable.module.parameters()]
     assert session.step.scale.enabled and "scaler" in session.parts()
@@ -102,7 +102,7 @@ def test_the_scale_halves_after_a_bad_step_and_doubles_after_a_long_run_of_good_
     assert values == [8, 8, 4, 4, 4, 8, 8, 8, 16, 8]
 
 
-def test_scaling_and_unscaling_round_nothing() -> None:
+def test_scaling_and_unscaling_are_exact() -> None:
     scale = LossScale(CPU, enabled=True)
     gradients = [torch.randn(1000, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
     scaled = [flat * scale.value for flat in gradients]
@@ -112,7 +112,7 @@ def test_scaling_and_unscaling_round_nothing() -> None:
     assert float(scale.scale(loss)) == float(loss) * 2**16
 
 
-def test_a_scale_is_saved_and_taken_up_again_where_there_is_one() -> None:
+def test_a_loss_scale_is_saved_and_restored() -> None:
     first = LossScale(CPU, enabled=True, growth_interval=3)
     for bad in (True, False, False):
         first.update(skip(bad))

@@ -58,7 +58,7 @@ def test_scalars_are_refused_by_name() -> None:
     assert "temperature" in refused(module, "0")
 
 
-def test_a_worker_that_is_gone_is_no_fault_of_the_pass() -> None:
+def test_a_lost_worker_is_not_a_failure_of_the_pass() -> None:
     """Else recovery would take it for an operation that failed: after a few the run would stop, or leave bf16."""
     reduction = session().step.reduction
 
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_step_skipped() -> None:
     assert all(torch.equal(before[name], own.to_local()) for name, own in made.trainable.module.state_dict().items())
 
 
-def test_another_model_s_checkpoint_is_refused_with_what_differs() -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences() -> None:
     made = session()
     state = {name: value.full_tensor() for name, value in made.trainable.module.state_dict().items()}
     made.strategy.load(state)
@@ -125,7 +125,7 @@ def test_another_model_s_checkpoint_is_refused_with_what_differs() -> None:
         made.strategy.load(state)
 
 
-def test_an_object_given_in_python_is_sharded_as_a_copy_and_exported_whole(tmp_path: Path) -> None:
+def test_a_module_given_in_python_is_sharded_as_a_copy_and_exported_in_full(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
 
     class Net(nn.Module):
