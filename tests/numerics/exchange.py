@@ -301,7 +301,7 @@ def record(session: Session, reporter: Rows) -> dict[str, Any]:
     if getattr(client, "rebalancer", None) is not None:
         made["in force"], made["refused"] = client.rebalancer.in_force, client.rebalancer.refused
         made["busy"], made["sent"] = client.rebalancer.busy, client.rebalancer.sent
-    made["windows"] = reporter.windows
+    made["intervals"] = reporter.intervals
     routers = {name: value for name, value in session.trainable.module.named_parameters() if "router" in name}
     made["routers"] = {name: value.detach().clone().numpy() for name, value in routers.items()}
     made["counts"] = [part.tolist() for part in _book(session).last]

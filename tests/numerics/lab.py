@@ -123,7 +123,7 @@ class Rows:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
-        self.windows: list[dict[str, Any]] = []
+        self.intervals: list[dict[str, Any]] = []
         self.traces: dict[int, bytes] = {}
 
     def metrics(self, row: dict[str, Any]) -> None:
@@ -132,8 +132,8 @@ class Rows:
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})
 
-    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
-        self.windows.append(row)
+    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+        self.intervals.append(row)
         self.traces |= traces
 
     def of(self, kind: str, name: str) -> list[Any]:

@@ -39,7 +39,7 @@ class Recount:
             for expert in token if counts else ():
                 self.steps[-1][layer][expert] += 1
 
-    def window(self, first: int, last: int) -> list[list[int]]:
+    def rows_of(self, first: int, last: int) -> list[list[int]]:
         """Summed over the steps from `first` to `last`, both from 1."""
         return np.array(self.steps[first - 1 : last]).sum(0).tolist()
 
@@ -59,11 +59,11 @@ def recounted(rank: int, world_size: int, scene: Scene) -> Any:
     session = session_of(scene, rank)
     recount = Recount(session)
     reporter, _ = train(session)
-    windows = [(row["step"] - row["steps"] + 1, row["step"]) for row in reporter.windows]
+    intervals = [(row["step"] - row["steps"] + 1, row["step"]) for row in reporter.intervals]
     session.full_module()
     return {
-        "windows": reporter.windows,
+        "intervals": reporter.intervals,
         "metrics": reporter.rows,
-        "own": [recount.window(*window) for window in windows],
-        "idle": [recount.idle(last) for _, last in windows],
+        "own": [recount.rows_of(*interval) for interval in intervals],
+        "idle": [recount.idle(last) for _, last in intervals],
     }

@@ -64,6 +64,6 @@ def test_dropped_tokens_are_counted_and_only_a_capacity_drops_any(capacity: floa
     rows, _ = train(session)
     logged = rows.of("train", "dropped_fraction")
     each = torch.tensor(counted).view(8, -1, 2).sum(1)  # every step has as many forwards as any other
-    assert [sum(window["dropped"]) for window in rows.windows] == each[:, 1].tolist()
+    assert [sum(interval["dropped"]) for interval in rows.intervals] == each[:, 1].tolist()
     assert logged == pytest.approx((each[:, 1] / each[:, 0].double()).tolist(), abs=1e-15)
     assert all(logged) if capacity else not any(logged)

@@ -79,7 +79,7 @@ class RowsOf:
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})
 
-    def window(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
+    def interval(self, row: dict[str, Any], traces: dict[int, bytes]) -> None:
         """Of no interest here."""
 
 

@@ -80,7 +80,7 @@ def test_compiled_routers_count_once_with_activation_checkpointing_and_break_the
         rows, _ = train(session)
         routers = [part for part in session.trainable.module.modules() if isinstance(part, TopKRouter)]
         dropped = rows.of("train", "dropped_fraction")
-        counted = [window["layers"] for window in rows.windows]
+        counted = [interval["layers"] for interval in rows.intervals]
         found[compiled] = (rows.losses, dropped, [router.bias_E.tolist() for router in routers], counted)
     assert found["default"][0] == pytest.approx(found["off"][0], rel=1e-12)
     assert found["default"][1:] == found["off"][1:] and max(found["off"][1]) > 0 and len(found["off"][3]) == 3
