@@ -54,7 +54,7 @@ def test_it_is_written_once_and_read_in_the_same_order_ever_after(
     assert sorted(order_of(source)) != order_of(source) and len(set(order_of(source))) == 270
 
 
-def test_what_the_process_says_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_the_process_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ray_words.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.job.facts import has_experts
 from jobs.job.spec import JobSpec
 from jobs.tuning.batch.device_kinds import Kind
-from jobs.tuning.batch.known import Known
+from jobs.tuning.batch.known import KnownMeasurements
 from raytrain.autotune.search.batch_size import next_proposals
 from raytrain.autotune.search.head_to_head import HeadToHead
 from raytrain.autotune.search.measurement import Measurement
@@ -49,7 +49,7 @@ class Cache:
         self.key, self._gate = _hash_of(signature), _hash_of(gate or {})
         self.file = f"{self.key}.jsonl"
         self.rows = [] if fresh else valid_rows(self._store.read_rows(self.file), budget, gate=self._gate)
-        self.known = Known(self.rows)
+        self.known = KnownMeasurements(self.rows)
 
     @property
     def path(self) -> str:
@@ -60,10 +60,10 @@ class Cache:
         """Add the rows of a sweep that are not in the cache yet."""
         self.known = self.known_with(rows)
 
-    def known_with(self, rows: Sequence[Mapping[str, Any]]) -> Known:
+    def known_with(self, rows: Sequence[Mapping[str, Any]]) -> KnownMeasurements:
         """The rows of earlier searches and these rows of a sweep, without duplicates."""
         times = [row.get("time") for row in self.rows]
-        return Known([*self.rows, *(row for row in rows if row.get("time") not in times)])
+        return KnownMeasurements([*self.rows, *(row for row in rows if row.get("time") not in times)])
 
     def is_complete(self, space: BatchSpace) -> bool:
         """Whether a search over this space has nothing left to measure."""

@@ -33,7 +33,7 @@ class TrialKey(NamedTuple):
     in_turn: bool
 
 
-class Known:
+class KnownMeasurements:
     """All measurements so far, from rows of trials.jsonl."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -63,7 +63,7 @@ class Known:
         self.signature = row.get("signature") or self.signature
 
 
-def with_noise_scale(space: BatchSpace, known: Known, *, goodput: bool) -> BatchSpace:
+def with_noise_scale(space: BatchSpace, known: KnownMeasurements, *, goodput: bool) -> BatchSpace:
     """The space with the measured noise scale if goodput decides; without it if the scale is unknown or infinite."""
     rows = known.noise.rows if goodput and known.noise is not None and math.isfinite(known.noise.rows) else None
     return replace(space, noise_rows=rows)
@@ -76,7 +76,7 @@ def trial_key(row: Mapping[str, Any]) -> TrialKey:
     return TrialKey(row["precision"], row["micro_batch_size"], *kinds)
 
 
-def still_needed(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: Known) -> list[int]:
+def still_needed(died: Sequence[Mapping[str, Any]], space: BatchSpace, known: KnownMeasurements) -> list[int]:
     """Numbers of the trials that died and that a search with these measurements still needs."""
     everything = replace(space, devices=len(space.precisions) * len(space.sizes))
     found = next_proposals(everything, known.measurements, (), known.gates, known.contests)

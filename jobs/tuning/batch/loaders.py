@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster.devices.inventory import Inventory
 from jobs.job.spec import JobSpec
-from jobs.tuning.batch.known import Known, with_noise_scale
+from jobs.tuning.batch.known import KnownMeasurements, with_noise_scale
 from raytrain.autotune.search.batch_size import decide
 from raytrain.autotune.search.loaders import LoaderRates, choose_count
 from raytrain.autotune.search.measurement import Candidate
@@ -36,7 +36,7 @@ class LoaderSearch:
     reason: str = ""
     kept: dict[str, str] = field(default_factory=dict)
 
-    def ask(self, space: BatchSpace, known: Known, goodput: bool) -> Candidate | None:
+    def ask(self, space: BatchSpace, known: KnownMeasurements, goodput: bool) -> Candidate | None:
         """The chosen candidate if loader processes still have to be measured with it, else None."""
         if self.most is None:
             return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from jobs.tuning.batch.device_kinds import of_kind
-from jobs.tuning.batch.known import Known, still_needed, with_noise_scale
+from jobs.tuning.batch.known import KnownMeasurements, still_needed, with_noise_scale
 from jobs.tuning.batch.loaders import KEY, chosen_loaders
 from jobs.tuning.best import best_mapping, best_text
 from jobs.tuning.space.points import whole_mapping
@@ -199,7 +199,7 @@ def decision_table(decision: BatchDecision, *, kind: str) -> Table:
     return table
 
 
-def unsteady_warning(known: Known) -> str:
+def unsteady_warning(known: KnownMeasurements) -> str:
     """A warning that some times are unreliable, or ""."""
     unsteady = sum(not one.is_steady for one in known.measurements)
     if not unsteady:
@@ -209,7 +209,7 @@ def unsteady_warning(known: Known) -> str:
 
 
 def advice_lines(
-    decision: BatchDecision, chosen: Candidate, known: Known, search: BatchSearch, asked: Any
+    decision: BatchDecision, chosen: Candidate, known: KnownMeasurements, search: BatchSearch, asked: Any
 ) -> list[str]:
     """Further conclusions: peak memory at half and twice the size, and the benefit of another global batch."""
     lines = [warning] if (warning := unsteady_warning(known)) else []
@@ -231,7 +231,7 @@ def advice_lines(
     return lines
 
 
-def larger_batch(decision: BatchDecision, known: Known, search: BatchSearch) -> float | None:
+def larger_batch(decision: BatchDecision, known: KnownMeasurements, search: BatchSearch) -> float | None:
     """Predicted gain in rows/s of a step that is one micro-batch of `LARGER` times a worker's rows; None if it cannot
     be predicted."""
     chosen, rows = decision.candidate, search.space.rows_per_step

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jobs.tuning.batch.device_kinds import of_kind
-from jobs.tuning.batch.known import IN_TURN, LOADERS, Known, TrialKey, trial_key, with_noise_scale
+from jobs.tuning.batch.known import IN_TURN, LOADERS, KnownMeasurements, TrialKey, trial_key, with_noise_scale
 from jobs.tuning.batch.loaders import NONE, LoaderSearch
 from jobs.tuning.searcher import DONE, has_died, keep_traceback, ran_out, why
 from jobs.tuning.table import SweepTable, batch_cells, batch_text
@@ -91,7 +91,7 @@ class BatchTrials:
     """
 
     def __init__(
-        self, space: BatchSpace, *, known: Known, sweep: SweepFolder, table: SweepTable, numbers: Numbers,
+        self, space: BatchSpace, *, known: KnownMeasurements, sweep: SweepFolder, table: SweepTable, numbers: Numbers,
         kind: str = "", noise_at: Candidate | None = None, goodput: bool = False, most: int | None = None,
         loaders: LoaderSearch = NONE,
     ) -> None:  # fmt: skip

@@ -83,15 +83,13 @@ def test_a_builder_that_hands_its_experts_over_passes(tmp_path: Path, monkeypatc
     check("joins", "colocated", tmp_path, monkeypatch)
 
 
-def test_a_builder_that_is_not_told_the_number_of_experts_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_without_a_number_of_experts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"experts\.num_experts: got 4 with own_experts:dense, which does not"):
         check("dense", "auto", tmp_path, monkeypatch)
     check("dense", "auto", tmp_path, monkeypatch, number=None)
 
 
-def test_plan_says_what_it_does_not_know_of_a_builder_and_sees_it_with_build(
+def test_plan_lists_what_it_does_not_know_of_a_builder_and_finds_it_with_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = job("ignores", 2, tmp_path, monkeypatch)

@@ -82,7 +82,7 @@ def test_accuracy_is_computed_in_evaluation_where_logits_and_labels_match() -> N
     assert scalar.loss(scalar.module, data).metrics == {}
 
 
-def test_an_accuracy_per_token_is_not_guessed_but_a_named_one_is_taken() -> None:
+def test_an_accuracy_per_token_is_not_guessed_but_a_named_one_is_used() -> None:
     logits, labels = torch.zeros(2, 5, 3), torch.zeros(2, 5, dtype=torch.int64)
     result = {"loss": torch.ones(()), "logits": logits}
     assert loss_output(result, labels=labels, training=False).metrics == {}
@@ -90,14 +90,14 @@ def test_an_accuracy_per_token_is_not_guessed_but_a_named_one_is_taken() -> None
     assert named.metrics["accuracy"].item() == 0.25
 
 
-def test_accuracy_leaves_ignored_labels_out() -> None:
+def test_accuracy_excludes_ignored_labels() -> None:
     logits = torch.eye(3).repeat(2, 1)
     labels = torch.tensor([0, 1, 0, -100, -100, 2])
     assert accuracy(logits, labels).item() == 0.75
     assert accuracy(logits, torch.full((6,), -100)).item() == 0.0
 
 
-def test_the_global_count_goes_to_a_forward_that_names_it() -> None:
+def test_the_global_count_is_passed_to_a_forward_with_that_parameter() -> None:
     torch.manual_seed(0)
     made = Trainable.from_module(Counting())
     assert made.takes_global_count
@@ -127,7 +127,7 @@ def test_an_own_loss_may_return_a_scalar_a_pair_or_a_loss_output() -> None:
     assert found[2].aux is not None
 
 
-def test_an_own_loss_may_take_the_global_count() -> None:
+def test_a_custom_loss_may_use_the_global_count() -> None:
     def summed(module: nn.Module, batch: dict[str, Tensor], num_items_in_batch: int) -> Tensor:
         return module(batch["x"]).sum() / num_items_in_batch
 
@@ -169,7 +169,7 @@ def test_batch_keys_that_do_not_fit_forward_are_named() -> None:
     assert open_ended.loss(open_ended.module, batch() | {"note": torch.zeros(6)}).loss.isfinite()
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_an_object_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(InputError, match=r"model\.builder: got a dict, expected a torch\.nn\.Module"):
         Trainable.from_module({})  # type: ignore[arg-type]
 

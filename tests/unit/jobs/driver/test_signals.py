@@ -54,7 +54,7 @@ def test_before_training_a_signal_ends_the_command_at_once(signals: StopSignals,
     assert not issubclass(Interrupted, Exception), "a library that catches everything must not swallow it"
 
 
-def test_while_training_the_first_asks_and_the_second_is_counted(signals: StopSignals) -> None:
+def test_during_training_the_first_signal_requests_a_stop_and_the_second_is_counted(signals: StopSignals) -> None:
     signals.training = True
     signal.raise_signal(signal.SIGTERM)
     assert becomes(lambda: signals.times == 1) and signals.asked.is_set()
@@ -81,7 +81,7 @@ def test_one_stop_that_arrives_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> 
         made.restore()
 
 
-def test_a_signal_that_nobody_heard_is_heard_at_the_next_install(signals: StopSignals) -> None:
+def test_an_unhandled_signal_is_handled_at_the_next_install(signals: StopSignals) -> None:
     """`ray.init` takes SIGTERM over while it runs; what arrives then must not be lost."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.raise_signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_handlers_are_given_back_also_after_a_second_install() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == mine
 
 
-def test_outside_the_main_thread_signals_are_left_alone() -> None:
+def test_outside_the_main_thread_signals_are_not_touched() -> None:
     mine = signal.getsignal(signal.SIGTERM)
     made = StopSignals()
     thread = threading.Thread(target=made.install)
@@ -113,7 +113,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def test_what_fails_beside_a_fork_once_a_signal_came_is_not_printed_and_everything_else_is() -> None:
+def test_errors_during_a_fork_after_a_signal_are_not_printed_and_all_others_are() -> None:
     signals, printed = StopSignals(), []
     signals._unraisable = printed.append
     failed = SimpleNamespace(exc_type=IndexError)

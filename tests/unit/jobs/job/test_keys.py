@@ -9,7 +9,7 @@ from jobs.job.spec import JobSpec
 from raytrain.config.decode import encode
 
 
-def test_every_key_of_a_section_stands_there_once_with_its_default() -> None:
+def test_every_key_of_a_section_is_listed_once_with_its_default() -> None:
     entries = dict(key_entries(["loop", "seed"]))
     names = [entry.partition(" = ")[0] for entry in entries]
     assert names[0] == "seed" and len(set(names)) == len(names)

@@ -137,7 +137,7 @@ def test_every_value_has_a_source(tmp_path: Path) -> None:
     assert set(loaded.sources.values()) == {"default", "file", "command line"}
 
 
-def test_another_source_or_model_replaces_the_recipe_s_section_whole() -> None:
+def test_another_source_or_model_replaces_the_recipes_whole_section() -> None:
     spec = load_spec(None, ["data.source=jsonl", "data.path=rows.jsonl", "optim.lr=0.5"]).spec
     assert spec.data.source == "jsonl" and spec.data.keys == {"path": "rows.jsonl"}
     assert spec.model.builder == "experts.models:moe_gpt" and spec.optim.lr == 0.5
@@ -201,7 +201,7 @@ def test_objects_from_python_stay_themselves_and_are_written_as_placeholders() -
     assert changed_keys(written, loaded.mapping) == []
 
 
-def test_the_record_of_objects_is_no_job_file(tmp_path: Path) -> None:
+def test_the_record_of_objects_is_not_a_job_file(tmp_path: Path) -> None:
     text = load_spec(mapping={"model": {"module": Dataset()}, "data": {"source": "text"}}).text
     error = mistake(write(tmp_path, text))
     assert error.key == "model.module"
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         assert words in str(error)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL, encoding="utf-8-sig")
     assert load_spec(path).spec.model.builder == "my_pkg.my_mod:build"
@@ -268,7 +268,7 @@ def test_equal_in_python_is_not_the_same_in_a_job() -> None:
         ("precision.dtype", False),
     ],
 )  # fmt: skip
-def test_what_a_resume_may_change(key: str, may: bool) -> None:
+def test_keys_that_a_resume_may_change(key: str, may: bool) -> None:
     assert may_change_on_resume(key) is may
 
 
@@ -282,7 +282,7 @@ def test_what_a_resume_may_change(key: str, may: bool) -> None:
         ("loop.global_batch_size=auto", "`raytrain tune` searches for a batch size"),
     ],
 )
-def test_what_a_later_version_brings_is_read_and_then_refused_by_name(override: str, remedy: str) -> None:
+def test_keys_of_a_later_version_are_read_and_refused_by_name(override: str, remedy: str) -> None:
     spec = load_spec(overrides=[override]).spec
     with pytest.raises(InputError) as caught:
         refuse_later(spec, "train")
@@ -291,7 +291,7 @@ def test_what_a_later_version_brings_is_read_and_then_refused_by_name(override: 
     assert caught.value.remedy == remedy
 
 
-def test_what_this_version_does_is_not_refused() -> None:
+def test_features_of_this_version_are_not_refused() -> None:
     overrides = ["scale.strategy=data_parallel", "scale.workers=2", "experts.hosts=0", "experts.inflight=2",
                  "optim.name=sgd", "data.storage=pinned", "precision.dtype=fp64", "scale.shares=auto"]  # fmt: skip
     for verb in ("train", "plan", "bench"):

@@ -22,12 +22,12 @@ def services() -> Any:
     return importlib.import_module("ray._private.services")
 
 
-def test_a_name_that_is_not_there_is_none() -> None:
+def test_an_unknown_name_gives_none() -> None:
     assert ray_private.find("ray.nowhere", "name") is None and ray_private.find("ray", "nothing") is None
     assert ray_private.find("ray", "init") is ray.init
 
 
-def test_the_environment_is_read_again_or_left_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_record_is_refreshed_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
     monkeypatch.setattr("ray._raylet.Config", SimpleNamespace(initialize=given.append))
     ray_private.reread_environment()
@@ -41,7 +41,7 @@ def test_the_environment_is_read_again_or_left_as_it_was_read(monkeypatch: pytes
     assert given == [""]
 
 
-def test_daemons_start_in_process_groups_of_their_own_or_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemons_start_in_separate_process_groups_or_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     original = services().ConsolePopen
     with ray_private.own_process_groups():
         assert services().ConsolePopen.func is original and services().ConsolePopen.keywords == {"process_group": 0}
@@ -94,7 +94,7 @@ def test_daemons_that_a_private_cluster_does_not_need_are_not_started(
         pass
 
 
-def test_a_fixed_number_of_workers_needs_no_autoscaler_or_rays_own_policy_asks_one(
+def test_a_fixed_number_of_workers_needs_no_autoscaler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = ray_private.fixed_scaling_policy(ScalingConfig(num_workers=2))
@@ -116,7 +116,7 @@ def trainer() -> Any:
     return ray_private.local_trainer()(lambda: None, scaling_config=ScalingConfig(num_workers=2))
 
 
-def test_the_local_trainer_leaves_out_two_callbacks_and_brings_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_trainer_omits_two_callbacks_and_sets_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     parent = importlib.import_module(TRAINERS).DataParallelTrainer
     monkeypatch.setattr(parent, "_initialize_and_run_controller", lambda self, **given: seen.append(given))
@@ -153,7 +153,7 @@ class Group:
         self.ended += 1
 
 
-def test_workers_without_a_process_group_are_ended_or_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_a_process_group_are_ended_by_us_or_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
     group = Group()

@@ -34,7 +34,7 @@ def on_disk(run: RunFolder) -> Path:
 
 
 @pytest.mark.covers("VIS-01")
-def test_every_run_gets_a_folder_of_its_own_stamped_and_touching_none(save_dir):
+def test_every_run_gets_its_own_timestamped_folder(save_dir):
     runs = [RunFolder.create(save_dir, "bert-1.5_x") for _ in range(3)]
     names = [run.path.rpartition("/")[2] for run in runs]
     assert len(set(names)) == 3
@@ -112,7 +112,7 @@ def test_a_save_dir_that_cannot_be_written_is_wrong_input(place, tmp_path):
     assert os.listdir(tmp_path / "taken") == ["latest"]
 
 
-def test_opening_nothing_is_wrong_input(tmp_path, save_dir):
+def test_opening_an_empty_path_is_an_input_error(tmp_path, save_dir):
     with pytest.raises(InputError, match="which does not exist"):
         RunFolder.open(f"{save_dir}/none")
 
@@ -232,7 +232,7 @@ def test_on_another_host_the_heartbeat_decides(save_dir, monkeypatch):
     assert run.alive() is None
 
 
-def test_resume_auto_takes_the_newest_unfinished_run_of_this_job(save_dir, monkeypatch):
+def test_resume_auto_resumes_the_newest_unfinished_run_of_this_job(save_dir, monkeypatch):
     def unfinished(job=JOB, name="a"):
         run = RunFolder.create(save_dir, name, job=job)
         run.next_attempt({"host": this_process()["host"], "pid": 1, "start": -1})
@@ -251,7 +251,7 @@ def test_resume_auto_takes_the_newest_unfinished_run_of_this_job(save_dir, monke
     assert find_unfinished(save_dir, "a", JOB) is None
 
 
-def test_a_job_with_python_objects_is_never_taken_for_another(tmp_path):
+def test_a_job_with_python_objects_never_equals_another_job(tmp_path):
     run = RunFolder.create(str(tmp_path), "a", job={"model": {"module": object()}})
     run.next_attempt({"host": this_process()["host"], "pid": 1, "start": -1})
     assert find_unfinished(str(tmp_path), "a", {"model": {"module": object()}}) is None

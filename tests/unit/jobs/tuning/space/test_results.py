@@ -15,7 +15,7 @@ from rich.console import Console
 from jobs.job.spec import load_spec
 from jobs.tune import found_job, run_tune
 from jobs.tuning.batch.cache import Cache, valid_rows
-from jobs.tuning.batch.known import Known
+from jobs.tuning.batch.known import KnownMeasurements
 from jobs.tuning.best import best_mapping, best_text
 from raytrain.autotune.search.batch_size import decide
 from raytrain.autotune.search.measurement import Candidate, Measurement
@@ -88,9 +88,9 @@ def test_the_cache_returns_only_measurements_of_the_same_signature(tmp_path: Pat
 def test_another_budget_turns_what_is_too_large_now_into_out_of_memory_and_forgets_what_was_too_large_then() -> None:
     rows = [row(1, peak=100), row(8, peak=500), row(64, outcome="out_of_memory")]
     assert valid_rows(rows, 1000) == rows
-    smaller = Known(valid_rows(rows, 400)).measurements
+    smaller = KnownMeasurements(valid_rows(rows, 400)).measurements
     assert [one.outcome for one in smaller] == ["ok", "out_of_memory", "out_of_memory"]
-    assert [one.candidate.micro_batch_size for one in Known(valid_rows(rows, 5000)).measurements] == [1, 8]
+    assert [one.candidate.micro_batch_size for one in KnownMeasurements(valid_rows(rows, 5000)).measurements] == [1, 8]
 
 
 def test_the_best_run_is_one_that_finished() -> None:
@@ -161,7 +161,7 @@ def test_the_advice_gives_the_peak_at_half_once_and_twice_the_micro_batch_and_th
         return Measurement(Candidate("fp32", size), "ok", (size * 0.01,) * 3, (0.01,) * 3, (100 + 10 * size) << 20, 1)
 
     space = BatchSpace(("fp32",), (1, 2, 4, 8, 16), 16, 300 << 20, gate_steps=0)
-    known = Known()
+    known = KnownMeasurements()
     known.measurements += [peak(2), peak(8)]
     search: Any = SimpleNamespace(space=space, workers=1)
     lines = advice_lines(decide(space, known.measurements), Candidate("fp32", 8), known, search, 16)

@@ -15,7 +15,7 @@ from cluster.devices.inventory import Device, Inventory, Node
 from jobs.driver.plan import plan_job
 from jobs.job.spec import load_spec
 from jobs.tuning.batch.device_kinds import Kind, find_kinds, of_kind
-from jobs.tuning.batch.known import Known, still_needed
+from jobs.tuning.batch.known import KnownMeasurements, still_needed
 from jobs.tuning.batch.loaders import LoaderSearch, chosen_loaders, find_loaders
 from jobs.tuning.batch.results import answer_of
 from jobs.tuning.batch.trials import BatchTrials, KindTrials, Numbers
@@ -46,7 +46,7 @@ def measured(config: dict[str, Any]) -> dict[str, Any]:
 def batch_trials(sweep: SweepFolder, *, kind: str = "", space: BatchSpace = SPACE, **how: Any) -> BatchTrials:
     """The trials of a sweep that begins or goes on."""
     table = SweepTable(Console(quiet=True), BATCH_COLUMNS, title="")
-    known = Known(of_kind(sweep.standing(), kind))
+    known = KnownMeasurements(of_kind(sweep.standing(), kind))
     numbers = how.pop("numbers", None) or Numbers(sweep)
     return BatchTrials(space, known=known, sweep=sweep, table=table, numbers=numbers, kind=kind, **how)
 
@@ -93,10 +93,10 @@ def died(number: int, size: int, *, what: str = "time") -> dict[str, Any]:
 def test_only_dead_trials_that_a_search_still_needs_are_reported_again(tmp_path: Path) -> None:
     sweep = SweepFolder(str(tmp_path))
     run(batch_trials(sweep), deadly=4)
-    dead, standing = sweep.again(), Known(sweep.standing())
+    dead, standing = sweep.again(), KnownMeasurements(sweep.standing())
     assert still_needed(dead, SPACE, standing) == [row["trial"] for row in dead]
     run(batch_trials(sweep))
-    standing = Known(sweep.standing())
+    standing = KnownMeasurements(sweep.standing())
     assert still_needed(dead, SPACE, standing) == [], "it was measured meanwhile, if not by this sweep"
     assert still_needed([died(7, 2), died(8, 4, what="in turn")], SPACE, standing) == []
     assert still_needed([died(9, 1, what="noise")], SPACE, standing) == [9]
@@ -243,7 +243,7 @@ def test_a_kind_weighs_as_much_as_it_has_workers_of_the_run() -> None:
     search: Any = SimpleNamespace(
         kinds=kinds, space=SPACE, space_of=lambda kind: replace(SPACE, budget_bytes=kind.budget_bytes), goodput=False
     )
-    caches: Any = {one.name: SimpleNamespace(known=Known(done())) for one in kinds}
+    caches: Any = {one.name: SimpleNamespace(known=KnownMeasurements(done())) for one in kinds}
     answer = answer_of(search, caches)
     each = answer.decisions["T4"].rows_per_s
     assert answer.rows_per_s == pytest.approx(5 * each) and "all 5 workers" in answer.precision.reason
