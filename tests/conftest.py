@@ -102,7 +102,7 @@ def fixed_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., Started]]:
-    """`start_python(*args, cwd=, env=)` starts `python ...`; processes that are still running at the end are killed."""
+    """`start_python(*args, cwd=, env=)` starts `python ...`; the rest is killed at the end."""
     with python_processes() as start:
         yield start
 

@@ -65,7 +65,7 @@ def marks_in(path: Path, *, name: str) -> list[Mark]:
     """Every `covers` mark of one test file, read without importing it.
 
     Raises:
-        ValueError: a mark stands where it belongs to no test, such as in `pytestmark`.
+        ValueError: a mark does not belong to a test, such as in `pytestmark`.
     """
     tree = ast.parse(path.read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -73,7 +73,7 @@ def marks_in(path: Path, *, name: str) -> list[Mark]:
     marks = [mark for test in tests for mark in _marks_of(test, name=name)]
     seen = sorted(node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _is_covers(node))
     if seen != sorted(mark.line for mark in marks):
-        raise ValueError(f"{name}: a covers mark stands outside a test's decorators (lines {seen})")
+        raise ValueError(f"{name}: a covers mark outside of a test's decorators (lines {seen})")
     return marks
 
 

@@ -1,6 +1,6 @@
 """The structure of the product: which folder imports which, how large things are, and what they are called.
 
-Everything is read from the code with `ast`; one test imports modules, in a process of its own. The rules are data at
+Everything is read from the code with `ast`; one test imports modules, in a separate process. The rules are data at
 the top of this file: the layer order, the limits, and the exceptions with their reasons.
 """
 
@@ -362,7 +362,7 @@ def test_modules_and_functions_stay_short() -> None:
 
 
 def entries_of(folder: Path) -> list[str]:
-    """What somebody sees who lists a folder of code, without `__init__.py` and Markdown."""
+    """The visible entries of a folder of code, without `__init__.py` and Markdown."""
     seen = (path for path in folder.iterdir() if path.name not in ("__init__.py", "__pycache__"))
     return sorted(path.name for path in seen if path.suffix != ".md" and (path.is_file() or any(path.iterdir())))
 
@@ -429,7 +429,7 @@ def test_nothing_is_left_half_done_or_swallowed() -> None:
 
 
 def _unsafe(module: Module, node: ast.AST) -> str | None:
-    """Why a node is unsafe to run on a file that somebody else wrote, or None."""
+    """Why a node is unsafe to run on a file from an untrusted source, or None."""
     if isinstance(node, ast.Call):
         called = ast.unparse(node.func)
         keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

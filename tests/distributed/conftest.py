@@ -95,7 +95,7 @@ class Run:
 class Place:
     """A folder with the guest's code to run commands in, and a private temp dir for their Ray.
 
-    Every process that a command leaves anywhere inherits `TMPDIR`, by which it is found.
+    All processes of a command inherit `TMPDIR`, which identifies them.
     """
 
     folder: Path
@@ -125,7 +125,7 @@ class Place:
         return Run(Path(path))
 
     def wait_for(self, what: Callable[[], Any], *, limit: float, command: Any = None) -> Any:
-        """What `what()` returns as soon as it is true; fails if the command ends before, or at the limit."""
+        """Returns the first true result of `what()`; fails if the command ends earlier, or at the limit."""
         ends = time.monotonic() + limit
         while time.monotonic() < ends:
             found = what()
@@ -150,7 +150,7 @@ class Place:
         return taken
 
     def processes(self) -> list[int]:
-        """Live processes of the commands that were started here."""
+        """Running processes of the commands that were started here."""
         mark = f"TMPDIR={self.temp}\0".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -209,7 +209,7 @@ def _listening_sockets() -> dict[str, str]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    """A folder for commands; processes that they leave behind are killed after the test."""
+    """A folder for commands; their remaining processes are killed after the test."""
     with placed(tmp_path) as place:
         yield place
 
@@ -238,7 +238,7 @@ def placed(folder: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def fit(shared_driver: Any, place: Place) -> Callable[..., Run]:
-    """`fit(job, resume=None, timeout=120)` trains in `place` and returns the run, however it ended.
+    """`fit(job, resume=None, timeout=120)` trains in `place` and returns the run, also if it failed.
 
     All tests of the session share the driver process and its local cluster: seven seconds a run instead of eighteen.
     """

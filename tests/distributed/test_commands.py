@@ -1,4 +1,4 @@
-"""Whole commands as people give them: mistakes, the Python door, two at once, and what a run leaves behind."""
+"""Commands from start to end: mistakes, the Python API, concurrent commands, and the files of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from guest_code import net, rows
 model = net(dropout=0.0)
 load_model(model, sys.argv[1])
 model.eval()
-with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as it was evaluated
+with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as in the evaluation
     loss = model(**rows()["eval"])["loss"]
 print(json.dumps({"loss": loss.item(), "ours": [name for name in sys.modules if name.split(".")[0] == "raytrain"]}))
 """
@@ -52,7 +52,7 @@ print(json.dumps({"loss": loss.item(), "ours": [name for name in sys.modules if 
 
 @dataclass(frozen=True)
 class Pair:
-    """One quick job, trained by the command line and by the Python door beside it, in one folder."""
+    """One short job, trained by the command line and by the Python API in one folder."""
 
     place: Any
     command: Any

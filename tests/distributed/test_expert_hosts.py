@@ -58,7 +58,7 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     assert weights.keys() == others.keys()
     assert all(bool((weights[name] == others[name]).all()) for name in others)
 
-    # nobody comes in the dead one's place: the survivor takes its experts
+    # the dead host is not replaced: the survivor takes over its experts
     (place.folder / "host killed").unlink()
     fewer = fit(job("fewer", retry={"host_wait_s": 0}))
     assert (place.folder / "host killed").exists() and fewer.result["status"] == "done"

@@ -78,7 +78,9 @@ def is_stopped(command: Any, place: Any) -> None:
     assert result["steps"] == run.losses()[-1][0] == run.checkpoints()[-1] < 110
     assert (run.path / "report" / "report.html").exists()
     assert stopped.out.count("rank 0 came to this life") == 1, stopped.text
-    assert "rank 1 came" not in stopped.out + stopped.err, "one worker speaks for all; each has its own log"
+    assert "rank 1 came" not in stopped.out + stopped.err, (
+        "only rank 0 prints to the console; each worker has its own log"
+    )
     for rank in (0, 1, 2):
         assert f"rank {rank} came to this life" in (run.path / "logs" / f"rank_{rank:05d}.log").read_text()
 
@@ -104,7 +106,7 @@ def check_attempts(broken: Any) -> None:
     assert [row["attempt"] for row in attempts] == [1, 2, 3, 4, 5]
     steps = [row["from_step"] for row in attempts]
     assert steps[0] == 0 < steps[1] < steps[2] <= steps[3] < steps[4] and steps[3] <= 110, attempts
-    assert {row["precision"] for row in attempts} == {"fp16"}, "a lost peer is no failure of a precision"
+    assert {row["precision"] for row in attempts} == {"fp16"}, "a lost worker is not a failure of the precision"
     (fault,) = broken.events("fault")
     assert (fault["error"], fault["rank"], fault["failed_attempt"]) == ("WorkerDied", 1, 4)
 

@@ -21,7 +21,7 @@ GUESTS = Path(__file__).parent / "guest"
 
 
 def answer_of(script: str, tmp_path: Path, *, timeout: float) -> dict[str, Any]:
-    """What a guest that makes a cluster of its own says about the jobs it ran there."""
+    """The report of a script that starts its own cluster and runs jobs there."""
     short = tempfile.mkdtemp(prefix="rtn-")  # socket paths end at 107 bytes
     process = subprocess.Popen(
         [sys.executable, str(GUESTS / script), short, str(tmp_path / "runs")],
@@ -79,7 +79,7 @@ def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smalle
     assert answer["status"] == "done"
     rows = [json.loads(line) for line in (Path(answer["sweep"]) / "trials.jsonl").read_text().splitlines()]
     assert sorted({row["trial"] for row in rows}) == list(range(1, len(rows) + 1))
-    for kind in ("H100", "T4"):  # a trial was made where its line says
+    for kind in ("H100", "T4"):  # each trial ran on the node in its row
         measured = {row["micro_batch_size"] for row in rows if row["kind"] == kind and row["what"] != "noise"}
         assert measured == set(answer["seen"][kind])
     outcome = json.loads((Path(answer["sweep"]) / "tune.json").read_text())

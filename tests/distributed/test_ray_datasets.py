@@ -1,4 +1,4 @@
-"""A Ray Dataset that a user's function returns: written once by a process of its own, read in an exact order."""
+"""A Ray Dataset that a user's function returns: written once by a separate process, read in an exact order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same YAML as a job of a cluster that somebody else started: `ray job submit -- python -m jobs train JOB.yaml`."""
+"""The same YAML as a Ray job on a running cluster: `ray job submit -- python -m jobs train JOB.yaml`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S, JOB_S = 120, 240
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on now."""
+    """Free ports on loopback."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -28,7 +28,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def jobs_of(address: str) -> dict[str, dict[str, Any]]:
-    """submission id -> what the head says of a job; {} while it does not answer."""
+    """submission id -> the head's record of a job; {} while it does not answer."""
     try:
         with urllib.request.urlopen(f"{address}/api/jobs/", timeout=10) as answer:
             return {row["submission_id"]: row for row in json.load(answer)}
@@ -38,7 +38,7 @@ def jobs_of(address: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def head(start_python: Callable[..., Any], place: Any) -> Iterator[str]:
-    """A Ray head as an administrator starts it, on loopback, on ports and in a folder of its own; its address.
+    """A Ray head as an administrator starts it, on loopback, with its own ports and folder; returns its address.
 
     It claims four GPUs that this machine does not have.
     """

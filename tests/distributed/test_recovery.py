@@ -1,4 +1,4 @@
-"""Failures inside a run, made for real: what Ray restarts, what the rules decide, what the record says.
+"""Real failures inside a run: restarts by Ray, decisions of the failure policy, and the records.
 
 The runs share one local cluster; each breaks in its own way.
 """

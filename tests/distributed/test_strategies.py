@@ -1,4 +1,4 @@
-"""One job under both strategies, a YAML key apart: data parallel, and experts on four Ray actors."""
+"""One job with both strategies, which differ in one YAML key: data parallel, and experts on four Ray actors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_both_strategies_train_equally_and_the_report_shows_the_hosts_of_experts
 
     data = fit(job("data", scale={"workers": 1, "strategy": "data_parallel"}, experts={"num_experts": 6}))
     experts = {"num_experts": 6, "hosts": 4, "trace_every": 10}
-    # a cluster of its own, which has a place for each of its five processes
+    # a separate cluster with resources for each of its five processes
     path = place.write(job("expert", scale={"workers": 1, "strategy": "expert_parallel"}, experts=experts))
     done = run_cli("train", str(path), cwd=place.folder, env=place.env, timeout=200)
     assert done.code == 0, done.text

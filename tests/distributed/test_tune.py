@@ -109,7 +109,7 @@ def test_rows_that_are_slow_to_read_get_as_many_processes_as_help(
 
 @pytest.mark.timeout(590)
 def test_runs_find_the_micro_batch_of_sharded_models(run_cli: Callable[..., Any], tiny_text: Path, place: Any) -> None:
-    """Trials are runs of both workers, which shard; a search that measures in one process says that it cannot."""
+    """Trials are sharded runs of both workers; a search that measures in one process reports that it cannot shard."""
     job = {
         "name": "shards",
         "model": {"builder": "raytrain.models.gpt:gpt", "layers": 2, "heads": 2, "width": 16, "context": 16},

@@ -61,12 +61,12 @@ def lose_a_host(rank: int, _world: int, given: Scene, op: str) -> Any:
     """The first host leaves in that operation of the second micro-batch of step 3, with its connections; then a scene
     that goes well, in the same processes."""
     lasted = until_it_goes(rank, given, op)
-    gc.collect()  # what is left of a group is closed with it, which is how those hear of it who wait for this member
+    gc.collect()  # closes the rest of a group, which notifies members that wait for this one
     return lasted, act(rank, replace(given, number=1))
 
 
 def until_it_goes(rank: int, given: Scene, op: str) -> int:
-    """How many steps were taken."""
+    """Counts steps."""
     if rank < given.workers:
         session = session_of(given, rank)
         with pytest.raises(Aborted, match=r"gone|exited"):

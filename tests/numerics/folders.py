@@ -46,7 +46,7 @@ def make_tokenizer() -> Any:
 
 
 def make_folder(folder: Path, kind: str = "llama", *, task: str = "causal", seed: int = 0, **sizes: Any) -> Path:
-    """A random model of a kind of `SIZES` with the tokenizer beside it; `task` "masked" is what encoders learn."""
+    """A random model of a kind of `SIZES` with its tokenizer; `task` "masked" is what encoders learn."""
     import torch
     import transformers
     from transformers.utils import logging

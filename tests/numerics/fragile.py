@@ -85,7 +85,7 @@ def _everything(session: Session) -> str:
 
 
 def _silent(status: dict[str, Any]) -> None:
-    """Progress that nobody reads."""
+    """Ignores progress."""
 
 
 def _not_again(session: Session, precision: str) -> Any:

@@ -225,7 +225,7 @@ FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is in
 
 
 def nonfinite(rank: int, world_size: int, several: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Six steps for each (precision, fault); at step 3 the last rank's is not finite. Returns the state after each step."""
+    """Six steps for each (precision, fault); at step 3 the last rank's is not finite. Returns each state."""
     return [_nonfinite(rank, world_size, precision, fault) for precision, fault in several]
 
 

@@ -33,7 +33,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "hosts": 0}
 def session_of(
     overlap: bool, *, bucket: int = BUCKET, shares: dict[str, Any] | None = None, **sections: Any
 ) -> Session:
-    """A session with buckets of so many bytes, overlapping or not."""
+    """A session with buckets of this size, overlapping or not."""
     raytrain.train.parallel.reduction.BUCKET_BYTES = {"cpu": bucket}
     given = {"model": GPT, "precision": "fp64", **sections}
     model = given.pop("model")
@@ -110,7 +110,7 @@ def short(rank: int, _world: int, planted: list[Any]) -> dict[str, dict[str, Any
 
 
 class AtTheEnd:
-    """In its third step the worker has no memory, in the backward, after its second-last bucket has begun."""
+    """In the backward of its third step the worker runs out of memory, after its second-last bucket was started."""
 
     def __init__(self, session: Session) -> None:
         self.met, self._session = 0, session
@@ -132,7 +132,7 @@ class AtTheEnd:
 
 
 def broken(rank: int, _world: int) -> str:
-    """The second worker fails in the middle of a backward, with buckets on their way; what each of them says."""
+    """The second worker fails in the middle of a backward, with reductions in flight; returns the error of each."""
     session: Session | None = session_of(True)
 
     def fail(gradient: Tensor) -> None:
@@ -152,7 +152,7 @@ def broken(rank: int, _world: int) -> str:
 
 
 class Twice(nn.Module):
-    """One linear layer in two reentrant checkpoints, each of which has a backward of its own."""
+    """One linear layer in two reentrant checkpoints, each with its own backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def settled(rank: int, _world: int, folder: str) -> dict[str, Any]:
     OverlapChoice(Calibration(other, run, reporter, said.append)).resolve()
     told = {"other": (sums(other).overlaps, other.settings.overlap)}
     other.prepare("fp64")
-    assert sums(other).overlaps, "a session prepared anew, as after a roll-back, keeps it"
+    assert sums(other).overlaps, "a session prepared again, as after a rollback, keeps it"
     return {
         "untouched": untouched, "before": overlapped, "taken": chosen, "value": value, "reason": reason,
         "again": sums(again).overlaps, "said": len(said), "single": refused(f"{folder}/single", rank, bucket=1 << 30),
@@ -237,7 +237,7 @@ def sums(session: Session) -> BucketSums:
 
 
 def normed() -> nn.Module:
-    """A builder with a layer that meets the other workers inside its passes."""
+    """A builder with a layer that communicates with the other workers in its passes."""
     model = Twice()
     model.norm = nn.SyncBatchNorm(4)  # pyright: ignore[reportAttributeAccessIssue]
     return model

@@ -1,4 +1,4 @@
-"""What keeps the load even, and what happens where an expert has room for so many only, in training."""
+"""Load balancing, and a limited capacity of experts, in training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE = 50
 
 
 def trained_on_det(**experts: Any) -> Rows:
-    """200 steps of a mixture of experts on DET; learns to tell the classes apart."""
+    """200 steps of a mixture of experts on DET; learns to distinguish the classes."""
     session = make_session(
         {"builder": "experts.models:moe_mlp", "width": 32},
         DET,

@@ -99,7 +99,7 @@ def test_the_counter_sees_every_way_to_read() -> None:
 
 
 class CountNorms(TorchDispatchMode):
-    """How often a norm is taken, of how many numbers."""
+    """The number of norms, and of their elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class CountNorms(TorchDispatchMode):
 
 @pytest.mark.covers("LOOP-05")
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_step_takes_one_fused_norm_and_a_gradient_that_is_not_finite_is_named(value: float) -> None:
+def test_a_step_computes_one_fused_norm_and_names_a_non_finite_gradient(value: float) -> None:
     session = session_of("gpt", "fp32", "resident")
     parameters = sum(p.numel() for p in session.trainable.module.parameters())
     loop = session.loop(reporter=Rows(), should_stop=lambda: False)

@@ -1,4 +1,4 @@
-"""DESIGN 4.4 to 4.8: experts in one process, on hosts, and shared out over the workers train alike.
+"""DESIGN 4.4 to 4.8: experts in one process, on hosts, and partitioned over the workers train equally.
 
 Float64 over gloo, clip active, ragged rows, windows that do not divide, micro-batches without a label, and an
 evaluation in between, all to the last digits. The reference is the same job with its experts in the process.
@@ -181,7 +181,7 @@ def test_an_overflow_anywhere_is_skipped_by_everybody_and_halves_the_scale_once(
 def test_a_checkpoint_of_three_hosts_loads_on_any_number(tmp_path: Path) -> None:
     """DESIGN 4.8: the same weights, moments and series, on 2 and on 5 hosts, and shared out over two workers.
 
-    With experts of four sizes and with biases, so that nothing may be taken for one stack of matrices.
+    With experts of four sizes and with biases, so that they cannot be treated as one stack of matrices.
     """
     run, sections = str(tmp_path / "run"), VARIANTS[DRAWN]
     (first,) = run_gang(play, [Scene(1, 3, steps=12, sections=sections, run_path=run, every=5)], world_size=4)[0]

@@ -1,4 +1,4 @@
-"""DESIGN 4.10 where experts live elsewhere: memory that runs out in the middle of a pass, on a worker or on a host."""
+"""DESIGN 4.10 with remote experts: out of memory in the middle of a pass, on a worker or on a host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTS: list[Fate] = [
     (18, 2, "expert forward", 0), (20, 3, "expert backward", 1), (22, 3, "expert evaluation", 0),
     (25, 2, "expert forward", 0), (30, 2, "expert backward", 0), (30, 3, "expert backward", 0),
 ]  # fmt: skip
-"""What a host meets between the evaluation after step 21 and the next vote counts for step 22."""
+"""An error on a host between the evaluation after step 21 and the next vote counts for step 22."""
 COLOCATED: list[Fate] = [
     *WORKERS, (18, 0, "expert forward", 0), (21, 1, "expert backward", 0), (22, 1, "expert evaluation", 0),
 ]  # fmt: skip

@@ -26,7 +26,7 @@ WIDTH = 32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2 computes in float64 throughout; Llama's norms pass through float32 whatever the weights are. The head is
+    """GPT-2 computes in float64 throughout; Llama's norms pass through float32 for any weights. The head is
     tied to the embedding."""
     return make_folder(tmp_path_factory.mktemp("models") / "gpt2", "gpt2")
 

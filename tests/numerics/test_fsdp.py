@@ -124,7 +124,7 @@ def test_at_most_one_block_is_together_beyond_the_shards(sections: dict[str, Any
 
 
 def test_a_sharded_checkpoint_resumes_in_any_strategy(tmp_path: Path) -> None:
-    """The same bits at the same world size; elsewhere the same numbers, in and out of shards."""
+    """Bit-identical at the same world size; otherwise equal numbers, sharded and replicated."""
     unbroken = run_gang(sharded.saved, "fsdp", str(tmp_path / "whole"), 99, False, world_size=2)
     losses = unbroken[0]["losses"]
     for first, world_size, others in (

@@ -1,4 +1,4 @@
-"""The numeric gate trains for real and leaves everything as it was (DESIGN 4.9)."""
+"""The numeric gate trains real steps and changes nothing (DESIGN 4.9)."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_nothing_of_a_step_outlives_it(storage: str, batches: int) -> None:
 
 @pytest.mark.covers("BP-13")
 def test_a_careful_rate_a_clip_the_norm_and_a_warm_up_are_defaults_and_on_record() -> None:
-    """Of a job that says nothing about its optimizer; Adam's own default rate, of which the first step takes a part."""
+    """Of a job without an optimizer section: Adam's default rate, scaled by the warm-up in the first step."""
     mapping = {"model": dict(MLP), "data": dict(DATA), "loop": {"max_steps": 60, "log_every": 1}}
     loaded = load_spec(mapping={**mapping, "telemetry": {"tensorboard": False}})
     record = plan_job(loaded, inventory=BOX).to_json()
@@ -120,7 +120,7 @@ def test_a_peak_of_the_first_epoch_does_not_count_for_the_second() -> None:
 
 
 def copies_of_an_epoch(storage: Any) -> int:
-    """How many tensors are copied to another device while an epoch's batches are made; `meta` stands for a GPU."""
+    """The number of tensors copied to another device while an epoch's batches are made; `meta` represents a GPU."""
     device = torch.device("meta")
     source = memory_source(class_rows(64), None, fraction=0.0)
     source = prepare_source(source, DataPlan(storage), device=device, report=lambda kind, **fields: None)

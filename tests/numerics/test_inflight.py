@@ -101,7 +101,7 @@ def test_an_error_in_forward_ends_the_interleaved_backward_and_the_step_can_be_r
     loss = session.trainable.loss
 
     def fails_once(module: Any, batch: Any) -> Any:
-        made = loss(module, batch)  # its exchanges are over: the backward beside it has done one of its own
+        made = loss(module, batch)  # its exchanges are done: the interleaved backward has done one
         calls.append(len(calls))
         if module.training and len(calls) == 2:
             raise ValueError("no room")
@@ -112,7 +112,7 @@ def test_an_error_in_forward_ends_the_interleaved_backward_and_the_step_can_be_r
         train(session)
     assert session.state.step == 0 and len(calls) == 2
     client = session.trainable.remote.client  # type: ignore[union-attr]
-    assert client.shard._kept, "the backward beside it had not ended"
+    assert client.shard._kept, "the interleaved backward had not ended"
     for router in session.trainable.commit.__self__.routers:  # type: ignore[union-attr]
         router.pending_counts.zero_()
     session.trainable.remote.discard()  # type: ignore[union-attr]
@@ -168,7 +168,7 @@ def test_measurements_are_saved_and_not_repeated(tmp_path: Path, monkeypatch: py
     InflightChoice(Calibration(session, run, reporter, said.append)).resolve()
     assert session.step.inflight == 2 and len(reporter.events) == len(said) == 1
     session.prepare("fp32")
-    assert session.step.inflight == 2, "a session prepared anew, as after a rewind, keeps it"
+    assert session.step.inflight == 2, "a session prepared again, as after a rewind, keeps it"
 
 
 @pytest.mark.parametrize("hosts", [2, "colocated"])
@@ -183,7 +183,7 @@ def test_if_two_in_flight_run_out_of_memory_one_is_chosen_and_the_attempt_contin
     assert first[0].reason == f"{limit} in flight failed while measured: on another worker"
     assert second[0].reason == f"{limit} in flight failed while measured: planted"
     plain = run_gang(play, [given], world_size=given.size)[0][0]
-    assert first[1]["loss"] == plain["loss"] and len(plain["loss"]) == 4, "the attempt goes on as if nothing had been"
+    assert first[1]["loss"] == plain["loss"] and len(plain["loss"]) == 4, "the attempt continues unchanged"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

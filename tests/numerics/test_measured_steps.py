@@ -1,4 +1,4 @@
-"""Candidates measured in processes of their own: the search against brute force, and workers that agree."""
+"""Candidates measured in new processes: the search against brute force, and agreement of workers."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_memory_budget_is_answered_as_brute_force_does(tmp_path: Path) -> None
     assert abs(SIZES.index(found["chosen"]) - SIZES.index(best)) <= 1
     assert peaks[found["chosen"]] <= limit
     assert found["used"] == found["chosen"] and found["accumulation"] == 64 // found["chosen"]
-    # over the steps that follow, the process takes no more than it was given
+    # in the following steps the process stays within its budget
     assert found["run_peak"] <= 0.9 * found["room"]
     record = found["record"]
     for trial in record["trials"]:  # kernels differ between small sizes, which is why each prediction is confirmed
         if trial["predicted_bytes"] is not None:
             assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.15)
     assert record["peak_bytes"] <= limit and record["budget_bytes"] == pytest.approx(limit, rel=1e-3)
-    # what a plan says of a row; half of it is what a memory limit must leave room for
+    # the plan's estimate for a row; a memory limit must leave room for half of it
     assert found["row_estimate"] == pytest.approx(found["row_bytes"], rel=0.1)
     half, same, twice = (str(int(factor * found["chosen"])) for factor in (0.5, 1, 2))
     advised = record["predicted_peaks"]
@@ -109,7 +109,7 @@ def test_workers_measure_as_one() -> None:
         assert told["late"]["outcome"] == "out_of_memory" and told["late"]["reason"] == reason
         assert not told["late"]["pass_s"]
         assert told["unchanged"] and told["losses"] == told["plain"] and len(told["losses"]) == 4
-    # each worker heard its own limit, and the tightest budget holds for all
+    # each worker knows its own limit, and the tightest budget holds for all
     assert (first["limit"], second["limit"]) == (10_000_000_000, 10_000_000_001)
     assert first["budget"] == second["budget"] <= 10_000_000_000
 

@@ -59,7 +59,7 @@ def plainly(case: dict[str, Any], *, torch_clip: bool = False) -> tuple[Trained,
 
 
 def built(case: dict[str, Any], *, seed: int) -> nn.Module:
-    """The built-in model, right after the seed, as anybody would build it."""
+    """The built-in model, built right after seeding."""
     keys = {name: value for name, value in case["model"].items() if name != "builder"}
     torch.manual_seed(seed)
     built = gpt(**keys) if "heads" in keys else mlp(**keys, num_features=12, num_classes=4)

@@ -1,4 +1,4 @@
-"""What lower precisions may cost: nothing that three seeds could tell apart."""
+"""The loss in lower precisions: no difference that three seeds can show."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_search_changes_nothing(build: Any) -> None:
 
 
 class Clock:
-    """In place of `time` for the probe: it goes on where the model says so, however busy the machine is."""
+    """Replaces `time` for the probe: the model advances it, so that the load of the machine does not matter."""
 
     def __init__(self) -> None:
         self.now = 1.0

@@ -35,7 +35,7 @@ EAGER = 1e-6
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """No test meets what another has compiled, and no flag outlives one."""
+    """Each test starts without compiled code and with default flags."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -95,7 +95,7 @@ def test_without_a_compiler_the_run_is_eager_and_reports_it(monkeypatch: pytest.
 
 
 def test_a_compiled_run_resumes_bit_for_bit_after_its_code_is_forgotten(tmp_path: Any) -> None:
-    """As a fresh process does, which meets the sizes of batches in another order: the last of an epoch comes first."""
+    """Like a new process that gets the sizes of batches in another order: the last batch of an epoch comes first."""
     loop = {"max_steps": 12, "compile": "default", "compile_parts": "all", "global_batch_size": 24}
     whole, _ = train(make_session(MLP, ROWS, loop=loop))
     torch._dynamo.reset()

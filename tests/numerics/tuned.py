@@ -1,4 +1,4 @@
-"""A worker that fine-tunes a model of a folder, for `run_gang`: it trains, and rank 0 exports what came of it."""
+"""A worker that fine-tunes a model of a folder, for `run_gang`: it trains, and rank 0 exports the result."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def rows_of(run: Path, name: str, kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def table_job(table: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """`table_job(count)`: a JOB.yaml that classifies a table of so many drawn rows."""
+    """`table_job(count)`: a JOB.yaml that classifies a random table with `count` rows."""
 
     def write(count: int) -> Path:
         path = tmp_path / "job.yaml"
@@ -57,7 +57,7 @@ def table_job(table: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]
 def test_three_steps_of_the_bare_command_leave_every_file_of_a_run(
     run_cli: Callable[..., Any], tiny_text: Path, tmp_path: Path
 ) -> None:
-    """No flag is given: whatever is `auto` is found, with a reason, and the command exits 0."""
+    """Without flags all `auto` values are resolved with a reason, and the command exits 0."""
     (tmp_path / "job.yaml").write_text(SANITY.format(path=tiny_text))
     done = run_cli("train", "job.yaml", cwd=tmp_path, timeout=LIMIT_S)
     assert done.code == 0, done.text
@@ -136,7 +136,7 @@ def test_an_automatic_batch_size_is_measured_with_training_steps_and_used_by_the
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.covers("SRC-05")
 def test_the_python_of_the_readme_runs_as_a_script(shared_driver: Any, tmp_path: Path) -> None:
-    """The README's lines, with a net and a dataset before them and the result said after them."""
+    """The README's lines, preceded by a net and a dataset and followed by printing the result."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "jobs.train" in block]
     before = """

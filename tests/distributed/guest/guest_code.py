@@ -117,7 +117,7 @@ class Troubled(Net):
                 time.sleep(0.05)
             manifest = marks[-1].parent / "manifest.json"
             manifest.rename(Path(self._note) / "manifest.json")
-            manifest.symlink_to(manifest)  # whoever opens it is told "too many levels of symbolic links"
+            manifest.symlink_to(manifest)  # opening it fails with "too many levels of symbolic links"
             raise KeyError(f"planted at pass {call}")
 
     def runs_short(self, call: int, row: Tensor) -> None:
@@ -174,7 +174,7 @@ class Fragile:
 
 
 class KillsHost:
-    """Kills expert hosts of this machine in the middle of the run, once: the oldest, not the one that stands by."""
+    """Kills expert hosts of this machine in the middle of the run, once: the oldest, not the stand-by."""
 
     number = 1
 

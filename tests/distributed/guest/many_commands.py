@@ -12,7 +12,7 @@ from jobs.__main__ import main
 
 
 def outcome(arguments: list[str]) -> dict[str, object]:
-    """Exit code and what was said, as the shell would have it."""
+    """Exit code and output, as in a shell."""
     out, err, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -1,6 +1,6 @@
 """A cluster of three nodes on loopback addresses, each slower than the one before, and one job with measured shares.
 
-Prints what the job did, beside the same job with equal shares, as one JSON line.
+Prints the results of the job, and of the same job with equal shares, as one JSON line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PASS_S = (0.2, 0.3, 0.55)
 
 
 def build(*, hidden: list[int], num_features: int, num_classes: int) -> Trainable:
-    """A perceptron whose forward takes the worker of rank r `PASS_S[r]` seconds, whatever else the machine does."""
+    """A perceptron whose forward takes the worker of rank r `PASS_S[r]` seconds, under any load."""
     made = mlp(hidden=hidden, num_features=num_features, num_classes=num_classes)
     inner = made.loss
     seconds = PASS_S[dist.get_rank()] if dist.is_initialized() else 0.0

@@ -1,6 +1,6 @@
 """A cluster of two nodes on loopback addresses with unlike accelerator types: a search on each, then the run.
 
-Prints what came of it as one JSON line.
+Prints the results as one JSON line.
 """
 
 from __future__ import annotations

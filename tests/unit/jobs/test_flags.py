@@ -643,7 +643,7 @@ def attributes_read() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("key", list(LATER))
-def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_nowhere(key: str) -> None:
+def test_keys_of_later_versions_belong_to_a_refused_verb_or_are_unused(key: str) -> None:
     """An entry of LATER goes as soon as somebody reads its key."""
     section = key.partition(".")[0]
     if section == "infer":
@@ -658,7 +658,7 @@ def test_what_is_left_for_later_belongs_to_a_verb_that_is_refused_or_is_read_now
 
 @pytest.mark.covers("CLI-39")
 @pytest.mark.parametrize("key", [key for key in (*FLAGS, *LATER) if text_of(key) is not None])
-def test_a_flag_that_is_not_given_leaves_the_file_alone(key: str, tmp_path: Path) -> None:
+def test_a_flag_that_is_not_given_keeps_the_value_of_the_file(key: str, tmp_path: Path) -> None:
     text = text_of(key)
     section, _, name = key.partition(".")
     value = parse_override(f"{key}={text}")[1]
@@ -769,7 +769,7 @@ def test_the_mode_of_a_flag_on_each_machine(
 
 @pytest.mark.usefixtures("fixed_process")
 @pytest.mark.covers("CLI-11")
-def test_mixed_precision_is_switched_by_a_key_and_leaves_the_weights_alone() -> None:
+def test_mixed_precision_is_set_by_a_key_and_does_not_change_the_weights() -> None:
     on, off = (trained(job_of(f"precision.dtype={name}")) for name in ("bf16", "fp32"))
     assert (on["dtypes"], off["dtypes"]) == ({torch.bfloat16}, {torch.float32})
     assert on["weights_are"] == off["weights_are"] == {torch.float32}
@@ -818,7 +818,7 @@ def test_single_gpu_and_fp16_without_a_gpu_is_a_recorded_fallback_that_runs() ->
 
 @pytest.mark.covers("MON-17")
 @pytest.mark.parametrize(("every", "steps"), [(50, [1, 50, 100, 110]), (100, [1, 100, 110]), (0, [1, 110])])
-def test_a_line_of_progress_every_so_many_batches_as_the_flag_says(every: int, steps: list[int]) -> None:
+def test_the_flag_sets_the_number_of_batches_per_progress_line(every: int, steps: list[int]) -> None:
     seen = trained(job_of(f"loop.log_every={every}", "loop.max_steps=110", "loop.global_batch_size=4"))
     assert seen["steps"] == steps
 
