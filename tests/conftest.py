@@ -156,7 +156,7 @@ def run_cli(start_cli: Callable[..., Started]) -> Callable[..., Finished]:
 
 
 class SharedDriver:
-    """tests/driver.py, started with the first job. If it hangs or dies it is killed, and the next job starts another."""
+    """tests/driver.py, started with the first job. It is killed if it hangs; the next job then starts another."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
