@@ -14,7 +14,7 @@ from cluster.environment import environment_record
 from jobs.driver.plan import print_plan
 from jobs.driver.result import last_sign_of_life, process_start
 from jobs.driver.resume import Resumed
-from jobs.job.paths import local_paths
+from jobs.job.paths import absolute_path, local_paths
 from jobs.job.spec import JobSpec, LoadedSpec
 from raytrain.config.decode import load_yaml
 from raytrain.errors import InputError
@@ -59,7 +59,7 @@ def open_run(
     """
     checks = preflight_of(plan, spec.save.dir, inventory)
     if len(inventory.nodes) > 1:
-        checks += check_seen_by_all({"save.dir": os.path.abspath(spec.save.dir), **local_paths(spec)})
+        checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         first = failed[0]

@@ -20,6 +20,7 @@ from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
 from raytrain.execution import driver_channel, trainer
 from raytrain.execution.driver_channel import AttemptResult
+from raytrain.runs.storage import join
 
 POLL_EVERY_S = 0.25
 ANSWER_TIMEOUT_S = 5
@@ -83,7 +84,7 @@ class _Fit:
             "channel": self.channel,
             "local": cluster.local,
             "interface": spec.cluster.interface,
-            "storage": os.path.join(cluster.folder, "t") if cluster.local else f"{run.path}/logs/ray",
+            "storage": os.path.join(cluster.folder, "t") if cluster.local else join(run.path, "logs/ray"),
         }
         self._result: AttemptResult | None = None
         self._error: BaseException | None = None

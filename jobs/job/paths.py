@@ -62,11 +62,16 @@ def resolve_paths(data: DataConfig) -> DataConfig:
     return data.model_copy(update=changed) if changed else data
 
 
+def absolute_path(path: str) -> str:
+    """A local path made absolute on this machine; a URI is unchanged."""
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
 def _absolute(value: Any, *, must_exist: bool) -> Any:
     if isinstance(value, list | tuple):
         return [_absolute(item, must_exist=must_exist) for item in value]
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or "://" in text:
         return value
-    path = os.path.abspath(os.path.expanduser(text))
+    path = absolute_path(text)
     return path if not must_exist or os.path.exists(path) else value

@@ -14,7 +14,7 @@ from jobs.driver.checks import Checked, check_on_driver
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, cluster_address, connected
 from jobs.driver.signals import Interrupted, StopSignals
-from jobs.job.paths import resolved
+from jobs.job.paths import absolute_path, resolved
 from jobs.job.spec import LoadedSpec
 from jobs.tuning.space.points import Points, find_points, whole_mapping
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted, values_text
@@ -147,7 +147,7 @@ class TuneCommand:
             key = failed.key or failed.name
             raise InputError(key, seen=failed.seen, expected=failed.expected, remedy=failed.remedy)
         if self.sweep is None:
-            save_dir = os.path.abspath(self.spec.save.dir) if "://" not in self.spec.save.dir else self.spec.save.dir
+            save_dir = absolute_path(self.spec.save.dir)
             job = whole_mapping(self.loaded, self.spec)
             self.sweep = SweepFolder.create(save_dir, f"{self.spec.name}-tune", job=job, latest=False)
             self.sweep.write_text(self.sweep.job, self.loaded.text)

@@ -21,7 +21,7 @@ from raytrain.checkpoint.sharded import ShardPosition, read_split
 from raytrain.checkpoint.snapshot import unflatten
 from raytrain.errors import CheckpointError, mismatch
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import Store, open_store
+from raytrain.runs.storage import Store, join, open_store
 
 FORMAT = 1
 COMPLETE = "COMPLETE"
@@ -181,34 +181,35 @@ def checked_files(store: Store, scratch: str, *, hashes: bool) -> tuple[dict[str
     for name, entry in entries.items():
         if looks_like_pickle(name, b"" if entry.is_dir else store.read_head(name, 16)):
             raise CheckpointError(
-                f"{store.uri}/{name}: looks like a pickle, which can run code when it is read; refused unread"
+                f"{join(store.uri, name)}: looks like a pickle, which can run code when it is read; refused unread"
             )
     manifest = _checked_manifest(store, set(entries))
     listed = manifest["files"]
     extra = sorted(set(entries) - set(listed) - {MANIFEST, COMPLETE})
     if extra:
-        raise CheckpointError(f"{store.uri}/{extra[0]}: not in the manifest")
+        raise CheckpointError(f"{join(store.uri, extra[0])}: not in the manifest")
     files = {}
     for name, wanted in listed.items():
         if name not in entries:
-            raise CheckpointError(f"{store.uri}/{name}: missing")
+            raise CheckpointError(f"{join(store.uri, name)}: missing")
         if entries[name].size != wanted["bytes"]:
-            sizes = mismatch(f"{store.uri}/{name}", got=f"{entries[name].size} bytes", expected=str(wanted["bytes"]))
+            got = f"{entries[name].size} bytes"
+            sizes = mismatch(join(store.uri, name), got=got, expected=str(wanted["bytes"]))
             raise CheckpointError(f"{sizes}; the file is damaged")
         files[name] = store.local_copy(name, scratch)
         if hashes and sha256_of(_pieces(files[name])) != wanted["sha256"]:
-            raise CheckpointError(f"{store.uri}/{name}: damaged, its SHA-256 is not that of the manifest")
+            raise CheckpointError(f"{join(store.uri, name)}: damaged, its SHA-256 is not that of the manifest")
     return manifest, files
 
 
 def _checked_manifest(store: Store, names: set[str]) -> dict[str, Any]:
     if COMPLETE not in names:
-        raise CheckpointError(f"{store.uri}/{COMPLETE}: missing, the writer was stopped before it finished")
+        raise CheckpointError(f"{join(store.uri, COMPLETE)}: missing, the writer was stopped before it finished")
     if MANIFEST not in names:
-        raise CheckpointError(f"{store.uri}/{MANIFEST}: missing")
+        raise CheckpointError(f"{join(store.uri, MANIFEST)}: missing")
     data = store.read_bytes(MANIFEST)
     if store.read_bytes(COMPLETE).decode(errors="replace").strip() != sha256_of([data]):
-        raise CheckpointError(f"{store.uri}/{MANIFEST}: damaged, its SHA-256 is not that of COMPLETE")
+        raise CheckpointError(f"{join(store.uri, MANIFEST)}: damaged, its SHA-256 is not that of COMPLETE")
     try:
         manifest = json.loads(data)
         version, listed = manifest["format"], manifest["files"]
@@ -216,12 +217,12 @@ def _checked_manifest(store: Store, names: set[str]) -> dict[str, Any]:
             isinstance(row["bytes"], int) and isinstance(row["sha256"], str) for row in listed.values()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{store.uri}/{MANIFEST}: not understood ({error})") from error
+        raise CheckpointError(f"{join(store.uri, MANIFEST)}: not understood ({error})") from error
     if version != FORMAT or not well_formed:
-        raise CheckpointError(f"{store.uri}/{MANIFEST}: format {version}, this version reads {FORMAT}")
+        raise CheckpointError(f"{join(store.uri, MANIFEST)}: format {version}, this version reads {FORMAT}")
     for name in listed:
         if "/" in name or "\\" in name or name in (".", ".."):
-            raise CheckpointError(f"{store.uri}/{MANIFEST}: {name!r} leads out of the checkpoint; refused")
+            raise CheckpointError(f"{join(store.uri, MANIFEST)}: {name!r} leads out of the checkpoint; refused")
     return manifest
 
 

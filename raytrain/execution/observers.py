@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raytrain.errors import InputError
+from raytrain.runs.mirror import MirroredFolder
 
 
 class Sink(Protocol):
@@ -91,12 +92,13 @@ def load_observers(names: list[str], resolve: Callable[..., Any]) -> list[Any]:
 
 
 class TensorBoard:
-    """Writes the numbers of every row as TensorBoard scalars (tensorboardX); local run folders only."""
+    """Writes the numbers of every row as TensorBoard scalars (tensorboardX)."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: MirroredFolder) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(folder, flush_secs=5)
+        self._folder = folder
+        self._writer = SummaryWriter(folder.path, flush_secs=5)
 
     def metrics(self, row: dict[str, Any]) -> None:
         """Write each finite number of the row as a scalar; tensorboardX warns of non-finite ones."""
@@ -105,5 +107,6 @@ class TensorBoard:
                 self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def close(self) -> None:
-        """Flush the file."""
+        """Flush the file, and upload it where the run folder is on an object store."""
         self._writer.close()
+        self._folder.close()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.mirror import MirroredFolder
 
 #: A log file is rotated at this size; one older file is kept.
 LOG_BYTES = 8 * 2**20
@@ -127,17 +128,15 @@ class _Tee:
 def rank_log(
     run: RunFolder, rank: int, *, print_lines: PrintLines | None, wait: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Context manager that copies this process's prints and log records to `logs/rank_00000.log` of a local run folder.
+    """Context manager that copies this process's prints and log records to `logs/rank_00000.log` of the run folder.
 
     Args:
         print_lines: also receives the complete lines; set on rank 0.
         wait: `ray.wait`, called at the end with the results of the latest calls of `print_lines`.
     """
-    if not run.is_local:
-        yield
-        return
-    os.makedirs(run.logs_dir, exist_ok=True)
-    path = os.path.join(run.logs_dir, f"rank_{rank:05d}.log")
+    name = f"rank_{rank:05d}.log"
+    folder = MirroredFolder(run, "logs", resumed=(name,))
+    path = os.path.join(folder.path, name)
     streams = sys.stdout, sys.stderr
     driver_lines = None if print_lines is None else _DriverLines(print_lines, wait)
     tees = _Tee(streams[0], path, driver_lines), _Tee(streams[1], path, driver_lines)
@@ -154,3 +153,4 @@ def rank_log(
             tee.end()
         if driver_lines is not None:
             driver_lines.close()
+        folder.close()

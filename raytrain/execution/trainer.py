@@ -7,7 +7,6 @@ to continue (`raytrain.execution.failure_policy`).
 from __future__ import annotations
 
 import logging
-import os
 import re
 from typing import Any
 
@@ -21,6 +20,7 @@ from raytrain.execution.controller import Collectives, FaultWriter
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.ray_private import local_trainer
 from raytrain.execution.worker import train_loop_per_worker
+from raytrain.runs.storage import split
 from raytrain.train.job import TrainJob
 
 
@@ -59,7 +59,7 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
             backend=job.planned("backend"), loopback=local, interface="lo" if local else interface
         ),
         run_config=RunConfig(
-            name=os.path.basename(job.run_path.rstrip("/")),
+            name=split(job.run_path)[1],
             storage_path=storage,
             failure_config=FailureConfig(max_failures=-1),
             callbacks=[FaultWriter(job.run_path, job.owner)],

@@ -34,6 +34,7 @@ from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentRe
 from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.mirror import MirroredFolder
 from raytrain.train.clock import Clock
 from raytrain.train.device import platform
 from raytrain.train.job import StepSettings, TrainJob
@@ -131,8 +132,8 @@ class Worker:
         if self.workers.rank:
             return SilentReporter()
         observers: list[Any] = load_observers(self.job.observers, resolve)
-        if self.job.tensorboard and self.run_folder.is_local:
-            observers.append(TensorBoard(self.run_folder.tensorboard_dir))
+        if self.job.tensorboard:
+            observers.append(TensorBoard(MirroredFolder(self.run_folder, "tensorboard")))
         reporter = RankZeroReporter(
             self.run_folder, attempt=self.attempt, observers=observers, report_progress=self._report_progress
         )

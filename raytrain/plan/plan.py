@@ -64,6 +64,7 @@ from raytrain.plan.rules.step_time import predict_step
 from raytrain.plan.rules.storage import DataRoom, choose_loaders, choose_storage, resident_bytes
 from raytrain.plan.rules.workers import allowed_bytes, choose_placement, choose_threads, cores_of, count_workers, spread
 from raytrain.plan.text import reason_of, value_text
+from raytrain.runs.storage import join
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def make_plan(
         **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=workers.value if sharded else 1),
         **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
-        files=Resolved(f"{save.dir.rstrip('/')}/{name}-<UTC stamp>", "save.dir and name"), sources={}, config={},
+        files=Resolved(join(save.dir, f"{name}-<UTC stamp>"), "save.dir and name"), sources={}, config={},
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import join
 
 Row = Mapping[str, Any]
 
@@ -222,7 +223,7 @@ def _events(run: RunFolder, unreadable: list[str]) -> list[Row]:
         rows.append({key: seen for key, seen in row.items() if key not in ("failed_attempt", "failed_at")})
     known = [(row.get("attempt"), row.get("rank")) for row in rows if row.get("kind") == "fault"]
     for entry in run.store.entries("faults"):
-        fault = _mapping(run, f"{run.path}/faults/{entry.name}", unreadable)
+        fault = _mapping(run, join(run.path, f"faults/{entry.name}"), unreadable)
         if fault and (fault.get("attempt"), fault.get("rank")) not in known:
             rows.append({"kind": "fault", **fault})
     return sorted(rows, key=lambda row: number(row.get("time")) or 0.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain.errors import RunError
-from raytrain.runs.storage import ObjectStore, explained_writes
+from raytrain.runs.storage import ObjectStore, explained_writes, join
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -214,7 +214,7 @@ class ObjectJsonlWriter:
     """
 
     def __init__(self, store: ObjectStore, name: str, *, every_s: float = 10.0) -> None:
-        self.path = f"{store.uri}/{name}"
+        self.path = join(store.uri, name)
         self._store, self._name, self._every_s = store, name, every_s
         self._folder = tempfile.TemporaryDirectory(prefix="raytrain-")
         self._local = Path(self._folder.name, "rows.jsonl")

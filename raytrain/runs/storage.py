@@ -59,6 +59,26 @@ def _free(path: str) -> str:
     return f"{shutil.disk_usage(place).free / 2**20:.1f} MiB"
 
 
+def join(place: str, name: str) -> str:
+    """Path or URI of `name` below a path or URI; a URI's query (``?endpoint_override=...``) stays at its end."""
+    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    return f"{base.rstrip('/')}/{name}{mark}{query}" if name else place
+
+
+def split(path: str) -> tuple[str, str]:
+    """(folder, last name) of a path or URI, so that `join` of both is the path; "." for a bare name."""
+    base, mark, query = path.partition("?") if "://" in path else (path, "", "")
+    folder, _, name = base.rstrip("/").rpartition("/")
+    return f"{folder or ('/' if base.startswith('/') else '.')}{mark}{query}", name
+
+
+def part_below(place: str, path: str) -> str | None:
+    """The name for which `join(place, name)` is `path`; None if `path` is not below `place`."""
+    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    inner = path.removesuffix(f"{mark}{query}") if mark else path
+    return inner[len(base.rstrip("/")) + 1 :] if inner.startswith(f"{base.rstrip('/')}/") else None
+
+
 class Store(Protocol):
     """A tree of files below `uri`; every name is relative to it, with forward slashes.
 
@@ -220,7 +240,8 @@ class ObjectStore:
     def __init__(self, uri: str) -> None:
         from pyarrow import fs
 
-        self.uri = uri.rstrip("/")
+        base, mark, query = uri.partition("?")
+        self.uri = f"{base.rstrip('/')}{mark}{query}"
         self.fs, root = fs.FileSystem.from_uri(self.uri)
         self._root = root.rstrip("/")
 
@@ -249,7 +270,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def open_write(self, name: str) -> Iterator[Any]:
-        with explained_writes(f"{self.uri}/{name}"):
+        with explained_writes(join(self.uri, name)):
             self.fs.create_dir(posixpath.dirname(self.at(name)), recursive=True)
             with self.fs.open_output_stream(self.at(name)) as file:
                 yield file
@@ -279,15 +300,15 @@ class ObjectStore:
         return info.mtime_ns / 1e9 if info.type and info.mtime_ns is not None else None
 
     def delete(self, name: str) -> None:
-        with explained_writes(f"{self.uri}/{name}"), contextlib.suppress(FileNotFoundError):
+        with explained_writes(join(self.uri, name)), contextlib.suppress(FileNotFoundError):
             self.fs.delete_file(self.at(name))
 
     def delete_tree(self, name: str) -> None:
-        with explained_writes(f"{self.uri}/{name}"), contextlib.suppress(FileNotFoundError):
+        with explained_writes(join(self.uri, name)), contextlib.suppress(FileNotFoundError):
             self.fs.delete_dir(self.at(name))
 
     def make_dir(self, name: str) -> None:
-        with explained_writes(f"{self.uri}/{name}"):
+        with explained_writes(join(self.uri, name)):
             self.fs.create_dir(self.at(name), recursive=True)
 
     def sync_dir(self, name: str) -> None:

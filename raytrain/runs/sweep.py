@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import join
 
 
 class SweepFolder(RunFolder):
@@ -18,27 +19,27 @@ class SweepFolder(RunFolder):
     @property
     def trials(self) -> str:
         """One row for each trial that has ended."""
-        return f"{self.path}/trials.jsonl"
+        return join(self.path, "trials.jsonl")
 
     @property
     def best(self) -> str:
         """The job with the values found; `train` can run it unchanged."""
-        return f"{self.path}/best.yaml"
+        return join(self.path, "best.yaml")
 
     @property
     def outcome(self) -> str:
         """The decisions with their reasons, as JSON; written when the search is done."""
-        return f"{self.path}/tune.json"
+        return join(self.path, "tune.json")
 
     @property
     def picture(self) -> str:
         """The picture of the trials."""
-        return f"{self.path}/tune.png"
+        return join(self.path, "tune.png")
 
     @property
     def runs(self) -> str:
         """The directory with the run folders of trials that are complete runs."""
-        return f"{self.path}/runs"
+        return join(self.path, "runs")
 
     def ended(self) -> list[dict[str, Any]]:
         """The rows of trials.jsonl."""

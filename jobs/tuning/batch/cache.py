@@ -25,6 +25,7 @@ from raytrain.config.decode import encode
 from raytrain.plan.text import size_text
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import to_line
+from raytrain.runs.storage import join
 
 if TYPE_CHECKING:
     from jobs.driver.checks import Checked
@@ -54,7 +55,7 @@ class Cache:
     @property
     def path(self) -> str:
         """The file."""
-        return f"{self._store.path}/{self.file}"
+        return join(self._store.path, self.file)
 
     def add_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add the rows of a sweep that are not in the cache yet."""

@@ -25,6 +25,7 @@ from raytrain.errors import InputError
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.devices import choose_devices
 from raytrain.plan.rules.memory import check_limit
+from raytrain.runs.storage import join
 from raytrain.runs.sweep import SweepFolder
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _open_caches(command: TuneCommand, search: BatchSearch, checked: Checked, in
     spec, sweep, caches = command.spec, command.the_sweep, {}
     for kind in search.kinds:
         key = cache_key(spec, search, checked, kind)
-        folder = f"{spec.save.dir.rstrip('/')}/{FOLDER}"
+        folder = join(spec.save.dir, FOLDER)
         cache = caches[kind.name] = Cache(
             folder, key, budget=kind.budget_bytes, fresh=spec.tune.fresh, gate=gate_key(search)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from raytrain.data.sources.tables import (
     parquet_sizes,
 )
 from raytrain.errors import InputError
-from raytrain.runs.storage import locate
+from raytrain.runs.storage import join, locate, split
 
 #: `order: auto` shuffles by row groups above this size; it depends on the files alone, so all machines agree.
 GROUPS_FROM_BYTES = 1 << 30
@@ -45,10 +46,10 @@ def _files_of(path: str, *, key: str) -> list[str]:
         is_folder = filesystem.get_file_info(inner).type == fs.FileType.Directory
         entries = filesystem.get_file_info(fs.FileSelector(inner)) if is_folder else []
         names = sorted(entry.base_name for entry in entries)
-        found = [f"{path.rstrip('/')}/{name}" for name in names] if is_folder else None
+        found = [join(path, name) for name in names] if is_folder else None
     if found is None:
         return [path]
-    files = [file for file in found if file.endswith(".parquet") and not os.path.basename(file).startswith(("_", "."))]
+    files = [file for file in found if re.fullmatch(r"[^_.].*\.parquet", split(file)[1])]
     if not files:
         raise InputError(key, seen=f"no *.parquet in {path}", expected="a folder with Parquet files")
     return files

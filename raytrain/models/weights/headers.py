@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytrain.errors import InputError, first_line
-from raytrain.runs.storage import Store, open_store
+from raytrain.runs.storage import Store, join, open_store, split
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -60,9 +60,9 @@ def find_weights(path: str, *, key: str) -> StoredWeights:
         InputError: `path` is none of these, or a file is missing or unreadable.
     """
     try:
-        if path.endswith(SUFFIX):
-            folder, _, name = path.rstrip("/").rpartition("/")
-            store = open_store(folder or ".")
+        folder, name = split(path)
+        if name.endswith(SUFFIX):
+            store = open_store(folder)
             if store.exists(name):
                 return _from_files(store, [name], origin=path, key=key)
             raise InputError(key, seen=f"no file at {path}", expected=EXPECTED)
@@ -74,8 +74,9 @@ def find_weights(path: str, *, key: str) -> StoredWeights:
 def _follow_latest(path: str) -> Store:
     """The folder. In an object store `latest` is a file that holds the name of a folder."""
     store = open_store(path)
-    if path.rstrip("/").endswith("latest") and not store.is_local and not store.entries("") and store.exists(""):
-        return open_store(f"{path.rstrip('/').rpartition('/')[0]}/{store.read_bytes('').decode().strip()}")
+    folder, name = split(path)
+    if name == "latest" and not store.is_local and not store.entries("") and store.exists(""):
+        return open_store(join(folder, store.read_bytes("").decode().strip()))
     return store
 
 
@@ -87,7 +88,7 @@ def _from_folder(store: Store, path: str, *, key: str) -> StoredWeights:
         steps = sorted(entry.name for entry in store.entries("checkpoints") if _STEP.fullmatch(entry.name))
         complete = [step for step in steps if store.exists(f"checkpoints/{step}/COMPLETE")]
         if complete:
-            return _from_checkpoint(open_store(f"{store.uri}/checkpoints/{complete[-1]}"), key=key)
+            return _from_checkpoint(open_store(join(store.uri, f"checkpoints/{complete[-1]}")), key=key)
         seen = f"the run {path} without exported weights or a complete checkpoint"
         raise InputError(key, seen=seen, expected=EXPECTED)
     if "COMPLETE" in names and "manifest.json" in names:

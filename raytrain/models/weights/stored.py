@@ -19,7 +19,7 @@ from raytrain.checkpoint.sharded import read_split
 from raytrain.checkpoint.snapshot import split_tied
 from raytrain.errors import InputError
 from raytrain.models.weights.headers import StoredWeights, find_weights
-from raytrain.runs.storage import open_store
+from raytrain.runs.storage import open_store, split
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -87,8 +87,8 @@ def export_weights(module_state: Mapping[str, Tensor], path: str, *, metadata: M
         RunError: the file cannot be written.
         CheckpointError: a dtype that safetensors does not have.
     """
-    folder, _slash, name = path.rpartition("/")
-    store = open_store(folder or ".")
+    folder, name = split(path)
+    store = open_store(folder)
     distinct, tied = split_tied(module_state)
     on_cpu = {key: tensor.detach().cpu() for key, tensor in distinct.items()}
     # The aliases are noted as safetensors' own save_model does; transformers asks for the format.

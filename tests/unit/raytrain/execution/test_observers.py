@@ -10,6 +10,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from raytrain.errors import InputError
 from raytrain.execution.observers import Observers, TensorBoard, load_observers
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.mirror import MirroredFolder
 
 
 class Both:
@@ -91,8 +93,8 @@ def scalars(folder: Path) -> set[tuple[str, int, float]]:
 
 
 def test_tensorboard_files_hold_each_number_of_each_row(tmp_path: Path) -> None:
-    board = TensorBoard(str(tmp_path))
+    board = TensorBoard(MirroredFolder(RunFolder(str(tmp_path)), "board"))
     board.metrics({"kind": "train", "step": 3, "loss": 1.5, "mfu": None, "epoch": 2, "grad_norm": float("nan")})
     board.metrics({"kind": "eval", "step": 4, "loss": 2.5})
     board.close()
-    assert scalars(tmp_path) == {("train/loss", 3, 1.5), ("train/epoch", 3, 2.0), ("eval/loss", 4, 2.5)}
+    assert scalars(tmp_path / "board") == {("train/loss", 3, 1.5), ("train/epoch", 3, 2.0), ("eval/loss", 4, 2.5)}
