@@ -15,7 +15,7 @@ from raytrain.config.user_code import make_importable
 from raytrain.errors import CheckpointError, InputError
 from raytrain.execution.export import Export, checkpoint_of, export_checkpoint
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import open_store
+from raytrain.runs.storage import join, open_store
 
 #: A running run may delete a checkpoint while it is read; then another one is chosen, this many times.
 TRIES = 3
@@ -45,7 +45,7 @@ def export_weights_of(run: RunFolder, step: int | str, target: str | None) -> tu
     """Export the checkpoint of `step` (a number, "best" or "last"); returns the folder and the weights' metadata."""
     for left in reversed(range(TRIES)):
         info = checkpoint_of(run, step)
-        folder = target or f"{run.path}/exports/step_{info.step:08d}"
+        folder = target or join(run.path, f"exports/step_{info.step:08d}")
         folder = open_store(folder).uri
         _check_new(folder)
         try:
