@@ -28,8 +28,11 @@ VARIABLES = (
 """Environment variables that can change the speed or the numerics of a run; none of them is secret."""
 
 
-DEATH_NOTICE = "A worker died or was killed while executing a task by an unexpected system error"
-"""Start of the message that Ray prints on the driver for every process that dies."""
+DEATH_NOTICE = (
+    "A worker died or was killed while executing a task by an unexpected system error"
+    "|Raylet is terminated|has been marked dead because"
+)
+"""Matches the messages that Ray prints on the driver for every process or node that dies."""
 
 
 def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[str, str]:
@@ -51,7 +54,7 @@ def ray_environment(*, local_cluster: bool = True, quiet: bool = False) -> dict[
     machine.
 
     Args:
-        quiet: do not print Ray's message about a process that died (`DEATH_NOTICE`) on the driver: the run reports it
+        quiet: do not print Ray's messages about a process that died (`DEATH_NOTICE`) on the driver: the run reports it
             itself. Other messages of Ray and everything that workers print are still shown.
     """
     variables = {

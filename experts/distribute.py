@@ -102,9 +102,10 @@ def death_notices(deaths: list[Death], note: str, *, step: int, now: float) -> l
     for death in deaths:
         seconds = max(0.0, now - death.time)
         at = time.strftime("%H:%M:%S", time.localtime(death.time))
-        reason = f"{death.title} died at {at}: back to step {step - 1}, step {step} was committed {seconds:.1f} s later"
+        ended = f"was ended at {at}, as it did not respond" if death.silent else f"died at {at}"
+        reason = f"{death.title} {ended}: back to step {step - 1}, step {step} was committed {seconds:.1f} s later"
         fields = {"who": death.who, "node": death.node, "pid": death.pid, "died_at": death.time, "why": death.why}
-        fields |= {"from_step": step - 1, "step": step, "seconds": seconds}
+        fields |= {"silent": death.silent, "from_step": step - 1, "step": step, "seconds": seconds}
         found.append(("death", {**fields, "reason": f"{reason}; {note}" if note and death is deaths[-1] else reason}))
     return found
 

@@ -13,12 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
-from jobs.driver.plan import plan_job, show_only_picked
+from cluster.devices.inventory import Inventory
+from jobs.driver.attempts import RunAttempts
+from jobs.driver.plan import plan_job
+from jobs.driver.progress import Activity
 from jobs.driver.result import Result, close_run, result_of
 from jobs.driver.resume import Resumed, open_resumed
 from jobs.driver.run_folder import OpenRun, open_run
-from jobs.driver.runtime import cluster_address, cluster_size, connected
+from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import resolved
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
@@ -111,42 +113,37 @@ def train_loaded(
     from jobs.driver.checks import check_on_driver  # imports torch
 
     spec = resolved(loaded.spec)
-    address = cluster_address(spec.cluster.address)
-    checked = check_on_driver(spec, initial=resumed is None or not resumed.has_checkpoint())
+    with Activity(console) as activity:
+        activity.begin("checking the job: opening the data and building the model")
+        checked = check_on_driver(spec, initial=resumed is None or not resumed.has_checkpoint())
 
     def open_planned(inventory: Inventory) -> OpenRun:
         plan = plan_job(loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=checked.data_facts)
         return open_run(loaded, spec, plan, inventory, resumed=resumed, began=began, console=console)
 
-    opened: OpenRun | None = None
-    result = AttemptResult("interrupted", "interrupted before the first step")
+    attempts = RunAttempts(
+        spec,
+        address=cluster_address(spec.cluster.address),
+        open_planned=open_planned,
+        data=checked.handed,
+        signals=signals,
+        console=console,
+        verbose=verbose,
+    )
     try:
-        if address == "local":  # planned before Ray starts: the plan says how large the private cluster is
-            inventory = local_inventory()
-            opened = open_planned(inventory)
-            show_only_picked(str(opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
-        cpus, gpus = cluster_size(None if opened is None else opened.plan)
-        with connected(address, num_cpus=cpus, num_gpus=gpus, verbose=verbose) as cluster:
-            signals.install()
-            if opened is None:  # a running cluster: Ray knows its machines
-                opened = open_planned(inventory_from_ray())
-            from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment that `connected` sets
-
-            result = fit_watched(spec, opened, cluster, data=checked.handed, signals=signals, console=console)
-            if result.workers_running:  # write the result before Ray shuts down, which may take long
-                return close_run(opened.run, result, console=console)
+        attempts.run()
     except KeyboardInterrupt:  # includes `Interrupted`; what the workers returned before it stays the result
         pass
     except SystemExit as stop:
         if stop.code not in SIGNAL_EXIT_CODES:
             raise
     except RaytrainError as error:
-        if opened is None:
+        if attempts.opened is None:
             raise
-        result = AttemptResult("failed", str(error))
-    if opened is None:
+        attempts.result = AttemptResult("failed", str(error))
+    if attempts.opened is None:
         raise Interrupted("before the run folder was made")
-    return close_run(opened.run, result, console=console)
+    return attempts.closed or close_run(attempts.opened.run, attempts.result, console=console)
 
 
 def _nothing_left(run: RunFolder, console: Console) -> Result:

@@ -60,6 +60,14 @@ class StateLost(RunError):
     """State in other processes is lost, or they cannot be reached: the run resumes from the latest checkpoint."""
 
 
+class ClusterLost(RunError):
+    """One of Ray's own processes died, and the run with it: the driver starts the next attempt."""
+
+
+class ResourcesTaken(ClusterLost):
+    """The workers find no room in the cluster: what the run holds is given back, and it waits for all of it again."""
+
+
 class OutOfMemory(RunError):
     """A device or the memory budget of a process is exhausted."""
 

@@ -99,6 +99,7 @@ class Death:
         node, pid: where it ran; empty and None where it never started.
         time: when the death was noticed, in unix seconds.
         why: the reason given by whoever noticed it.
+        silent: the process may have been alive, but did not respond, and was ended.
     """
 
     who: str
@@ -106,6 +107,7 @@ class Death:
     pid: int | None
     time: float
     why: str
+    silent: bool = False
 
     @property
     def title(self) -> str:

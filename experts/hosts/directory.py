@@ -28,6 +28,14 @@ START_S = 240.0
 TRIES = 2
 """A place is given up after this many processes in a row that ended before they were ready."""
 LOOPBACK = "127.0.0.1"
+PING_EVERY_S = 5.0
+SAY_SILENT_S = 15.0
+"""A host that has not answered for this long is reported, before it is ended."""
+
+
+def _node_id(_host: Any) -> str:
+    """Host: the id of its node."""
+    return ray.get_runtime_context().get_node_id()
 
 
 class ExpertDirectory:
@@ -41,16 +49,19 @@ class ExpertDirectory:
         interface: for gloo, or None.
         group: placement group with one bundle for each host, or None.
         host_wait_s: timeout of the wait for a replacement; with 0 no host is replaced.
+        host_silence_s: a host that has not responded for this long is ended.
     """
 
     def __init__(
         self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any,
-        host_wait_s: float,
+        host_wait_s: float, host_silence_s: float,
     ) -> None:  # fmt: skip
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
         self._interface = "lo" if loopback else interface
-        self._group, self._host_wait_s = group, host_wait_s
+        self._group, self._host_wait_s, self._host_silence_s = group, host_wait_s, host_silence_s
+        self._lines: list[str] = []
+        """For the driver to print; taken by `report`."""
         self._lock = threading.Condition()
         self._places: list[HostPlace] = []
         self._members: list[int] = []
@@ -89,6 +100,17 @@ class ExpertDirectory:
             self._await_hosts(START_S, all_of_them=True)
             return [place.about for place in self._places if place.about is not None]
 
+    def report(self) -> tuple[dict[int, str], list[str]]:
+        """(host -> id of its node, lines to print since the last call). The driver calls it every few seconds."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            ready = [(index, place.about) for index, place in enumerate(self._places) if place.about is not None]
+            return {self._rank_of(index): str(about["node_id"]) for index, about in ready}, lines
+
+    def _rank_of(self, index: int) -> int:
+        """The number of a host in messages: its rank in the generation, or its place before the first one."""
+        return self._members.index(index) if index in self._members else index
+
     def _start_host(self, index: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 0 if self._gpus else 1, "num_gpus": self._gpus, "max_concurrency": 8}
         if self._group is not None:
@@ -111,23 +133,54 @@ class ExpertDirectory:
         place = self._places[index]
         try:
             about: Any = ray.get(host.ready.remote())
+            about["node_id"] = ray.get(host.__ray_call__.remote(_node_id))
             with self._lock:
                 place.about, place.tries = about, 0
                 self._lock.notify_all()
+            threading.Thread(target=self._await_silence, args=(index, host), daemon=True, name="host-pulse").start()
             ray.get(host.stay.remote())
         except ray.exceptions.RayError as error:
             ray.kill(host)  # it may only be unreachable, and would keep the GPU that its replacement needs
             with self._lock:
-                self._replace(index, why=str(error).splitlines()[0])
+                self._replace(index, host, why=str(error).splitlines()[0])
 
-    def _replace(self, index: int, *, why: str) -> None:
-        """A host has died: start a replacement if one is allowed, and end the generation that the host was in."""
+    def _await_silence(self, index: int, host: Any) -> None:
+        """Ask a host again and again whether it responds; report it if it does not, and end it after a while."""
+        about = self._places[index].about or {}
+        while True:
+            asked, since, said = host.ping.remote(), time.monotonic(), False
+            at = time.strftime("%H:%M:%S")
+            who = f"expert host {self._rank_of(index)} on {about.get('node')} (pid {about.get('pid')})"
+            while not ray.wait([asked], timeout=min(PING_EVERY_S, self._host_silence_s / 4))[0]:
+                silent = time.monotonic() - since
+                if silent >= self._host_silence_s:
+                    with self._lock:
+                        self._replace(index, host, why=f"no response for {silent:.0f} s", silent=True)
+                    ray.kill(host)
+                    return
+                if silent >= min(SAY_SILENT_S, self._host_silence_s / 2) and not said:
+                    said = True
+                    self._lines.append(
+                        f"{who} has not responded since {at}; after {self._host_silence_s:g} s it is replaced "
+                        "(retry.host_silence_s)"
+                    )
+            try:
+                ray.get(asked)
+            except ray.exceptions.RayError:  # it died, which `_await_death` notices
+                return
+            if said:
+                self._lines.append(f"{who} responds again, after {time.monotonic() - since:.0f} s")
+            time.sleep(PING_EVERY_S)
+
+    def _replace(self, index: int, host: Any, *, why: str, silent: bool = False) -> None:
+        """A host has died, or did not respond: start a replacement if one is allowed, and end its generation."""
         place = self._places[index]
-        rank = self._members.index(index) if index in self._members else index
+        if place.host is not host:
+            return  # it was replaced before
         about = place.about or {}
-        self._deaths.append(
-            Death(f"expert host {rank}", str(about.get("node", "")), about.get("pid"), time=time.time(), why=why)
-        )
+        node, pid = str(about.get("node", "")), about.get("pid")
+        death = Death(f"expert host {self._rank_of(index)}", node, pid, time=time.time(), why=why, silent=silent)
+        self._deaths.append(death)
         place.tries += place.about is None
         place.about, place.host, place.why = None, None, why
         if self._host_wait_s and place.tries < TRIES:
@@ -135,7 +188,7 @@ class ExpertDirectory:
             place.host = spare if spare is not None else self._start_host(index)
             self._watch_host(index)
         if index in self._members and self._generation in self._joined:
-            self._end_locked(f"expert host {rank} died ({why})")
+            self._end_locked(f"{death.who} {'did not respond' if silent else 'died'} ({why})")
         self._lock.notify_all()
 
     def keep_spare(self) -> None:

@@ -67,6 +67,9 @@ class ExpertHost:
         about = {"node": os.uname().nodename, "pid": os.getpid()}
         return {"device": device, "name": name, "memory_bytes": memory, **about}
 
+    def ping(self) -> None:
+        """Return at once: the directory asks whether this process responds."""
+
     def stay(self) -> None:
         """Never returns while the process lives; the directory learns of a death when this call fails."""
         threading.Event().wait()

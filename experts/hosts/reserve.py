@@ -4,59 +4,129 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from experts.exchange.membership import ColocatedConnection, Connection
+from experts.hosts.reservation import TYPE_SHARE, Begin, Bundle, Request, Reservation
+from raytrain.config.sections import RetryConfig
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import kinds_of_hosts
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
-REPORT_EVERY_S = 10.0
-TYPE_SHARE = 0.001
-"""Amount of a node's accelerator-type resource to reserve; Ray itself uses the same."""
+#: Seconds between two questions to the directory.
+ASK_EVERY_S = 2.0
 
 
-def connect(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, report: Callable[[str], Any]
-) -> Connection | None:
-    """Start the owners of the experts, before the workers take the machines; None where every worker holds all experts.
+class HostsOfRun:
+    """What the driver knows of a run's expert hosts. Without hosts, every method does nothing.
+
+    Attributes:
+        connection: how the workers reach the owners of the experts; None where every worker holds all experts.
+    """
+
+    def __init__(
+        self, connection: Connection | None, *, directory: Any = None, reservation: Reservation | None = None
+    ) -> None:
+        self.connection = connection
+        self._directory, self._reservation = directory, reservation
+        self._asked: Any = None
+        self._asked_at = time.monotonic()
+        self._nodes: dict[int, str] = {}
+
+    @property
+    def reserved(self) -> bool:
+        """Whether the hosts hold places in a cluster that other runs may wait for."""
+        return self._reservation is not None
+
+    def workers_started(self) -> None:
+        """The workers have their places."""
+        if self._reservation is not None:
+            self._reservation.end_turn()
+
+    def on_node(self, node: str) -> list[int]:
+        """The hosts that were last known to be on the node with this id."""
+        return [host for host, place in self._nodes.items() if place == node]
+
+    def changes(self) -> list[str]:
+        """Lines about hosts that do not respond, or do again; never waits for an answer."""
+        import ray
+        import ray.exceptions
+
+        now = time.monotonic()
+        if self._directory is None or now - self._asked_at < ASK_EVERY_S:
+            return []
+        self._asked_at = now
+        if self._asked is None:
+            self._asked = self._directory.report.remote()
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return []
+        asked, self._asked = self._asked, None
+        try:
+            nodes, lines = ray.get(asked)
+        except ray.exceptions.RayError:  # the workers learn of it too, and end with the reason
+            return []
+        self._nodes.update(nodes)
+        return lines
+
+    def close(self) -> None:
+        """End the hosts, and give their places back."""
+        if self.connection is not None:
+            self.connection.close()
+        if self._reservation is not None:
+            self._reservation.close()
+
+
+def start_hosts(
+    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, retry: RetryConfig, begin: Begin
+) -> HostsOfRun:
+    """Start the owners of the experts, before the workers take the machines.
 
     Args:
         local: the cluster is this machine alone, and all connections stay on loopback.
-        host_wait_s: `retry.host_wait_s`.
-        report: called with a line about missing resources while the cluster has no room.
+        retry: the limits of waiting for hosts.
+        begin: called with what is awaited while the cluster has no room.
+
+    Raises:
+        InputError: the cluster can never hold the hosts and the workers.
     """
     hosts = _value(plan.hosts)
     if hosts in ("none", 0):
-        return None
+        return HostsOfRun(None)
     if hosts == "colocated":
-        return ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device))
-    return _start(plan, run, local=local, interface=interface, host_wait_s=host_wait_s, report=report)
+        return HostsOfRun(ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device)))
+    reservation = None if local else Reservation(_request(plan, run), begin=begin)
+    begin("starting the expert hosts")
+    return _start(plan, run, local=local, interface=interface, retry=retry, reservation=reservation)
 
 
 def _start(
-    plan: Plan, run: RunFolder, *, local: bool, interface: str | None, host_wait_s: float, report: Callable[[str], Any]
-) -> Connection:
-    """Reserve the hosts' places, and have the directory start them while the workers start."""
+    plan: Plan,
+    run: RunFolder,
+    *,
+    local: bool,
+    interface: str | None,
+    retry: RetryConfig,
+    reservation: Reservation | None,
+) -> HostsOfRun:
+    """Have the directory start the hosts while the workers start."""
     import ray
     import ray.exceptions
 
     from experts.hosts.connection import HostConnection
     from experts.hosts.directory import ExpertDirectory
+    from raytrain.execution.driver_channel import on_this_node
 
-    kinds, on_gpu = kinds_of_hosts(_value(plan.hosts)), _value(plan.device) == "cuda"
-    number = len(kinds)
+    number, on_gpu = len(kinds_of_hosts(_value(plan.hosts))), _value(plan.device) == "cuda"
     threads = int(_value(plan.threads) or 1)
-    group = None if local else _reserve(kinds, gpu=on_gpu, threads=threads, report=report)
-    options = {"num_cpus": 0, "max_concurrency": 2 * int(_value(plan.workers)) + 4 * number + 8}
+    concurrency = 2 * int(_value(plan.workers)) + 4 * number + 8
+    options = {"num_cpus": 0, "max_concurrency": concurrency, "scheduling_strategy": on_this_node()}
     actor: Any = ray.remote(ExpertDirectory)
     directory = actor.options(**options).remote(
-        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface, group=group,
-        host_wait_s=host_wait_s,
+        hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface,
+        group=None if reservation is None else reservation.group, host_wait_s=retry.host_wait_s,
+        host_silence_s=retry.host_silence_s,
     )  # fmt: skip
     directory.start.remote()
     began = time.perf_counter()
@@ -69,7 +139,8 @@ def _start(
         run.append_event(event("expert_hosts", hosts=ready, seconds=time.perf_counter() - began, threads=threads))
 
     threading.Thread(target=record, daemon=True, name="expert-hosts").start()
-    return HostConnection(directory=directory, run_path=run.path)
+    connection = HostConnection(directory=directory, run_path=run.path)
+    return HostsOfRun(connection, directory=directory, reservation=reservation)
 
 
 def _value(choice: Any) -> Any:
@@ -77,30 +148,23 @@ def _value(choice: Any) -> Any:
     return choice.value
 
 
-def _reserve(kinds: Sequence[str | None], *, gpu: bool, threads: int, report: Callable[[str], Any]) -> Any:
-    """Reserve a placement group of one bundle for each host, spread over the nodes.
+def _request(plan: Plan, run: RunFolder) -> Request:
+    """The resources of the hosts and of the workers of a plan."""
+    from raytrain.execution.trainer import accelerator_type, worker_resources
 
-    Args:
-        kinds: accelerator type of each host; None for any.
-    """
-    import ray
-    from ray.util.placement_group import placement_group
-
-    bundles = [_bundle(kind, gpu=gpu, threads=threads) for kind in kinds]
-    group = placement_group(bundles, strategy="SPREAD")
-    want: Counter[str] = Counter()
-    for bundle in bundles:
-        want.update(bundle)
-    while not group.wait(REPORT_EVERY_S):
-        free = ray.available_resources()
-        amounts = ", ".join(f"{amount:g} {name}" for name, amount in want.items() if amount >= 1)
-        of_type = f" of type {', '.join(sorted({kind for kind in kinds if kind}))}" if any(kinds) else ""
-        have = ", ".join(f"{free.get(name, 0):g} {name}" for name, amount in want.items() if amount >= 1)
-        report(f"waiting for {amounts}{of_type} for {len(kinds)} expert hosts; {have} are free")
-    return group
+    on_gpu, threads = _value(plan.device) == "cuda", int(_value(plan.threads) or 1)
+    worker, kind = worker_resources(plan, local=False), accelerator_type(plan, local=False)
+    if kind is not None:
+        worker[f"accelerator_type:{kind}"] = TYPE_SHARE
+    return Request(
+        hosts=[_bundle(kind, gpu=on_gpu, threads=threads) for kind in kinds_of_hosts(_value(plan.hosts))],
+        workers=[dict(worker) for _ in range(int(_value(plan.workers)))],
+        strategy=_value(plan.placement),
+        name=f"the run {run.path}",
+    )
 
 
-def _bundle(kind: str | None, *, gpu: bool, threads: int) -> dict[str, float]:
+def _bundle(kind: str | None, *, gpu: bool, threads: int) -> Bundle:
     """Resources of one host; a node has one unit of the resource that names its accelerator type."""
     if not gpu:
         return {"CPU": threads}

@@ -92,12 +92,19 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
 
 
 def train_job(
-    spec: JobSpec, plan: Plan, run: RunFolder, *, attempt: int, connection: Connection | None = None
+    spec: JobSpec,
+    plan: Plan,
+    run: RunFolder,
+    *,
+    attempt: int,
+    claimed: int | None = None,
+    connection: Connection | None = None,
 ) -> TrainJob:
     """Make the job that the workers receive.
 
     Args:
-        attempt: the driver's number for the first attempt.
+        attempt: number of this command's first attempt.
+        claimed: the number that the driver took for the next attempt, if that is not the first.
         connection: how a builder reaches the expert hosts; None without hosts.
     """
     return TrainJob(
@@ -117,6 +124,7 @@ def train_job(
         owner=this_process(),
         first_attempt=attempt,
         builder_sections={"experts": spec.experts.connected(connection)},
+        claimed_attempt=claimed or attempt,
         cluster=spec.cluster,
         found=spec.tune.found,
     )

@@ -1,8 +1,10 @@
-"""Shows the progress of a run: a live bar on a terminal, otherwise one plain line every 10 s."""
+"""Shows what a command does: a live bar on a terminal, otherwise plain lines, at least one every `QUIET_S` seconds."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -15,18 +17,88 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from raytrain.execution.driver_channel import STARTING
+
+#: A new step is shown at most this often.
 PLAIN_EVERY_S = 10.0
+#: Something is printed at least this often, in every phase.
+QUIET_S = 30.0
+Clock = Callable[[], float]
+Missing = Callable[[], str]
+"""What is awaited, and what is missing for it; "" if there is nothing to say."""
+
+
+def nothing_missing() -> str:
+    """The default of `Missing`."""
+    return ""
+
+
+class Activity:
+    """Says what the driver does before the workers report: a line for each `QUIET_S` seconds in one activity.
+
+    A context manager: a thread calls `tick` every second.
+
+    Args:
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._lock = threading.Lock()
+        self._what, self._missing = "", nothing_missing
+        self._since = self._last = clock()
+        self._over = threading.Event()
+
+    def __enter__(self) -> Activity:
+        threading.Thread(target=self._run, daemon=True, name="activity").start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+
+    def begin(self, what: str, *, missing: Missing = nothing_missing) -> None:
+        """The driver now does this, such as "starting Ray"; "" if somebody else says what happens."""
+        with self._lock:
+            self._what, self._missing = what, missing
+            self._since = self._last = self._clock()
+
+    def tick(self) -> None:
+        """Print a line if the activity has said nothing for `QUIET_S` seconds."""
+        with self._lock:
+            now = self._clock()
+            if not self._what or now - self._last < QUIET_S:
+                return
+            self._last = now
+            line = still(self._what, now - self._since, self._missing())
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(1.0):
+            self.tick()
+
+
+def still(what: str, seconds: float, missing: str) -> str:
+    """The line about something that takes long: `still starting Ray, for 30 s`, and what is missing."""
+    return f"still {what}, for {seconds:.0f} s" + (f": {missing}" if missing else "")
 
 
 class TrainingDisplay:
-    """Shows the progress that rank 0 reports ({"phase", "max_steps", "step", "row"}); a context manager."""
+    """Shows the progress that rank 0 reports; a context manager.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    The progress is {"phase", "max_steps", "step", "row", "activity"}: `activity` is what rank 0 does inside the phase,
+    such as an evaluation.
+
+    Args:
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
+        self._console, self._clock = console, clock
         self._live = console.is_terminal
-        self._last = 0.0
         self._phase = ""
         self._shown_step = -1
+        self._last = self._since = clock()
+        self._seen: tuple[str, int] = ("", -1)
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -50,26 +122,50 @@ class TrainingDisplay:
         if self._live:
             self._bar.stop()
 
+    @property
+    def waiting_s(self) -> float:
+        """Seconds since the phase, the activity or the step last changed."""
+        return self._clock() - self._since
+
     def print_lines(self, text: str) -> None:
         """Print the lines of rank 0's code, without any formatting."""
         for line in text.splitlines():
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, progress: dict[str, Any]) -> None:
-        """Show the newest progress; output is limited however often this is called."""
-        phase = str(progress.get("phase", "starting workers"))
+    def show(self, progress: dict[str, Any], *, missing: Missing = nothing_missing) -> None:
+        """Show the newest progress; output is limited however often this is called.
+
+        Args:
+            missing: called for a line about a phase that takes long.
+        """
+        phase = str(progress.get("phase", STARTING))
         row = progress.get("row") or {}
         step = int(row.get("step") or progress.get("step") or 0)
         total = int(progress.get("max_steps") or 1)
+        newest, now = max(step, int(progress.get("step") or 0)), self._clock()
+        doing = str(progress.get("activity") or phase)
+        if (doing, newest) != self._seen:
+            self._seen, self._since = (doing, newest), now
         if self._live:
             self._bar.update(self._task, description=phase, total=total, completed=step, figures=figures(row))
             return
-        now = time.monotonic()
         due = now - self._last >= PLAIN_EVERY_S and step != self._shown_step
         if phase != self._phase or due:
             self._last, self._phase, self._shown_step = now, phase, step
             where = f"step {step}/{total}  {figures(row)}" if row else ""
             self._console.print(f"{phase}  {where}".rstrip(), markup=False, highlight=False)
+        elif now - self._last >= QUIET_S:
+            self._last = now
+            self.print_lines(_quiet_line(doing, newest, total, now - self._since, missing()))
+
+
+def _quiet_line(doing: str, step: int, total: int, seconds: float, missing: str) -> str:
+    """The line where no new row came: the steps since then, or what takes so long."""
+    if doing != "training":
+        return still(doing, seconds, missing)
+    if seconds < PLAIN_EVERY_S:
+        return f"training  step {step}/{total}"
+    return still(f"in step {step + 1}/{total}", seconds, missing)
 
 
 def figures(row: dict[str, Any]) -> str:

@@ -30,12 +30,14 @@ class OpenRun:
 
     Attributes:
         plan: the plan, as written to plan.json.
-        attempt: the driver's number for the first attempt of its workers.
+        attempt: number of the command's first attempt.
+        claimed: number of the next attempt, which the driver has taken for its workers.
     """
 
     run: RunFolder
     plan: Plan
     attempt: int
+    claimed: int
 
 
 def open_run(
@@ -89,7 +91,7 @@ def open_run(
         console.print(f"data: {plan.data_facts.reason}", markup=False, soft_wrap=True)
     if resumed is not None and run.exists(run.result):
         run.store.delete("result.json")
-    return OpenRun(run, plan, attempt)
+    return OpenRun(run, plan, attempt, claimed=attempt)
 
 
 def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:

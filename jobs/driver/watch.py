@@ -5,29 +5,42 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 import ray.exceptions
 from rich.console import Console
 
-from experts.hosts.reserve import connect
+from experts.hosts.reserve import start_hosts
 from jobs.driver.checks import train_job
-from jobs.driver.progress import TrainingDisplay
+from jobs.driver.nodes import ClusterWatch, LostNode, free_resources
+from jobs.driver.progress import Activity, TrainingDisplay
 from jobs.driver.run_folder import OpenRun
 from jobs.driver.runtime import Cluster
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import JobSpec
+from raytrain.errors import ResourcesTaken
 from raytrain.execution import driver_channel, trainer
-from raytrain.execution.driver_channel import AttemptResult
+from raytrain.execution.driver_channel import RESTARTING, STARTING, AttemptResult
+from raytrain.runs.records import event
 from raytrain.runs.storage import join
 
 POLL_EVERY_S = 0.25
 ANSWER_TIMEOUT_S = 5
+#: With reserved expert hosts, the workers may wait this long for room; then the run gives its hosts back.
+GIVE_BACK_S = 120.0
 
 
 def fit_watched(
-    spec: JobSpec, opened: OpenRun, cluster: Cluster, *, data: Any, signals: StopSignals, console: Console
+    spec: JobSpec,
+    opened: OpenRun,
+    cluster: Cluster,
+    *,
+    data: Any,
+    signals: StopSignals,
+    console: Console,
+    activity: Activity,
 ) -> AttemptResult:
     """Start the expert hosts and the workers, and return how the run ended.
 
@@ -36,68 +49,82 @@ def fit_watched(
 
     Args:
         data: the data that the driver read for all workers; None if each worker opens the source itself.
+        activity: says what is awaited until the workers start.
 
     Raises:
         Interrupted: a signal arrived before the first step.
         RunError: Ray gave up.
+        ClusterLost: Ray itself was lost.
     """
-    fitting = _Fit(spec, opened, cluster, data=data, console=console)
-    channel = fitting.channel
+    fitting = _Fit(spec, opened, cluster, data=data, console=console, activity=activity)
+    activity.begin("")
     stop_at: float | None = None
     unanswered = 0
     with TrainingDisplay(console) as display:
         while fitting.running(wait_s=POLL_EVERY_S):
             opened.run.heartbeat()
-            unanswered = 0 if _show_progress(channel, display, signals) else unanswered + 1
+            unanswered = 0 if _show_progress(fitting, display, signals) else unanswered + 1
             if signals.asked.is_set() and not signals.training:
                 raise Interrupted("before the first step")  # Ray swallowed the exception that the signal raised
             if signals.asked.is_set() and stop_at is None:
                 stop_at = time.monotonic() + spec.retry.stop_grace_s
-                channel.request_stop.remote()
+                fitting.channel.request_stop.remote()
                 display.print_lines("stopping: the workers save and return (a second signal exits immediately)")
             late = stop_at is not None and time.monotonic() > stop_at
             cluster_ended = stop_at is not None and unanswered > 1  # the same signal may have ended it
             if signals.times > 1 or late or cluster_ended:
                 return AttemptResult("interrupted", "exited without waiting for the workers", workers_running=True)
-        _show_progress(channel, display, signals, last=True)
+            if stop_at is None:
+                fitting.check_cluster(display)
+        _show_progress(fitting, display, signals, last=True)
     return fitting.result(stopping=signals.asked.is_set())
 
 
 class _Fit:
     """Runs `fit` in its own thread, since only the main thread receives signals."""
 
-    def __init__(self, spec: JobSpec, opened: OpenRun, cluster: Cluster, *, data: Any, console: Console) -> None:
-        run, plan = opened.run, opened.plan
-        self._connection = connect(
-            plan,
-            run,
+    def __init__(
+        self, spec: JobSpec, opened: OpenRun, cluster: Cluster, *, data: Any, console: Console, activity: Activity
+    ) -> None:
+        self._run_folder, self._plan, self._cluster = opened.run, opened.plan, cluster
+        self._watch = ClusterWatch(local=cluster.local)
+        self._hosts = start_hosts(
+            opened.plan,
+            opened.run,
             local=cluster.local,
             interface="lo" if cluster.local else spec.cluster.interface,
-            host_wait_s=spec.retry.host_wait_s,
-            report=console.print,
+            retry=spec.retry,
+            begin=activity.begin,
         )
-        self._job = train_job(spec, plan, run, attempt=opened.attempt, connection=self._connection)
         self.channel = driver_channel.open_channel()
-        self._cluster = cluster
-        self._options = {
+        self.progress: Mapping[str, Any] = {}
+        job = train_job(
+            spec,
+            opened.plan,
+            opened.run,
+            attempt=opened.attempt,
+            claimed=opened.claimed,
+            connection=self._hosts.connection,
+        )
+        options = {
             "data": data,
             "channel": self.channel,
             "local": cluster.local,
             "interface": spec.cluster.interface,
-            "storage": os.path.join(cluster.folder, "t") if cluster.local else join(run.path, "logs/ray"),
+            "storage": os.path.join(cluster.folder, "t") if cluster.local else join(opened.run.path, "logs/ray"),
         }
         self._result: AttemptResult | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="fit")
+        self._thread = threading.Thread(target=self._run, args=(job, options), daemon=True, name="fit")
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, job: Any, options: dict[str, Any]) -> None:
         try:
-            self._result = trainer.fit(self._job, **self._options)
+            self._result = trainer.fit(job, **options)
         except BaseException as error:  # raised in the main thread by `result`
             self._error = error
-        if self._connection is not None and not self._cluster.ended.is_set():
-            self._connection.close()
+        if not self._cluster.ended.is_set():
+            self._hosts.close()
 
     def running(self, *, wait_s: float) -> bool:
         """Wait at most `wait_s` seconds for `fit`; return whether it was running before the wait."""
@@ -105,6 +132,39 @@ class _Fit:
         if alive:
             self._thread.join(wait_s)
         return alive
+
+    def check_cluster(self, display: TrainingDisplay) -> None:
+        """Say which nodes and hosts were lost; stop waiting where it cannot help.
+
+        Raises:
+            ClusterLost: Ray itself was lost.
+            ResourcesTaken: the workers have found no room for `GIVE_BACK_S`, while this run holds expert hosts.
+        """
+        lost = self._watch.lost_nodes()
+        waiting = self.progress.get("phase", STARTING) in (STARTING, RESTARTING)
+        if not waiting:
+            self._hosts.workers_started()
+        for line in self._hosts.changes():
+            display.print_lines(line)
+        for node, address in lost.items():
+            ranks = [rank for rank, place in self.progress.get("nodes", {}).items() if place == node]
+            found = LostNode(address, ranks, self._hosts.on_node(node))
+            line = found.describe(free_resources())
+            self._run_folder.append_event(
+                event("node_lost", node=address, ranks=found.ranks, hosts=found.hosts, reason=line)
+            )
+            display.print_lines(line)
+        if waiting and self._hosts.reserved and display.waiting_s > GIVE_BACK_S and self.missing():
+            raise ResourcesTaken(
+                f"the workers found no room for {GIVE_BACK_S:.0f} s ({self.missing()}): the expert hosts are given back"
+            )
+
+    def missing(self) -> str:
+        """What the workers that are being started still need; "" where nothing is missing."""
+        if self._cluster.local or self.progress.get("phase", STARTING) not in (STARTING, RESTARTING):
+            return ""
+        number = int(self._plan.workers.value)  # pyright: ignore[reportAttributeAccessIssue]  (never deferred)
+        return trainer.missing_for_workers(trainer.worker_resources(self._plan, local=False), number, free_resources())
 
     def result(self, *, stopping: bool) -> AttemptResult:
         """Return the result of rank 0, or raise the exception of `fit` unless a stop was requested."""
@@ -116,18 +176,20 @@ class _Fit:
         return self._result
 
 
-def _show_progress(channel: Any, display: TrainingDisplay, signals: StopSignals, *, last: bool = False) -> bool:
+def _show_progress(fitting: _Fit, display: TrainingDisplay, signals: StopSignals, *, last: bool = False) -> bool:
     """Show what the workers reported and printed; return False if the channel does not answer."""
+    channel = fitting.channel
     try:
         answers = ray.get(
             [channel.progress.remote(), channel.printed_lines.remote(last=last)], timeout=ANSWER_TIMEOUT_S
         )
     except ray.exceptions.RayError:  # too slow, or it died: `fit` reports the outcome
+        display.show(dict(fitting.progress), missing=fitting.missing)
         return False
-    progress, lines = answers
+    fitting.progress, lines = answers
     if lines:
         display.print_lines(lines)
-    display.show(progress)
-    if progress.get("phase") == "training":
+    display.show(dict(fitting.progress), missing=fitting.missing)
+    if fitting.progress.get("phase") == "training":
         signals.training = True
     return True

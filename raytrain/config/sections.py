@@ -268,6 +268,9 @@ class RetryConfig(Section):
     rollbacks: NonNegativeInt = Field(default=3, description="roll-backs until the run fails")
     stop_grace_s: NonNegative = Field(default=60.0, description="seconds to save a checkpoint after a stop signal")
     host_wait_s: NonNegative = Field(default=30.0, description="seconds to wait for a new expert host")
+    host_silence_s: Positive = Field(
+        default=60.0, description="seconds without a response until an expert host is replaced"
+    )
 
 
 class TuneFound(Section):

@@ -38,16 +38,16 @@ class AttemptStart:
 
 
 def take_attempt_number(job: TrainJob, run: RunFolder, *, faults: list[Fault]) -> int:
-    """Rank 0: return the driver's attempt number for the first attempt; after a restart by Ray, take the next free one.
+    """Rank 0: return the number that the driver took for these workers; after a restart by Ray, take the next free one.
 
     Raises:
         Superseded: another command has taken over the run folder.
     """
-    first, newest = job.first_attempt, run.current_attempt()
-    if newest > first and run.owner_of(newest) != job.owner:
+    claimed, newest = job.claimed_attempt, run.current_attempt()
+    if newest > claimed and run.owner_of(newest) != job.owner:
         raise Superseded(f"attempt {newest} of another command has taken over {run.path}")
-    if newest == first and not faults:
-        return first
+    if newest == claimed and all(fault.attempt < claimed for fault in faults):
+        return claimed
     return run.next_attempt(job.owner)
 
 

@@ -21,6 +21,7 @@ from ray.train import UserCallback, WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
 
 from raytrain.errors import RunError
+from raytrain.execution.driver_channel import RESTARTING, SETTING_UP
 from raytrain.execution.ray_private import DEATH_ERRORS, end_workers
 from raytrain.runs.faults import Fault, write_fault
 from raytrain.runs.folder import RunFolder
@@ -32,6 +33,9 @@ RENDEZVOUS_RETRIES = 2
 #: Timeout for leaving the process group, the same as in Ray's own backend.
 LEAVING_S = 30.0
 
+_WORKER_NODES: dict[int, str] = {}
+"""Rank -> id of its node, of the newest worker group; known to the controller process only."""
+
 
 class FaultWriter(UserCallback):
     """Records a worker that died without writing a fault record. Runs in Ray's controller process.
@@ -39,11 +43,13 @@ class FaultWriter(UserCallback):
     Args:
         run_path: the run folder.
         owner: the driver; once another driver owns the newest attempt, nothing is written and Ray gives up.
+        channel: the `DriverChannel` actor, which is told that the workers restart.
     """
 
-    def __init__(self, run_path: str, owner: dict[str, Any]) -> None:
+    def __init__(self, run_path: str, owner: dict[str, Any], channel: Any) -> None:
         self._run_path = run_path
         self._owner = owner
+        self._channel = channel
         self._start_failures = 0
         self._last_attempt = -1
 
@@ -57,17 +63,19 @@ class FaultWriter(UserCallback):
         self._last_attempt = attempt
         if self._start_failures >= START_FAILURES:
             raise RunError(f"the workers failed {START_FAILURES} times before they could start: {worker_exceptions}")
+        self._channel.report_progress.remote({"phase": RESTARTING})
         known = {entry.name for entry in run.store.entries("faults")}
+        lost = lost_nodes(ray.nodes(), _WORKER_NODES)
         for rank, error in worker_exceptions.items():
             if f"{attempt:04d}-rank{rank:05d}.json" in known:
                 continue
-            died = type(error).__name__ in DEATH_ERRORS
+            died = rank in lost or type(error).__name__ in DEATH_ERRORS
             fault = Fault(
                 attempt=attempt,
                 rank=rank,
                 step=None,
                 error="WorkerDied" if died else type(error).__name__,
-                message=(str(error).splitlines() or [""])[0],
+                message=f"its node {lost[rank]} was lost" if rank in lost else (str(error).splitlines() or [""])[0],
                 traceback="" if died else str(error),
                 precision="",
                 reduced=False,
@@ -76,6 +84,17 @@ class FaultWriter(UserCallback):
                 time=time.time(),
             )
             write_fault(run, fault)
+
+
+def lost_nodes(nodes: list[dict[str, Any]], ranks: dict[int, str]) -> dict[int, str]:
+    """Rank -> address of its node, for the ranks whose node Ray reports as dead.
+
+    Args:
+        nodes: what `ray.nodes()` returns.
+        ranks: rank -> id of its node.
+    """
+    dead = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if not node["Alive"]}
+    return {rank: dead[node] for rank, node in ranks.items() if node in dead}
 
 
 @dataclass
@@ -91,6 +110,7 @@ class Collectives(BackendConfig):
     timeout_s: int = 1800
     loopback: bool = False
     interface: str | None = None
+    channel: Any = None
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -142,7 +162,10 @@ class LoopbackBackend(Backend):
                 ray.get(worker_group.execute_async(_leave_group), timeout=LEAVING_S)
 
     def _form_process_group(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(_set_interface, backend_config.interface)
+        nodes = worker_group.execute(_set_interface, backend_config.interface)
+        _WORKER_NODES.clear()
+        _WORKER_NODES.update(enumerate(nodes))
+        backend_config.channel.report_progress.remote({"phase": SETTING_UP, "nodes": dict(_WORKER_NODES)})
         world_size = len(worker_group)
         if world_size > 1 and not backend_config.loopback:
             _torch_config().backend_cls().on_start(worker_group, backend_config)
@@ -170,9 +193,11 @@ class LoopbackBackend(Backend):
 _STORE: dict[str, Any] = {}
 
 
-def _set_interface(interface: str | None) -> None:
+def _set_interface(interface: str | None) -> str:
+    """Worker: choose the network interface of the collectives; returns the id of this node."""
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    return ray.get_runtime_context().get_node_id()
 
 
 def _set_environment() -> None:

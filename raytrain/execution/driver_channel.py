@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+#: Phases of a run in which no worker can report: before the workers are connected, and after one failed.
+STARTING, SETTING_UP, RESTARTING = "starting workers", "setting up the workers", "restarting the workers"
+
 
 @dataclass(frozen=True)
 class AttemptResult:
@@ -85,11 +88,23 @@ class DriverChannel:
         return "".join(texts)
 
 
+def on_this_node() -> Any:
+    """The scheduling strategy of an actor that must live on the node of this process.
+
+    Ray places an actor that reserves nothing on any node; the driver's actors must not die with another node.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 def open_channel() -> Any:
-    """Start the `DriverChannel` actor; it reserves no CPU and dies with the driver."""
+    """Start the `DriverChannel` actor on the driver's node; it reserves no CPU and dies with the driver."""
     import ray
 
-    return ray.remote(DriverChannel).options(num_cpus=0, max_concurrency=64).remote()
+    options = {"num_cpus": 0, "max_concurrency": 64, "scheduling_strategy": on_this_node()}
+    return ray.remote(DriverChannel).options(**options).remote()
 
 
 def on_stop_request(channel: Any, then: Callable[[], None]) -> None:

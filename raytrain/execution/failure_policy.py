@@ -9,7 +9,9 @@ Rank 0 applies the rules at the start of an attempt, in this order:
   4. an operation failed inside a reduced-precision step (torch raises RuntimeError) and `precision.fallback` is on:
      continue in fp32, once.
   5. `retry.restarts_without_progress` restarts without a new committed step: stop.
-  6. otherwise (a lost worker): restart from the latest valid checkpoint.
+  6. otherwise (a lost worker, the loss of Ray itself): restart from the latest valid checkpoint.
+
+The driver applies the same rules before it starts a new connection to Ray, where Ray itself was lost.
 """
 
 from __future__ import annotations
@@ -84,6 +86,8 @@ def _decide(faults: list[Fault], *, retry: RetryConfig, fallback: bool, resumed_
         without_progress = 0 if later > earlier else without_progress + 1
     if without_progress >= retry.restarts_without_progress:
         return RecoveryDecision("stop", f"{without_progress} restarts without progress; the last fault was {what}")
+    if newest.rank is None:
+        return RecoveryDecision("go_on", f"{newest.message}; {_from(resumed_from[-1])}")
     return RecoveryDecision("go_on", f"rank {newest.rank} {_when(newest)} ({what}); {_from(resumed_from[-1])}")
 
 

@@ -12,6 +12,7 @@ name, the run still works, but starts more slowly or is less well protected from
 | `DataParallelTrainer._initialize_and_run_controller` | pass our scaling policy | Ray's own policy |
 | `...scaling_policy.FixedScalingPolicy` | request no workers from an autoscaler | Ray's own policy requests them |
 | `WorkerGroup.get_workers`, `.shutdown`, `Worker.actor` | end workers that formed no process group | left to Ray |
+| `ray._private.worker._global_node.dead_processes` | notice at once that a daemon died | Ray's calls fail later |
 
 Without `Config.initialize`, a private cluster cannot start in a process that imported Ray before the command: Ray then
 does not know the cluster's token. The command itself imports Ray after it has set the environment.
@@ -35,6 +36,10 @@ UNNEEDED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 
 #: Exceptions by which Ray Train reports that a worker's process died. The first is private: all are matched by name.
 DEATH_ERRORS = ("WorkerHealthCheckFailedError", "ActorDiedError", "RayActorError")
+
+
+#: Daemons of a private cluster without which it does not work. Ray starts none of them again.
+VITAL_DAEMONS = ("raylet", "gcs_server")
 
 
 def find(owner: Any, name: str) -> Any | None:
@@ -138,6 +143,15 @@ def local_trainer() -> type[Any]:
 
     overridden = ("_create_default_callbacks", "_initialize_and_run_controller")
     return LocalTrainer if all(find(TorchTrainer, name) for name in overridden) else TorchTrainer
+
+
+def dead_daemons() -> list[str]:
+    """Names of the vital daemons that died, of the cluster that this process started."""
+    node = find("ray._private.worker", "_global_node")
+    dead_processes = find(node, "dead_processes")
+    if node is None or dead_processes is None:
+        return []
+    return [name for name, _ in dead_processes() if name in VITAL_DAEMONS]
 
 
 def end_workers(worker_group: Any) -> None:

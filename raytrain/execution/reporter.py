@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from raytrain.execution.observers import Observers
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.records import event
 
+REPORT_EVERY_S = 5.0
 PRINTED = ("death",)
 """Kinds of events whose reason is also printed to the terminal."""
 
@@ -108,6 +110,39 @@ class RankZeroReporter:
         self._observers.close()
         self.fence()
         self.run.flush()
+
+
+class StepReports:
+    """Tells the driver of rank 0's newest step and activity from a thread: the loop itself reports only logged rows.
+
+    Args:
+        current: returns the progress; called in the thread.
+        report: sends a progress mapping to the driver; called where the progress has changed.
+    """
+
+    def __init__(self, current: Callable[[], dict[str, Any]], report: Callable[[dict[str, Any]], None]) -> None:
+        self._current, self._report = current, report
+        self._reported: dict[str, Any] = {}
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Report every `REPORT_EVERY_S` seconds."""
+        threading.Thread(target=self._run, daemon=True, name="step-reports").start()
+
+    def close(self) -> None:
+        """Report no more."""
+        self._over.set()
+
+    def report(self) -> None:
+        """Send the progress, if it has changed."""
+        progress = self._current()
+        if progress != self._reported:
+            self._reported = progress
+            self._report(progress)
+
+    def _run(self) -> None:
+        while not self._over.wait(REPORT_EVERY_S):
+            self.report()
 
 
 RankReporter = RankZeroReporter | SilentReporter

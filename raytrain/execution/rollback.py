@@ -163,7 +163,8 @@ def rewind(session: Session, run: RunFolder, *, reason: str) -> tuple[Session, d
     _discard_after(fresh, run)
     lost = session.state.step - fresh.state.step
     deaths, note = fresh.trainable.remote.deaths, fresh.trainable.remote.note
-    more = [f"{death.who} died ({death.why})" for death in deaths if f"{death.who} died" not in reason]
+    happened = [f"{death.who} {'did not respond' if death.silent else 'died'}" for death in deaths]
+    more = [f"{what} ({death.why})" for what, death in zip(happened, deaths, strict=True) if what not in reason]
     return fresh, {
         "what": "rewind",
         "value": fresh.state.step,

@@ -11,15 +11,18 @@ import re
 from typing import Any
 
 import ray
+import ray.exceptions
 from ray import cloudpickle
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from raytrain.errors import RunError
+from raytrain.errors import ClusterLost, RunError, first_line
 from raytrain.execution.controller import Collectives, FaultWriter
 from raytrain.execution.driver_channel import AttemptResult
 from raytrain.execution.ray_private import local_trainer
 from raytrain.execution.worker import train_loop_per_worker
+from raytrain.plan.choice import Resolved
+from raytrain.plan.plan import Plan
 from raytrain.runs.storage import split
 from raytrain.train.job import TrainJob
 
@@ -35,7 +38,8 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
         storage: a directory for Ray's own state.
 
     Raises:
-        RunError: Ray itself gave up, with its reason.
+        RunError: Ray Train gave up, with its reason.
+        ClusterLost: a process of Ray died that Ray Train cannot do without.
     """
     on_gpu = job.planned("device") == "cuda"
     trainer = (local_trainer() if local else TorchTrainer)(
@@ -51,40 +55,70 @@ def fit(job: TrainJob, *, data: Any, channel: Any, local: bool, interface: str |
         scaling_config=ScalingConfig(
             num_workers=int(job.planned("workers")),
             use_gpu=on_gpu,
-            resources_per_worker=_resources(job, on_gpu=on_gpu, local=local),
+            resources_per_worker=worker_resources(job.plan, local=local),
             placement_strategy=job.planned("placement"),
-            accelerator_type=_accelerator_type(job) if on_gpu and not local else None,
+            accelerator_type=accelerator_type(job.plan, local=local),
         ),
         torch_config=Collectives(  # pyright: ignore[reportArgumentType]  (has all the attributes that Ray uses, without importing torch)
-            backend=job.planned("backend"), loopback=local, interface="lo" if local else interface
+            backend=job.planned("backend"),
+            loopback=local,
+            interface="lo" if local else interface,
+            channel=channel,
         ),
         run_config=RunConfig(
             name=split(job.run_path)[1],
             storage_path=storage,
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=[FaultWriter(job.run_path, job.owner)],
+            callbacks=[FaultWriter(job.run_path, job.owner, channel)],
         ),
     )
     try:
         result = trainer.fit().return_value
     except Exception as error:
-        text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours the names of actors
-        raise RunError(f"Ray Train gave up: {type(error).__name__}: {text}") from error
+        raise _explained(error) from error
     if not isinstance(result, AttemptResult):
         raise RunError(f"the workers returned {result!r} instead of a result")
     return result
 
 
-def _resources(job: TrainJob, *, on_gpu: bool, local: bool) -> dict[str, float]:
+def _explained(error: Exception) -> RunError:
+    """What an exception of `TorchTrainer.fit` means: Ray itself was lost, or Ray Train gave up with this reason."""
+    raised_by_a_call = isinstance(error, ray.exceptions.RayTaskError | ray.exceptions.RuntimeEnvSetupError)
+    if isinstance(error, ray.exceptions.RayError | ConnectionError) and not raised_by_a_call:
+        if isinstance(error, ray.exceptions.RayActorError):
+            return ClusterLost("the controller process of Ray Train died")
+        return ClusterLost(f"the connection to Ray was lost ({type(error).__name__}: {first_line(error)})")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours the names of actors
+    return RunError(f"Ray Train gave up: {type(error).__name__}: {text}")
+
+
+def worker_resources(plan: Plan, *, local: bool) -> dict[str, float]:
     """What one worker reserves: on a shared cluster, a CPU worker reserves the cores it computes on."""
-    cpus = 1 if on_gpu or local else int(job.planned("threads") or 1)
+    on_gpu = _value(plan.device) == "cuda"
+    cpus = 1 if on_gpu or local else int(_value(plan.threads) or 1)
     return {"CPU": cpus, "GPU": 1} if on_gpu else {"CPU": cpus}
 
 
-def _accelerator_type(job: TrainJob) -> str | None:
+def accelerator_type(plan: Plan, *, local: bool) -> str | None:
     """Ray's accelerator type where `scale.accelerator` names one; None for any."""
-    name = str(job.planned("accelerator"))
-    return None if name.split(":")[0] in ("cpu", "cuda", "auto") else name
+    name = str(_value(plan.accelerator))
+    any_kind = local or _value(plan.device) != "cuda" or name.split(":")[0] in ("cpu", "cuda", "auto")
+    return None if any_kind else name
+
+
+def missing_for_workers(each: dict[str, float], number: int, free: dict[str, float]) -> str:
+    """What workers of `each` resources lack in a cluster with these free resources; "" if they have room."""
+    short = [name for name, amount in each.items() if free.get(name, 0) < amount * number]
+    if not short:
+        return ""
+    want = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
+    have = " and ".join(f"{free.get(name, 0):g} {name}" for name in each)
+    return f"{number} workers need {want} each, {have} are free"
+
+
+def _value(choice: Any) -> Any:
+    assert isinstance(choice, Resolved)  # what Ray reserves is never deferred to a measurement
+    return choice.value
 
 
 def quiet_ray() -> None:

@@ -8,9 +8,11 @@ next attempt decides how to continue.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, Literal
 
 import ray
@@ -30,7 +32,7 @@ from raytrain.execution.driver_channel import AttemptResult, on_stop_request
 from raytrain.execution.export import export
 from raytrain.execution.observers import TensorBoard, load_observers
 from raytrain.execution.rank_log import rank_log
-from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, Superseded
+from raytrain.execution.reporter import RankReporter, RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.execution.rollback import RewindPolicy, RollbackPolicy
 from raytrain.runs.faults import Fault, read_faults, write_fault
 from raytrain.runs.folder import RunFolder
@@ -87,6 +89,8 @@ class Worker:
         self._new_faults: list[Fault] = []
         self._rewind_policy = RewindPolicy(self.run_folder, limit=job.retry.restarts_without_progress)
         self._stop_requested = threading.Event()
+        self._now: Callable[[], dict[str, Any]] = dict
+        self._step_reports = StepReports(lambda: self._now(), self._report_progress)
 
     def run(self, data: Any) -> AttemptResult | None:
         """Decide how to start, train, and return the result; an exception is recorded as a fault.
@@ -105,11 +109,16 @@ class Worker:
                 reporter.close()
         except Superseded:
             raise
+        except CollectiveFailed as error:  # the consequence of a death, which the next attempt explains
+            print(f"rank {self.workers.rank} lost the other workers at step {self._step()}", file=sys.stderr)
+            self._record_fault(error)
+            raise
         except Exception as error:
             traceback.print_exc()  # to this rank's log; rank 0's also reaches the terminal
             self._record_fault(error)
             raise
         finally:
+            self._step_reports.close()
             if self.session is not None:
                 self.session.close()
 
@@ -168,7 +177,9 @@ class Worker:
             **session.strategy.facts(),
         )
         self.run_folder.flush()  # upload the start of this attempt to an object store before the first step
+        self._step_reports.start()
         outcome = self._loop(reporter)
+        self._step_reports.close()
         session = self.session  # a rollback replaces it
         assert session is not None
         reporter.event("attempt_end", step=session.state.step, outcome=outcome.kind, reason=outcome.reason)
@@ -213,6 +224,7 @@ class Worker:
         rollback_policy = RollbackPolicy(self.run_folder, limit=self.job.retry.rollbacks)
         while True:
             loop = session.loop(reporter=reporter, should_stop=self._stop_requested.is_set, clock=clock)
+            self._now = lambda state=session.state, loop=loop: {"step": state.step, "activity": loop.activity}
             loop.saver = saver = CheckpointSaver(
                 session,
                 self.run_folder,
@@ -256,6 +268,10 @@ class Worker:
             return None
         return AttemptResult(status, reason, steps=self.session.state.step if self.session else self.from_step)
 
+    def _step(self) -> int:
+        """The step that was running; 0 before the first."""
+        return self.session.state.step + 1 if self.session else 0
+
     def _record_fault(self, error: Exception) -> None:
         if not self.attempt:
             return  # no attempt number reached this worker: the controller records the fault
@@ -264,7 +280,7 @@ class Worker:
             error,
             attempt=self.attempt,
             rank=self.workers.rank,
-            step=session.state.step + 1 if session else 0,
+            step=self._step(),
             precision=(session.precision or "") if session else "",
             from_step=self.from_step,
             micro_batch=session.loader.micro_batch if session and session.precision else None,

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain.errors import CollectiveFailed
+from raytrain.errors import ClusterLost, CollectiveFailed
 from raytrain.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure of one attempt, recorded by the failing worker, or by the controller if the worker died.
+    """One failure of one attempt, recorded by the failing worker, by the controller if the worker died, or by the
+    driver if Ray itself was lost.
 
     Attributes:
         attempt: the attempt that failed.
-        rank: the rank of the worker.
+        rank: the rank of the worker; None if Ray itself was lost.
         step: the optimizer step it was running (0 = before the first); None if the process died.
-        error: name of the exception type, or "WorkerDied".
+        error: name of the exception type, "WorkerDied" or "ClusterLost".
         message: the first line of the exception's message.
         traceback: the text of the traceback ("" if the process died).
         precision: the `precision.dtype` in use.
@@ -30,7 +31,7 @@ class Fault:
     """
 
     attempt: int
-    rank: int
+    rank: int | None
     step: int | None
     error: str
     message: str
@@ -49,15 +50,33 @@ class Fault:
 
 
 def write_fault(run: RunFolder, fault: Fault) -> None:
-    """Writes the record of one failed worker of an attempt."""
-    run.write_json(f"faults/{fault.attempt:04d}-rank{fault.rank:05d}.json", fault.to_json())
+    """Writes the record of one failed worker of an attempt, or of the loss of Ray."""
+    who = "cluster" if fault.rank is None else f"rank{fault.rank:05d}"
+    run.write_json(f"faults/{fault.attempt:04d}-{who}.json", fault.to_json())
+
+
+def lost_cluster(attempt: int, message: str, *, time: float) -> Fault:
+    """The fault of an attempt that ended because Ray itself was lost."""
+    return Fault(
+        attempt=attempt,
+        rank=None,
+        step=None,
+        error=ClusterLost.__name__,
+        message=message,
+        traceback="",
+        precision="",
+        reduced=False,
+        final=False,
+        from_step=0,
+        time=time,
+    )
 
 
 def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
     """The decisive fault of each failed attempt with a number of at least `since`.
 
-    A died worker or an out-of-memory error comes before other errors, which it may have caused, and a failed
-    collective, which is only a consequence, comes last.
+    The loss of Ray, a died worker or an out-of-memory error comes before other errors, which it may have caused, and a
+    failed collective, which is only a consequence, comes last.
     """
     first: dict[int, Fault] = {}
     for entry in run.store.entries("faults"):
@@ -71,7 +90,7 @@ def read_faults(run: RunFolder, *, since: int) -> list[Fault]:
 
 
 def _rank(fault: Fault) -> tuple[bool, bool, float]:
-    cause = fault.error == "WorkerDied" or fault.out_of_memory
+    cause = fault.error in ("WorkerDied", ClusterLost.__name__) or fault.out_of_memory
     return fault.error == CollectiveFailed.__name__, not cause, fault.time
 
 

@@ -34,6 +34,8 @@ class TrainJob:
         import_path: working directory of the command, appended to the workers' `sys.path`.
         owner: the driver process, {host, pid, start}.
         first_attempt: number of this command's first attempt; faults of earlier attempts do not count.
+        claimed_attempt: the number that the driver took for these workers' first attempt. It is larger than
+            `first_attempt` if the driver lost Ray and connected again.
     """
 
     seed: int
@@ -51,6 +53,7 @@ class TrainJob:
     import_path: str
     owner: dict[str, Any] = field(default_factory=dict)
     first_attempt: int = 1
+    claimed_attempt: int = 1
     builder_sections: dict[str, Any] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     found: TuneFound | None = None

@@ -74,6 +74,8 @@ class TrainingLoop:
         self._culprit = ""
         self._skipped_before = 0
         self._interval = LogInterval()
+        self.activity = ""
+        """What the loop does besides steps, for whoever shows its progress; read from another thread."""
 
     def run(self, state: LoopState) -> LoopOutcome:
         """Train from `state` to the end, a stop or a rollback; `state` is advanced in place."""
@@ -180,7 +182,7 @@ class TrainingLoop:
         return bool(stop), bool(save)
 
     def _save(self, state: LoopState, *, final: bool, only_best: bool) -> None:
-        begin = time.perf_counter()
+        begin, self.activity = time.perf_counter(), "saving a checkpoint"
         self._report_sent(self._buffers.synchronize(), step=state.step)
         state.skipped_steps = self._skipped_before + int(self._nonfinite.total)
         self.saver.save(state, final=final, only_best=only_best)
@@ -191,6 +193,7 @@ class TrainingLoop:
     def _charge(self, purpose: str, begin: float, *, step: int) -> None:
         spent = time.perf_counter() - begin - self._compiled(step)
         self.clock.add(purpose, spent)
+        self.activity = ""
         self._interval.since += spent  # throughput is of training, without evaluation and saving
 
     def _compiled(self, step: int) -> float:
@@ -244,7 +247,7 @@ class TrainingLoop:
         evaluate = self.evaluate
         if evaluate is None or (state.last_eval and state.last_eval["step"] == state.step):
             return
-        begin = time.perf_counter()
+        begin, self.activity = time.perf_counter(), "evaluating"
         self._report_sent(self._buffers.synchronize(), step=state.step)
         values = self._retry.run(lambda: evaluate(state.step), step=state.step, evaluation=True)
         loss = values.pop("loss")

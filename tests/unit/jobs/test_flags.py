@@ -343,7 +343,9 @@ def worked(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
 
 def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     """A whole command that is stopped while its workers train; Ray itself and the workers are played."""
+    from experts.hosts.reserve import HostsOfRun
     from jobs import train
+    from jobs.driver import attempts
     from raytrain.execution import driver_channel, trainer
 
     signals, stopped, seen = StopSignals(), threading.Event(), {}
@@ -370,10 +372,15 @@ def commanded(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     )  # fmt: skip
     place.patch.chdir(place.folder)
     place.patch.setattr(sys, "path", list(sys.path))
-    place.patch.setattr(train, "connected", connected)
-    place.patch.setattr(train, "inventory_from_ray", lambda: BOX)
+
+    def start_hosts(*_: Any, retry: Any, **__: Any) -> HostsOfRun:
+        seen.update(host_wait_s=retry.host_wait_s, host_silence_s=retry.host_silence_s)
+        return HostsOfRun(None)
+
+    place.patch.setattr(attempts, "connected", connected)
+    place.patch.setattr(attempts, "inventory_from_ray", lambda: BOX)
     place.patch.setattr(driver_channel, "open_channel", lambda: channel)
-    place.patch.setattr("jobs.driver.watch.connect", lambda *_, host_wait_s, **__: seen.update(host_wait_s=host_wait_s))
+    place.patch.setattr("jobs.driver.watch.start_hosts", start_hosts)
     place.patch.setattr(trainer, "TorchTrainer", Trains)
     place.patch.setattr(trainer, "local_trainer", lambda: Trains)
     place.patch.setattr("ray.put", lambda value: value)
@@ -532,6 +539,7 @@ FLAGS = {
     "retry.rollbacks": Flag(worked, "rollbacks", "0", "2", ("retry.nonfinite_steps=1",), nan_job),
     "retry.stop_grace_s": Flag(commanded, "ending", "60.0", "0.0"),
     "retry.host_wait_s": Flag(commanded, "host_wait_s", "30.0", "5.0"),
+    "retry.host_silence_s": Flag(commanded, "host_silence_s", "60.0", "20.0"),
     "experts.num_experts": experts("parameters", "4", "2"),
     "experts.top_k": experts("losses", "2", "1"),
     "experts.hosts": Flag(planned, "hosts", "auto", "0", job=experts_job),

@@ -76,7 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr("jobs.train.connected", refuse)
+    monkeypatch.setattr("jobs.driver.attempts.connected", refuse)
     return tmp_path
 
 

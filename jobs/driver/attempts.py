@@ -1,0 +1,140 @@
+"""The connections to Ray of one command: where Ray itself is lost, the rules of a lost worker decide on the next one.
+
+Importing this module loads neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from cluster.devices.inventory import Inventory, inventory_from_ray, local_inventory
+from jobs.driver.plan import show_only_picked
+from jobs.driver.progress import Activity
+from jobs.driver.result import Result, close_run
+from jobs.driver.run_folder import OpenRun
+from jobs.driver.runtime import cluster_size, connected
+from jobs.driver.signals import StopSignals
+from jobs.job.spec import JobSpec
+from raytrain.config.sections import RetryConfig
+from raytrain.errors import ClusterLost, ResourcesTaken, RunError
+from raytrain.execution.driver_channel import AttemptResult
+from raytrain.runs.lease import this_process
+
+
+class RunAttempts:
+    """Trains a job on one connection to Ray after the other.
+
+    Args:
+        address: as `cluster_address` returns it.
+        open_planned: plans for an inventory and opens the run folder.
+        data: the data that the driver read for all workers, or None.
+        signals: stops the run.
+
+    Attributes:
+        opened: the run folder; None before it is open.
+        result: how the run ended.
+        closed: the same as written to the run folder, if that was done before Ray was shut down.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        address: str,
+        open_planned: Callable[[Inventory], OpenRun],
+        data: Any,
+        signals: StopSignals,
+        console: Console,
+        verbose: bool,
+    ) -> None:
+        self.opened: OpenRun | None = None
+        self.result = AttemptResult("interrupted", "interrupted before the first step")
+        self.closed: Result | None = None
+        self._spec, self._address, self._open_planned = spec, address, open_planned
+        self._data, self._signals, self._console, self._verbose = data, signals, console, verbose
+
+    def run(self) -> None:
+        """Train until the run ends, and set `result`.
+
+        Raises:
+            RunError: the run failed.
+            Interrupted: a signal arrived before the first step of a connection.
+        """
+        if self._address == "local":  # planned before Ray starts: the plan says how large the private cluster is
+            inventory = local_inventory()
+            self.opened = self._open_planned(inventory)
+            show_only_picked(str(self.opened.plan.choices()["accelerator"].value_or("cpu")), inventory)
+        while True:
+            try:
+                self._connect_and_fit()
+                return
+            except ClusterLost as error:
+                if self.opened is None or self._address == "connected":  # the connection is the caller's
+                    raise
+                self.opened = next_attempt(
+                    self.opened, error, retry=self._spec.retry, fallback=self._spec.precision.fallback
+                )
+                again = "a new private Ray starts" if self._address == "local" else "the driver connects again"
+                self._console.print(f"{error}; {again}", markup=False, highlight=False, soft_wrap=True)
+                self._signals.training = False  # no worker is left that could save
+
+    def _connect_and_fit(self) -> None:
+        cpus, gpus = cluster_size(None if self.opened is None else self.opened.plan)
+        with Activity(self._console) as activity:
+            activity.begin("starting Ray" if self._address == "local" else f"connecting to {self._address}")
+            with connected(self._address, num_cpus=cpus, num_gpus=gpus, verbose=self._verbose) as cluster:
+                self._signals.install()
+                if self.opened is None:  # a running cluster: Ray knows its machines
+                    activity.begin("checking the nodes of the cluster")
+                    self.opened = self._open_planned(inventory_from_ray())
+                activity.begin("preparing the workers' job")
+                from jobs.driver.watch import fit_watched  # imports Ray, which reads the environment of `connected`
+
+                self.result = fit_watched(
+                    self._spec,
+                    self.opened,
+                    cluster,
+                    data=self._data,
+                    signals=self._signals,
+                    console=self._console,
+                    activity=activity,
+                )
+                if self.result.workers_running:  # write the result before Ray shuts down, which may take long
+                    self.closed = close_run(self.opened.run, self.result, console=self._console)
+                activity.begin("stopping Ray")
+
+
+def next_attempt(opened: OpenRun, error: ClusterLost, *, retry: RetryConfig, fallback: bool) -> OpenRun:
+    """The run with the number of its next attempt, whose workers a new connection to Ray starts.
+
+    Workers of the old connection that are still alive stop before they write.
+
+    Args:
+        error: what was lost. `ResourcesTaken` is no fault: nothing failed, the run waits for its turn again.
+        retry, fallback: the `retry` section and `precision.fallback`.
+
+    Raises:
+        RunError: the rules end the run, or another command has taken it over.
+    """
+    from raytrain.checkpoint.reader import list_checkpoints
+    from raytrain.execution.failure_policy import decide, origins
+    from raytrain.runs.faults import lost_cluster, read_faults, write_fault
+
+    run = opened.run
+    attempt = run.current_attempt()
+    if run.owner_of(attempt) != this_process():
+        raise RunError(f"attempt {attempt} of another command has taken over {run.path}")
+    if not isinstance(error, ResourcesTaken):
+        write_fault(run, lost_cluster(attempt, str(error), time=time.time()))
+        step = max((info.step for info in list_checkpoints(run) if info.complete), default=0)
+        faults = read_faults(run, since=opened.attempt)
+        starts = origins(faults, run.read_rows(run.events), step=step)
+        decision = decide(faults, retry=retry, fallback=fallback, resumed_from=starts)
+        if decision.action == "stop":
+            raise RunError(decision.reason)
+    return replace(opened, claimed=run.next_attempt(this_process()))
