@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +127,18 @@ def items_job(folder: Path) -> dict[str, Any]:
     """A small classifier on a dataset that is read as it trains."""
     model = {"builder": "raytrain.models.mlp:mlp", "num_classes": 4}
     return {"model": model, "data": {"train": Listed(), "storage": "stream"}}
+
+
+def negated_collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Somebody's collate function."""
+    return {"x": -torch.stack([item["x"] for item in items]), "labels": torch.stack([item["labels"] for item in items])}
+
+
+def collate_job(folder: Path) -> dict[str, Any]:
+    """`items_job` next to a module with a collate function."""
+    sys.modules["flag_collate"] = module = ModuleType("flag_collate")
+    module.negated = negated_collate  # type: ignore[attr-defined]
+    return items_job(folder)
 
 
 @cache
@@ -483,6 +495,7 @@ FLAGS = {
     "data.source": Flag(planned, "steps_per_epoch", "text", "csv", job=file_job),
     "data.storage": Flag(trained, "storage", "resident", "stream"),
     "data.loader_workers": Flag(trained, "loaders", "0", "2", job=items_job),
+    "data.collate": Flag(trained, "losses", "null", "flag_collate:negated", job=collate_job),
     "data.prefetch": Flag(trained, "loaders", "1", "3", ("data.loader_workers=1",), items_job),
     "data.tokens_per_batch": experts("batches", "null", "24"),
     "data.eval_fraction": Flag(trained, "evals", "0.0", "0.5"),
