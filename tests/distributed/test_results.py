@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.export import export_weights_of
+from raytrain.errors import InputError
 from raytrain.models.gpt import gpt
+from raytrain.models.weights.headers import find_weights
 from raytrain.report.figures import summary_from_text
 from raytrain.report.plots import activations, figure, png
 from raytrain.runs.folder import RunFolder
@@ -182,6 +184,8 @@ def test_transplanted_experts_are_those_of_the_run(
         experts={**job["experts"], "hosts": 0}, loop={"eval_every": 2, "global_batch_size": 8},
     )  # fmt: skip
     assert session.evaluate(0)["loss"] == pytest.approx(run.evals[run.best], abs=1e-5)
+    with pytest.raises(InputError, match="raytrain export RUN --step N"):
+        find_weights(str(run.path / "checkpoints" / f"step_{run.best:08d}"), key="model.init_from")
 
 
 @pytest.mark.timeout(590)

@@ -16,6 +16,7 @@ from raytrain.checkpoint.reader import load, newest_valid
 from raytrain.data.rows.batches import Cursor
 from raytrain.execution.checkpointer import CheckpointSaver
 from raytrain.runs.folder import RunFolder
+from raytrain.train.loader import EVAL_MICRO_BATCHES
 from raytrain.train.parallel.collectives import Workers
 from raytrain.train.session import Session
 from raytrain.trainable import MicroBatch
@@ -325,10 +326,10 @@ def aggregated(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def scored(rank: int, world_size: int) -> dict[str, Any]:
-    """An evaluation of 16 rows in micro-batches of 8, of which the first 8 have no labels."""
+    """An evaluation of 16 rows, of which the first half, one micro-batch, has no labels."""
     session = make_session(
         GPT,
         {"train": token_rows(32), "eval": token_rows(16, seed=5, empty=range(8))},
-        loop={"max_steps": 2, "micro_batch_size": 8},
+        loop={"max_steps": 2, "micro_batch_size": 8 // EVAL_MICRO_BATCHES},
     )
     return session.evaluate(0)

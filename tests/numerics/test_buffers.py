@@ -13,19 +13,27 @@ from raytrain.runs.folder import RunFolder
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("normed", "data_parallel"), ("normed", "fsdp"), ("centred", "data_parallel")]
+    ("name", "strategy", "every"),
+    [
+        ("normed", "data_parallel", 4),
+        ("normed", "fsdp", 4),
+        ("centred", "data_parallel", 4),
+        ("late", "data_parallel", 5),
+    ],
 )
-def test_evaluated_saved_exported_and_resumed_are_the_same(name: str, strategy: str, tmp_path: Path) -> None:
-    whole = run_gang(buffers.trained, name, str(tmp_path), None, 4, strategy, world_size=2)
+def test_evaluated_saved_exported_and_resumed_are_the_same(
+    name: str, strategy: str, every: int, tmp_path: Path
+) -> None:
+    whole = run_gang(buffers.trained, name, str(tmp_path), None, every, strategy, world_size=2)
     assert whole[0]["evals"] == whole[1]["evals"] and sorted(whole[0]["evals"]) == [3, 6, 9, 12]
     assert whole[0]["buffers"] == whole[1]["buffers"]
     last = load(RunFolder(str(tmp_path)).checkpoint_dir(12)).parts["model"]
     for weights in (last, buffers.exported(tmp_path)):
         assert buffers.eval_loss(name, weights) == pytest.approx(whole[0]["evals"][12], abs=1e-6)
-    again = run_gang(buffers.trained, name, str(tmp_path), 4, 4, strategy, world_size=2)
+    again = run_gang(buffers.trained, name, str(tmp_path), every, every, strategy, world_size=2)
     for before, after in zip(whole, again, strict=True):
         for values in ("losses", "evals"):
-            assert after[values] == {step: value for step, value in before[values].items() if step > 4}, values
+            assert after[values] == {step: value for step, value in before[values].items() if step > every}, values
         assert after["buffers"] == before["buffers"] and after["optimizer"] == before["optimizer"]
 
 

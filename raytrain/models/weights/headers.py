@@ -122,6 +122,11 @@ def _from_index(store: Store, names: list[str], path: str, *, key: str) -> Store
 
 def _from_checkpoint(store: Store, *, key: str) -> StoredWeights:
     manifest = json.loads(store.read_bytes("manifest.json"))
+    if manifest.get("stacked"):
+        raise InputError(
+            key, seen=f"the checkpoint {store.uri}, of which other processes hold a part in files of their own",
+            expected=EXPECTED, remedy="`raytrain export RUN --step N` writes the complete weights",
+        )  # fmt: skip
     split = tuple(manifest.get("split", {}).get("model", ()))
     found = _from_files(store, manifest["parts"]["model"], origin=f"the checkpoint {store.uri}", key=key, split=split)
     tied = manifest["tied"].get("model", {})

@@ -215,8 +215,9 @@ def test_of_equal_eval_losses_the_first_is_the_best(tmp_path: Path) -> None:
 
 
 def test_an_infinite_eval_loss_is_never_the_best(tmp_path: Path) -> None:
-    _, _, session = scored({2: float("inf"), 4: float("nan"), 6: 5.0}, tmp_path)
+    _, reporter, session = scored({2: float("inf"), 4: float("nan"), 6: 5.0}, tmp_path)
     assert steps_in(tmp_path) == [6, 14] and session.state.best_step == 6
+    assert [row["step"] for row in reporter.events if row["kind"] == "checkpoint"] == [6, 14]
 
 
 def test_writes_beyond_their_budget_wait_in_memory_and_only_the_newest_best_is_written(tmp_path: Path) -> None:
@@ -247,6 +248,24 @@ def test_writes_beyond_their_budget_wait_in_memory_and_only_the_newest_best_is_w
     assert digest(best.parts) == states[8], "the copy is of its own step"
     held = {row["step"] for row in reporter.events if row["kind"] == "checkpoint" and "delay_s" in row}
     assert held == {4, 6, 8}
+
+
+def test_where_every_checkpoint_is_kept_every_best_one_is_written(tmp_path: Path) -> None:
+    session = session_of(eval_every=2)
+    saver, reporter = saver_of(session, tmp_path, every=100, keep="all")
+
+    def evaluate(step: int) -> dict[str, Any]:
+        assert saver.writer is not None
+        saver.writer.wait()
+        saver.writer.last_write_s = 3600.0
+        return {"loss": 20.0 - step}
+
+    loop = session.loop(reporter=reporter, saver=saver, should_stop=lambda: False, clock=saver.clock)
+    loop.evaluate = evaluate
+    loop.run(session.state)
+    saver.close()
+    assert steps_in(tmp_path) == [2, 4, 6, 8, 10, 12, 14]
+    assert not any("delay_s" in row for row in reporter.events)
 
 
 def test_a_best_state_in_memory_is_written_when_the_run_fails(tmp_path: Path) -> None:
