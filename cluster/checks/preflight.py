@@ -42,6 +42,11 @@ class CheckResult:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def text(self) -> str:
+        """One sentence: what was found, what was expected, what to do."""
+        return f"{self.name}: {self.seen}, expected {self.expected}" + (f"; {self.remedy}" if self.remedy else "")
+
 
 def check_storage(save_dir: str) -> CheckResult:
     """Creates the folder (a path or a URI that pyarrow supports), then writes, reads back and deletes a token in it."""

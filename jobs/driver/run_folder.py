@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.checks.preflight import CheckResult, check_seen_by_all, run_preflight
+from cluster.checks.ray_job import check_ray_job
 from cluster.devices.inventory import Inventory
 from cluster.environment import environment_record
 from jobs.driver.plan import print_plan
@@ -62,6 +63,12 @@ def open_run(
     checks = preflight_of(plan, spec.save.dir, inventory)
     if len(inventory.nodes) > 1:
         checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
+    checks += check_ray_job(
+        spec.save.dir,
+        step_s=_value(plan.step_time),
+        checkpoint_bytes=_value(plan.checkpoint_bytes),
+        grace_s=spec.retry.stop_grace_s,
+    )
     failed = [check for check in checks if check.status == "fail"]
     if failed:
         first = failed[0]
@@ -87,6 +94,9 @@ def open_run(
     run.write_json(run.environment, environment_record())
     run.write_json(run.preflight, [check.to_json() for check in checks])
     print_plan(plan, console)
+    for check in checks:
+        if check.status == "warn":
+            console.print(f"warning: {check.text}", markup=False, soft_wrap=True)
     if plan.data_facts is not None:
         console.print(f"data: {plan.data_facts.reason}", markup=False, soft_wrap=True)
     if resumed is not None and run.exists(run.result):

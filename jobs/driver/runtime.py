@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.checks.ray_job import is_submitted
 from cluster.environment import ray_environment
 from cluster.private_ray import end_daemons, private_ray
 from raytrain.errors import InputError, RunError, first_line
 from raytrain.plan.choice import Resolved
 from raytrain.plan.plan import Plan
 from raytrain.plan.rules.hosts import separate_hosts
-
-#: Ray sets this variable in the driver of a submitted job, which uses the cluster that it was submitted to.
-JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-
 
 #: Ray's time limits for the second attempt to start a private cluster, in its own units.
 PATIENT = {
@@ -58,7 +55,7 @@ def cluster_address(configured: str | None) -> str:
         return "connected"
     if configured:
         return configured
-    if os.environ.get(JOB_ENVIRONMENT):
+    if is_submitted():
         return os.environ.get("RAY_ADDRESS") or "auto"
     return "local"
 

@@ -25,7 +25,9 @@ STALL_BUDGET = 0.03
 WORK_AT_RISK_S = 30.0
 #: The longest interval in steps. Very short steps may need a longer one to cover `WORK_AT_RISK_S`.
 MOST_STEPS = 10_000
-#: Steps before the first automatic checkpoint, which measures the stall.
+#: A failure may lose at most this many seconds of work, also where that exceeds the budget.
+MOST_WORK_AT_RISK_S = 600.0
+#: Steps before the first automatic checkpoint, which measures the stall; fewer if they take `MOST_WORK_AT_RISK_S`.
 FIRST_STEP = 10
 #: Writing checkpoints of evaluations that are the best so far may take this share of the time. Beyond it the best state
 #: stays in memory, where the next best one replaces it: while every evaluation improves, few of them are written.
@@ -80,7 +82,8 @@ class CheckpointSaver:
     def due(self, step: int) -> bool:
         """Rank 0: whether a checkpoint is due after `step`."""
         if self._every == "auto" and self._interval is None:
-            return step - self._begin_step >= FIRST_STEP
+            late = time.perf_counter() - self._begin >= MOST_WORK_AT_RISK_S
+            return late or step - self._begin_step >= FIRST_STEP
         if self._every == "auto":
             return step - self._last_step >= (self._interval or 1)
         return step % int(self._every) == 0
@@ -140,7 +143,7 @@ class CheckpointSaver:
         if self._every != "auto":
             return
         least = max(1, int(WORK_AT_RISK_S / max(step_s, 1e-9)))
-        most = max(MOST_STEPS, least)
+        most = max(1, min(max(MOST_STEPS, least), int(MOST_WORK_AT_RISK_S / max(step_s, 1e-9))))
         solved = solve_interval(stall_s=stall, step_time_s=step_s, budget=STALL_BUDGET, minimum=least, maximum=most)
         interval = int(solved.value)
         if self._interval is None or not 0.75 <= interval / self._interval <= 1.33:

@@ -82,6 +82,7 @@ def test_a_submitted_job_trains_and_passes_its_exit_code_on(
     good = guest_job(loop={"max_steps": 20}, save={"dir": str(place.folder / "runs")}, scale={"workers": 2})
     place.write(good, "good.yaml")
     place.write({**good, "optim": {"learning_rate": 0.01}}, "wrong.yaml")
+    place.write({**good, "save": {}}, "lost.yaml")  # its runs would be in the copy that Ray deletes
     env = place.env | {"RAY_AUTH_MODE": "disabled"}
     commands = {
         name: start_python(
@@ -89,13 +90,15 @@ def test_a_submitted_job_trains_and_passes_its_exit_code_on(
             "--working-dir=.", "--", "python", "-m", "jobs", "train", f"{name}.yaml",
             cwd=place.folder, env=env,
         )
-        for name in ("good", "wrong")
+        for name in ("good", "wrong", "lost")
     }  # fmt: skip
     said = {name: command.finish(timeout=JOB_S) for name, command in commands.items()}
     rows = jobs_of(head)
     assert rows["good"]["status"] == "SUCCEEDED" and said["good"].code == 0, said["good"].text
     assert (rows["wrong"]["status"], rows["wrong"]["driver_exit_code"]) == ("FAILED", 2), said["wrong"].text
     assert "optim.learning_rate" in said["wrong"].text
+    assert (rows["lost"]["status"], rows["lost"]["driver_exit_code"]) == ("FAILED", 2), said["lost"].text
+    assert "save.dir: " in said["lost"].text and "Ray deletes that copy" in said["lost"].text
     run = place.run
     assert run.result["status"] == "done" and len(run.losses()) == 20
     assert "Ray lists 4 GPU slots" in said["good"].out and "its driver shows no device" in said["good"].out

@@ -250,4 +250,4 @@ def choose_checkpoint_every(save: SaveConfig, max_steps: Choice) -> Choice:
         return Resolved(save.every, "save.every")
     last = max_steps.value_or(None)
     how = "set from the measured cost of the first checkpoint"
-    return Deferred(how, (1, last), "saving takes at most 3 % of the time")
+    return Deferred(how, (1, last), "saving takes at most 3 % of the time, and a failure loses at most ten minutes")

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from cluster.checks.ray_job import JOB_ENVIRONMENT
 from cluster.environment import ray_environment
-from jobs.driver.runtime import JOB_ENVIRONMENT, PATIENT, cluster_address, connected
+from jobs.driver.runtime import PATIENT, cluster_address, connected
 from raytrain.errors import InputError, RunError
 
 

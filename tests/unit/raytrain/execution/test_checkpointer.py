@@ -131,6 +131,25 @@ def test_the_interval_is_solved_from_the_stall_that_was_measured(
     assert len([event for event in reporter.events if event["kind"] == "decision"]) == 1
 
 
+def test_automatic_checkpoints_leave_at_most_ten_minutes_of_work_at_risk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = session_of()
+    saver, reporter = saver_of(session, tmp_path, every="auto")
+    saver.writer.close()  # type: ignore[union-attr]
+    saver.writer = Clocked(30.0)  # type: ignore[assignment]
+    now = saver._begin + 599.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert not saver.due(6)
+    now += 1.0
+    assert saver.due(6), "ten minutes have passed before the tenth step"
+    session.state.step = 6
+    saver.save(session.state, final=False)
+    (decision,) = [event for event in reporter.events if event["kind"] == "decision"]
+    assert decision["value"] == 6, "steps of 100 s; the stall alone would ask for 10"
+    assert "above the budget of 3%" in decision["reason"] and "at most 6 steps" in decision["reason"]
+
+
 def test_a_fixed_interval_decides_nothing(tmp_path: Path) -> None:
     session = session_of()
     saver, reporter = saver_of(session, tmp_path, every=7, asynchronous=False)

@@ -1,0 +1,85 @@
+"""Checks of a command that runs as a submitted Ray job (`ray job submit`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.checks.preflight import CheckResult
+
+JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets this variable in the driver of a submitted job."""
+
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Seconds between the SIGTERM and the SIGKILL of `ray job stop`, read by Ray on the head node; its default is 3."""
+
+SAVE_RATE = 200 << 20
+"""Bytes per second at which a checkpoint is assumed to be written; the real rate is known after the first one."""
+
+PACKAGE_CACHE = "runtime_resources"
+"""Directory of a Ray session that holds the working directories of jobs; Ray deletes them."""
+
+
+def is_submitted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is the driver of a submitted job."""
+    return bool((os.environ if environ is None else environ).get(JOB_ENVIRONMENT))
+
+
+def check_ray_job(
+    save_dir: str,
+    *,
+    step_s: float | None,
+    checkpoint_bytes: int | None,
+    grace_s: float,
+    environ: Mapping[str, str] | None = None,
+) -> list[CheckResult]:
+    """Check that the results of a submitted job outlive it, and that `ray job stop` leaves it time to save.
+
+    Args:
+        save_dir: `save.dir`, a path or a URI.
+        step_s: predicted seconds of a step; None if unknown.
+        checkpoint_bytes: bytes of one checkpoint; None if unknown.
+        grace_s: `retry.stop_grace_s`.
+        environ: the environment, by default that of this process.
+
+    Returns:
+        No results for a command that is not a submitted job.
+    """
+    environ = os.environ if environ is None else environ
+    if not is_submitted(environ):
+        return []
+    return [_check_folder(save_dir), _check_stop(step_s, checkpoint_bytes, grace_s, environ)]
+
+
+def _check_folder(save_dir: str) -> CheckResult:
+    expected = "a folder that outlives the job, on storage that every node can access"
+    folder = save_dir if "://" in save_dir else str(Path(save_dir).expanduser().resolve())
+    if PACKAGE_CACHE in Path(folder).parts and "://" not in save_dir:
+        return CheckResult(
+            "save_folder", "fail", f"{folder}, which is in Ray's copy of the working directory of this job", expected,
+            "Ray deletes that copy: set save.dir to an absolute path or a URI (s3://, gs://, hdfs://)", "save.dir",
+        )  # fmt: skip
+    return CheckResult("save_folder", "ok", folder, expected)
+
+
+def _check_stop(
+    step_s: float | None, checkpoint_bytes: int | None, grace_s: float, environ: Mapping[str, str]
+) -> CheckResult:
+    try:
+        wait_s = float(environ.get(STOP_WAIT, "3"))
+    except ValueError:
+        wait_s = 3.0
+    expected = "enough for a step and a save"
+    seen = f"`ray job stop` kills this job after {wait_s:g} s, whatever retry.stop_grace_s says ({grace_s:g} s)"
+    if step_s is None:
+        return CheckResult("job_stop", "na", f"{seen}; the time of a step is not known yet", expected)
+    need_s = step_s + (checkpoint_bytes or 0) / SAVE_RATE
+    needs = f"{expected}: about {need_s:.3g} s are predicted"
+    if need_s > wait_s:
+        return CheckResult(
+            "job_stop", "warn", seen, needs,
+            f"start the head node with {STOP_WAIT}={max(grace_s, 2 * need_s):.0f}, or lower save.every: a stop loses "
+            "the steps after the latest checkpoint", STOP_WAIT,
+        )  # fmt: skip
+    return CheckResult("job_stop", "ok", seen, needs)
