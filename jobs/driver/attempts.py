@@ -5,6 +5,7 @@ Importing this module loads neither Ray nor torch.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,9 +84,15 @@ class RunAttempts:
                 self._console.print(f"{error}; {again}", markup=False, highlight=False, soft_wrap=True)
                 self._signals.training = False  # no worker is left that could save
 
+    def _beat(self) -> None:
+        """Other commands must not take over a run that waits for room in a cluster."""
+        if self.opened is not None:
+            with contextlib.suppress(OSError):  # a full disk ends the run where it writes next
+                self.opened.run.heartbeat()
+
     def _connect_and_fit(self) -> None:
         cpus, gpus = cluster_size(None if self.opened is None else self.opened.plan)
-        with Activity(self._console) as activity:
+        with Activity(self._console, beat=self._beat) as activity:
             activity.begin("starting Ray" if self._address == "local" else f"connecting to {self._address}")
             with connected(self._address, num_cpus=cpus, num_gpus=gpus, verbose=self._verbose) as cluster:
                 self._signals.install()

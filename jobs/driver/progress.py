@@ -39,11 +39,14 @@ class Activity:
     A context manager: a thread calls `tick` every second.
 
     Args:
+        beat: called every second too, so that the run counts as alive while it waits.
         clock: seconds; replaced in tests.
     """
 
-    def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+    def __init__(
+        self, console: Console, *, beat: Callable[[], None] = lambda: None, clock: Clock = time.monotonic
+    ) -> None:
+        self._console, self._beat, self._clock = console, beat, clock
         self._lock = threading.Lock()
         self._what, self._missing = "", nothing_missing
         self._since = self._last = clock()
@@ -74,6 +77,7 @@ class Activity:
 
     def _run(self) -> None:
         while not self._over.wait(1.0):
+            self._beat()
             self.tick()
 
 

@@ -89,3 +89,31 @@ def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smalle
     assert "best of each: H100 16, T4 4" in " ".join(line.strip(" #") for line in text.splitlines())
     probed = json.loads((Path(answer["run"]) / "memory_probe.json").read_text())["found"]
     assert "the search was for something else" not in probed["reason"]
+
+
+@pytest.mark.timeout(260)
+def test_two_jobs_with_hosts_on_a_cluster_with_room_for_one_both_finish(tmp_path: Path) -> None:
+    """Each needs three of four CPUs: had each reserved its two hosts, both would wait for a worker forever."""
+    answer = answer_of("two_jobs.py", tmp_path, timeout=250)
+    for name in ("one", "two"):
+        assert answer[name]["code"] == 0, answer[name]["out"]
+        assert "done after 10 steps" in answer[name]["out"]
+
+
+@pytest.mark.timeout(400)
+def test_a_run_continues_after_nodes_under_its_workers_and_hosts_are_lost(tmp_path: Path) -> None:
+    """First no other node has room, until one is added; then another has."""
+    answer = answer_of("lost_nodes.py", tmp_path, timeout=390)
+    assert answer["code"] == 0, answer["out"]
+    (run,) = (tmp_path / "runs").glob("nodes-*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 91))
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lost = [row for row in events if row["kind"] == "node_lost"]
+    assert [row["node"] for row in lost] == ["127.0.0.2", "127.0.0.3"]
+    for row in lost:
+        assert row["ranks"] or row["hosts"], row
+        named = [f"rank {rank}" for rank in row["ranks"]] + [f"expert host {host}" for host in row["hosts"]]
+        assert f"node {row['node']} was lost: {', '.join(named)} ran there; " in answer["out"]
+    assert "gloo/" not in answer["out"] and "Traceback" not in answer["out"], answer["out"]
+    assert "state-dump" not in answer["out"], "Ray's own pages about a dead node"

@@ -225,3 +225,11 @@ def searched(
 ) -> Searched:
     """The builder of what a search measures."""
     return Searched(width, dropout, row_mib=row_mib, deadly=deadly, pause=pause)
+
+
+class Paces:
+    """Holds a run at the step that the file `$PACED` names, so that a test can break it there."""
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        while row["step"] > int(Path(os.environ["PACED"]).read_text()):
+            time.sleep(0.05)

@@ -252,3 +252,70 @@ def test_which_roll_back_is_in_force(rows: list[str], step: int, position: int |
 
     events = [json.loads(json.dumps(row(text))) for text in rows]
     assert skipped_to(events, step) == (None if position is None else Cursor(0, position))
+
+
+def micro_batches(session: Session) -> list[int]:
+    """The sizes of the micro-batches that a session trains with from here, in order."""
+    sizes, inner = [], session.step.forward
+
+    def forward(batch: Any, **more: Any) -> Any:
+        if session.trainable.module.training:
+            sizes.append(len(batch["labels"]))
+        return inner(batch, **more)
+
+    session.step.forward = forward
+    train(session)
+    return sizes
+
+
+@pytest.mark.parametrize("way", ["roll back", "rewind"])
+def test_a_smaller_micro_batch_is_kept_when_the_run_goes_back(run: RunFolder, way: str) -> None:
+    """Memory that ran out before would run out again."""
+    session = session_of(run, rows=96, loop={"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 8})
+    inner, calls = session.step.forward, []
+
+    def forward(batch: Any, **more: Any) -> Any:
+        calls.append(len(batch["labels"]))
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("planted")
+        return inner(batch, **more)
+
+    session.step.forward = forward
+    train(session)
+    assert calls[:3] == [8, 4, 4]
+    if way == "roll back":
+        fresh, _ = roll_back(session, run, outcome=BAD)
+    else:
+        fresh, _ = rewind(session, run, reason="a host died")
+    assert fresh.state.step == 0 and set(micro_batches(fresh)) == {4}
+
+
+def bad_in(steps: set[int], session: Session) -> Session:
+    """A session in which these steps are not finite."""
+    inner = session.step.forward
+
+    def forward(batch: Any, **more: Any) -> Any:
+        out = inner(batch, **more)
+        return LossOutput(out.loss * (math.nan if session.state.step + 1 in steps else 1.0))
+
+    session.step.forward = forward
+    return session
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+@pytest.mark.parametrize(
+    ("steps", "kind", "at"),
+    [
+        ({4, 5}, "done", 20),
+        ({4, 5, 7, 8}, "done", 20),
+        ({4, 5, 6}, "rollback", 6),
+        ({3, 4, 6, 7, 8}, "rollback", 8),
+    ],
+)
+def test_exactly_three_steps_in_a_row_that_are_not_finite_end_the_loop(
+    run: RunFolder, steps: set[int], kind: str, at: int, log_every: int
+) -> None:
+    session = bad_in(steps, session_of(run, loop={"max_steps": 20, "log_every": log_every}))
+    _, outcome = train(session)
+    assert outcome.kind == kind and (kind == "done" or outcome.bad_steps == 3)
+    assert session.state.step == at if log_every == 1 else session.state.step in (10, 20)

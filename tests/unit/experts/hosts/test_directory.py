@@ -1,0 +1,228 @@
+"""The directory with played hosts, without Ray: hosts that never start or fall silent, and replaced workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from experts.hosts import directory as module
+from experts.hosts.directory import ExpertDirectory
+from experts.placement.starting import PlacementRules
+from experts.shapes import LayerShape
+from raytrain.errors import RunError, StateLost
+
+SHAPES = [LayerShape(8, (16, 16), "gelu")]
+LIMIT_S = 20.0
+"""Only a test that fails waits so long."""
+
+
+class Died(ray.exceptions.RayError):
+    """What a call of a dead host raises."""
+
+
+class Call:
+    """`host.method.remote(...)` and its result, as `PlayedRay.get` takes it."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer, self._given = answer, ()
+
+    def remote(self, *given: Any) -> Callable[[], Any]:
+        return lambda: self._answer(*given)
+
+
+class Host:
+    """An expert host whose start, answers and death a test decides."""
+
+    def __init__(self, number: int, *, starts: bool = True) -> None:
+        self.number, self.dead, self.silent = number, threading.Event(), threading.Event()
+        self.joined: list[tuple[int, int]] = []
+        self.aborted: list[tuple[int, str]] = []
+        if not starts:
+            self.dead.set()
+        self.ready = Call(lambda: self._alive({"node": "n", "pid": number, "memory_bytes": None, "name": "CPU"}))
+        self.stay = Call(self._stay)
+        self.ping = Call(lambda: self._alive(None))
+        self.join = SimpleNamespace(remote=lambda spec, rank: self.joined.append((spec.number, rank)))
+        self.abort = SimpleNamespace(remote=lambda number, why: self.aborted.append((number, why)))
+        self.__dict__["__ray_call__"] = Call(lambda _function: f"id of {number}")
+
+    def _alive(self, value: Any) -> Any:
+        if self.dead.is_set():
+            raise Died("the constructor failed")
+        return value
+
+    def _stay(self) -> None:
+        self.dead.wait()
+        self._alive(None)
+
+
+class PlayedRay:
+    """The parts of Ray that the directory uses."""
+
+    exceptions = ray.exceptions
+    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(current_actor=None)
+
+    def get(self, asked: Callable[[], Any]) -> Any:
+        return asked()
+
+    def wait(self, asked: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        """A silent host answers no call; the thread sleeps no longer than the directory says."""
+        host = Directory.newest.host_of(asked[0])
+        if host is not None and host.silent.wait(0) and not host.dead.is_set():
+            threading.Event().wait(timeout)
+            return [], asked
+        return asked, []
+
+    def kill(self, host: Host) -> None:
+        host.dead.set()
+
+
+class Directory(ExpertDirectory):
+    """A directory of played hosts; `fails` numbers the hosts, in the order of their start, that never become ready."""
+
+    newest: Any = None
+
+    def __init__(self, hosts: int = 2, *, fails: frozenset[int] = frozenset(), wait_s: float = LIMIT_S) -> None:
+        self.made: list[Host] = []
+        self._fails = fails
+        super().__init__(
+            hosts=hosts, threads=1, gpus=0, loopback=True, interface=None, group=None, host_wait_s=wait_s,
+            host_silence_s=0.2,
+        )  # fmt: skip
+        Directory.newest = self
+        self.start()
+
+    def host_of(self, asked: Any) -> Host | None:
+        cells = [cell.cell_contents for cell in asked.__closure__ or ()]
+        calls = [cell for cell in cells if isinstance(cell, Call)]
+        return next((host for host in self.made for call in calls if host.ping is call), None)
+
+    def _create_actor(self, options: dict[str, Any]) -> Any:
+        number = len(self.made) + 1
+        self.made.append(Host(number, starts=number not in self._fails))
+        return self.made[-1]
+
+    def joined_by(self, gang: int, *, workers: int = 2) -> list[Any]:
+        """What each worker of a gang gets: its generation, or the error."""
+        found: list[Any] = [None] * workers
+
+        def join(rank: int) -> None:
+            try:
+                found[rank] = self.join(gang=gang, rank=rank, workers=workers, shapes=SHAPES, rules=PlacementRules())
+            except RunError as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        return found
+
+    def ended(self, generation: int) -> str:
+        """Why a generation is over, once it is."""
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self.watch(generation)), daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        return found[0]
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "ray", PlayedRay())
+    monkeypatch.setattr(module, "PING_EVERY_S", 0.02)
+    yield
+
+
+def test_a_host_that_can_never_start_is_given_up_and_reported() -> None:
+    """Two processes in a row end before they are ready: nobody waits for a third."""
+    directory = Directory(fails=frozenset(range(1, 100)))
+    found = directory.joined_by(1)
+    assert all(isinstance(error, RunError) for error in found), found
+    assert "2 of 2 expert hosts are not ready" in str(found[0]) and "the constructor failed" in str(found[0])
+    assert len(directory.made) == 2 * module.TRIES
+
+
+def test_one_host_that_fails_once_is_started_again() -> None:
+    directory = Directory(fails=frozenset({1}))
+    one, two = directory.joined_by(1)
+    assert one.number == two.number == 1 and one.hosts == 2
+    assert sorted(number for host in directory.made for number in host.joined) == [(1, 0), (1, 1)]
+
+
+def test_a_worker_group_that_ray_replaced_gets_a_generation_of_its_own() -> None:
+    directory = Directory()
+    first, _ = directory.joined_by(gang=11)
+    assert first.number == 1
+    again, other = directory.joined_by(gang=22)
+    assert again.number == other.number == 2 and again.placement == first.placement
+    assert directory.ended(1) == "the workers were restarted"
+    assert all(host.aborted == [(1, "the workers were restarted")] for host in directory.made)
+    assert all([number for number, _ in host.joined] == [1, 2] for host in directory.made)
+    late = directory.joined_by(gang=11)
+    assert all("replaced by others" in str(error) for error in late), "a call of the old workers that arrives late"
+    third, _ = directory.joined_by(gang=22)
+    assert third.number == 3, "the same workers after a rewind"
+
+
+def test_workers_that_are_replaced_while_they_join_are_not_mixed_with_the_new_ones() -> None:
+    directory = Directory()
+    old: list[Any] = []
+
+    def joins() -> None:
+        try:
+            directory.join(gang=11, rank=0, workers=2, shapes=SHAPES, rules=PlacementRules())
+        except StateLost as error:
+            old.append(error)
+
+    thread = threading.Thread(target=joins, daemon=True)
+    thread.start()
+    while not directory._gangs:
+        threading.Event().wait(0.01)
+    one, two = directory.joined_by(gang=22)
+    thread.join(LIMIT_S)
+    assert one.number == two.number == 2 and "restarted" in str(old[0])
+
+
+def test_a_host_that_does_not_respond_is_reported_then_replaced() -> None:
+    directory = Directory()
+    directory.joined_by(gang=1)
+    directory.made[1].silent.set()
+    assert directory.ended(1).startswith("expert host 1 did not respond (no response for ")
+    spec, _ = directory.joined_by(gang=1)
+    (death,) = spec.deaths
+    assert (death.who, death.pid, death.silent) == ("expert host 1", 2, True)
+    assert directory.made[1].dead.is_set() and len(directory.made) == 3, "ended, and replaced once"
+    nodes, lines = directory.report()
+    assert nodes == {0: "id of 1", 1: "id of 3"}
+    assert len(lines) == 1 and lines[0].startswith("expert host 1 on n (pid 2) has not responded since ")
+    assert "retry.host_silence_s" in lines[0] and directory.report()[1] == []
+
+
+def test_a_host_that_responds_again_stays() -> None:
+    directory = Directory()
+    directory._host_silence_s = LIMIT_S
+    module_say = module.SAY_SILENT_S
+    module.SAY_SILENT_S = 0.05
+    try:
+        directory.joined_by(gang=1)
+        directory.made[0].silent.set()
+        lines: list[str] = []
+        while not lines:
+            lines += directory.report()[1]
+        directory.made[0].silent.clear()
+        while len(lines) < 2:
+            lines += directory.report()[1]
+    finally:
+        module.SAY_SILENT_S = module_say
+    assert "has not responded since" in lines[0] and "responds again" in lines[1]
+    assert len(directory.made) == 2 and directory.joined_by(gang=1)[0].deaths == []

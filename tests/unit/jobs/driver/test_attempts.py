@@ -1,0 +1,101 @@
+"""Ray itself is lost: the driver takes the next attempt, within the rules of a lost worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.driver.attempts import next_attempt
+from jobs.driver.run_folder import OpenRun
+from raytrain.config.sections import RetryConfig
+from raytrain.errors import ClusterLost, ResourcesTaken, RunError
+from raytrain.execution.attempt import take_attempt_number
+from raytrain.runs.faults import Fault, read_faults, write_fault
+from raytrain.runs.folder import RunFolder
+from raytrain.runs.lease import this_process
+
+LOST = ClusterLost("Ray's process raylet died")
+
+
+@dataclass
+class Command:
+    """A run folder and the driver that owns it."""
+
+    run: RunFolder
+    opened: OpenRun = field(init=False)
+
+    def __post_init__(self) -> None:
+        attempt = self.run.next_attempt(this_process())
+        self.opened = OpenRun(self.run, plan=None, attempt=attempt, claimed=attempt)  # type: ignore[arg-type]
+
+    def loses(self, error: ClusterLost = LOST, *, limit: int = 3) -> int:
+        """The number of the next attempt."""
+        retry = RetryConfig(restarts_without_progress=limit)
+        self.opened = next_attempt(self.opened, error, retry=retry, fallback=True)
+        return self.opened.claimed
+
+    def starts(self, step: int) -> int:
+        """Rank 0 of the next attempt starts at a step; returns its number."""
+        number = take_attempt_number(self.job(), self.run, faults=read_faults(self.run, since=self.opened.attempt))
+        self.run.append_event({"kind": "attempt", "attempt": number, "from_step": step})
+        return number
+
+    def job(self) -> Any:
+        opened = self.opened
+        return SimpleNamespace(first_attempt=opened.attempt, claimed_attempt=opened.claimed, owner=this_process())
+
+    def saves(self, step: int) -> None:
+        self.run.write_bytes(f"checkpoints/step_{step:08d}/COMPLETE", b"")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(RunFolder.create(str(tmp_path), "a"))
+
+
+def test_the_workers_of_a_new_connection_take_the_number_that_the_driver_took(command: Command) -> None:
+    assert command.starts(0) == 1
+    assert command.loses() == 2
+    assert command.starts(0) == 2, "no number is left out"
+    (fault,) = read_faults(command.run, since=1)
+    assert (fault.error, fault.rank, fault.attempt, fault.message) == ("ClusterLost", None, 1, str(LOST))
+    write_fault(command.run, Fault(2, 1, 5, "WorkerDied", "lost", "", "", False, False, 0, 0.0))
+    assert command.starts(0) == 3, "and after a restart by Ray the next one"
+
+
+def test_losses_without_progress_end_the_run(command: Command) -> None:
+    for number in (1, 2):
+        assert command.starts(0) == number
+        assert command.loses(limit=3) == number + 1
+    assert command.starts(0) == 3
+    with pytest.raises(RunError, match="3 restarts without progress; the last fault was ClusterLost: Ray's process"):
+        command.loses(limit=3)
+
+
+def test_losses_with_progress_do_not(command: Command) -> None:
+    for number in range(1, 7):
+        assert command.starts(10 * (number - 1)) == number
+        command.saves(10 * number)
+        assert command.loses(limit=1) == number + 1
+
+
+def test_a_ray_that_dies_before_the_workers_start_is_counted_too(command: Command) -> None:
+    assert [command.loses(limit=3), command.loses(limit=3)] == [2, 3]
+    with pytest.raises(RunError, match="3 restarts without progress"):
+        command.loses(limit=3)
+
+
+def test_waiting_for_room_is_no_failure(command: Command) -> None:
+    assert [command.loses(ResourcesTaken("no room"), limit=0) for _ in range(5)] == [2, 3, 4, 5, 6]
+    assert read_faults(command.run, since=1) == []
+
+
+def test_a_run_that_another_command_took_over_is_left_alone(command: Command) -> None:
+    command.run.next_attempt({**this_process(), "pid": 1})
+    with pytest.raises(RunError, match="another command has taken over"):
+        command.loses()
+    assert read_faults(command.run, since=1) == [] and command.run.current_attempt() == 2
