@@ -116,6 +116,8 @@ def train_loaded(
     with Activity(console) as activity:
         activity.begin("checking the job: opening the data and building the model")
         checked = check_on_driver(spec, initial=resumed is None or not resumed.has_checkpoint())
+    if checked.note is not None:
+        console.print(checked.note, markup=False, soft_wrap=True)
 
     def open_planned(inventory: Inventory) -> OpenRun:
         plan = plan_job(loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=checked.data_facts)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 IGNORED_LABEL = -100
 GLOBAL_COUNT = "num_items_in_batch"
+MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -331,8 +332,7 @@ class Trainable:
                 `loss`) names the parameter `num_items_in_batch`, it gets the global count.
             loss: `loss(module, batch) -> Tensor | LossOutput | (Tensor, metrics)`.
         Raises:
-            InputError: `module` is no `nn.Module`; later, from the returned `loss`: a batch key that
-                `forward` does not take or misses, or a result that holds no scalar loss.
+            InputError: `module` is no `nn.Module`; later, from `loss`: a wrong batch key, or no scalar loss.
         """
         if not isinstance(module, nn.Module):
             raise InputError("model.builder", seen=f"a {type(module).__name__}", expected="a torch.nn.Module")
@@ -386,16 +386,13 @@ def need_keys(batch: Batch, *names: str) -> None:
     """Raises InputError (data.source) where a batch lacks one of the keys that a built-in model reads."""
     for name in names:
         if name not in batch:
-            raise InputError(
-                "data.source",
-                seen=f"batches with the keys {sorted(batch)}",
-                expected=f"the keys {', '.join(names)}, which this model reads",
-                remedy="rename the columns, or choose a model for this kind of data",
-            )
+            seen, expected = f"batches with the keys {sorted(batch)}", f"the keys {', '.join(names)}, which it reads"
+            remedy = "rename the columns, or choose a model for this kind of data"
+            raise InputError("data.source", seen=seen, expected=expected, remedy=remedy)
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether `tensor` holds whole numbers (class labels, token ids), bool included."""
+    """Whether `tensor` holds whole numbers, bool included."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -480,21 +477,25 @@ def _convention_loss(module: nn.Module) -> Callable[..., LossOutput]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     name = type(module).__name__
 
+    def check_keys(batch: Batch) -> None:
+        unknown, missing = set() if takes_any else batch.keys() - accepted, required - batch.keys()
+        if unknown or missing:
+            _refuse_keys(name, unknown, missing, accepted)
+
     def loss(module: nn.Module, batch: Batch, **count: Any) -> LossOutput:
-        keys = batch.keys()
-        if not (required <= keys and (takes_any or keys <= accepted)):
-            _refuse_keys(name, keys - accepted if not takes_any else set(), required - keys, accepted)
+        check_keys(batch)
         return loss_output(module(**batch, **count), labels=batch.get("labels"), training=module.training)
 
+    loss.check_keys = check_keys  # pyright: ignore[reportFunctionMemberAccess]  (read before the start, without weights)
     return loss
 
 
 def _refuse_keys(name: str, unknown: Set[str], missing: Set[str], accepted: frozenset[str]) -> None:
     parts = [f"the batch keys {sorted(unknown)} that {name}.forward does not accept"] if unknown else []
     parts += [f"no batch keys {sorted(missing)} that {name}.forward needs"] if missing else []
-    raise InputError(
-        "data.source",
-        seen=" and ".join(parts),
-        expected=f"batches with keys among {sorted(accepted - {GLOBAL_COUNT})}",
-        remedy="rename the columns, add **kwargs to forward, or pass Trainable.from_module(module, loss=fn)",
-    )
+    remedy = "rename the columns, add **kwargs to forward, or pass Trainable.from_module(module, loss=fn)"
+    if MASK in unknown | missing:
+        lengths = "differ in length" if MASK in unknown else "have equal lengths, so that batches have no mask"
+        remedy = f"the rows {lengths}: accept attention_mask=None in forward, or make batches with data.collate"
+    expected = f"batches with keys among {sorted(accepted - {GLOBAL_COUNT})}"
+    raise InputError("data.source", seen=" and ".join(parts), expected=expected, remedy=remedy)

@@ -10,12 +10,13 @@ from torch.overrides import TorchFunctionMode
 
 from jobs.job.paths import resolved
 from jobs.job.spec import JobSpec
-from raytrain.config.user_code import resolve
+from raytrain.config.user_code import resolve, users_errors
 from raytrain.data.rows.contract import Source
 from raytrain.data.sources.open import open_source
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, check_keys, takes, to_trainable
+from raytrain.models.sizes import SizeError
 from raytrain.plan.facts import ModelFacts
 from raytrain.trainable import Trainable, parameters_of
 
@@ -83,10 +84,12 @@ def build(spec: JobSpec, shapes: Mapping[str, Any]) -> tuple[Trainable, str]:
         try:
             with torch.device("meta"), NothingDrawn():
                 return call(), "the meta device"
-        except RaytrainError:
-            raise
-        except Exception:  # code that reads its weights cannot run on meta; the CPU shows real errors
-            return _on_cpu(call, spec.model.builder), "the CPU"
+        except Exception as error:  # code that reads its weights cannot run on meta; the CPU shows real errors
+            users = isinstance(error.__cause__, (ValueError, TypeError)) and not isinstance(error.__cause__, SizeError)
+            if isinstance(error, RaytrainError) and not users:
+                raise
+            with users_errors("model.builder", "while the model was built"):
+                return call(), "the CPU"
 
 
 class Joins(RaytrainError):
@@ -153,16 +156,3 @@ class NothingDrawn(TorchFunctionMode):
         if fills and isinstance(target, torch.Tensor) and target.is_meta:
             return target
         return func(*args, **(kwargs or {}))
-
-
-def _on_cpu(call: Any, name: str) -> Trainable:
-    try:
-        return call()
-    except RaytrainError:
-        raise
-    except Exception as error:  # any exception of a user's builder counts as wrong input
-        raise InputError(
-            "model.builder",
-            seen=f"{type(error).__name__} from {name}: {error}",
-            expected="a builder that runs without errors",
-        ) from error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened
+from jobs.driver.first_batch import FirstBatch, certainly_on_cpu, check_first_batch, data_key
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
-from raytrain.config.user_code import check_shadowing, make_importable, resolve
+from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
 from raytrain.data.rows.contract import Source
 from raytrain.data.rows.token_budget import check_budget
 from raytrain.data.sources.open import read_on_driver, source_from_driver
@@ -40,6 +42,7 @@ class Checked:
         handed: the data to send to the workers; None if they open it themselves.
         model_facts, data_facts: exact sizes.
         shapes: facts of the data that a builder may take (`source_facts`).
+        skipped: why no micro-batch was run (`jobs.driver.first_batch`); None if one was.
     """
 
     source: Source
@@ -47,13 +50,20 @@ class Checked:
     model_facts: ModelFacts
     data_facts: DataFacts
     shapes: dict[str, Any]
+    skipped: str | None = None
+
+    @property
+    def note(self) -> str | None:
+        """A line for people if something was not checked."""
+        return None if self.skipped is None else f"the first micro-batch is not tried before the start: {self.skipped}"
 
 
-def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
-    """Open the data and build the model once, to find mistakes in either before anything starts.
+def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = True) -> Checked:
+    """Open the data and build the model once, and run a micro-batch, to find mistakes before anything starts.
 
     Args:
         initial: False if a checkpoint is loaded instead of `model.init_from`.
+        run_batch: whether to run one micro-batch forward and backward.
 
     Raises:
         InputError: something is wrong; the error names the key.
@@ -62,9 +72,10 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     check_shadowing()
     load_observers(spec.telemetry.observers, resolve)
     sent = read_on_driver(spec.data)
-    source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
-    check_budget(source.train, source.eval, spec.data.tokens_per_batch)
-    shapes = source_facts(source)
+    with users_errors(partial(data_key, spec), "while the data was opened"):
+        source = source_from_driver(sent, spec.data, context=spec.model.keys.get("context")) or opened(spec)
+        check_budget(source.train, source.eval, spec.data.tokens_per_batch)
+        shapes = source_facts(source)
     trainable, where = build(spec, shapes)
     parameters = list(trainable.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
@@ -88,7 +99,10 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True) -> Checked:
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
     model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
-    return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes)
+    skipped = None
+    if run_batch:
+        skipped = check_first_batch(FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec)))
+    return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
 
 
 def train_job(

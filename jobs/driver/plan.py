@@ -61,11 +61,13 @@ def plan_job(
         InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
     """
     spec = resolved(loaded.spec)
+    unchecked: list[str] = []
     if build:
         from jobs.driver.checks import check_on_driver  # imports torch
 
         checked = check_on_driver(spec)
         model_facts, data_facts = checked.model_facts, checked.data_facts
+        unchecked = [checked.note] if checked.note is not None else []
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
@@ -94,7 +96,7 @@ def plan_job(
     assert isinstance(plan.hosts, Resolved) and isinstance(plan.workers, Resolved)  # never deferred
     facts = sized.experts if sized is not None else None
     idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
-    warnings = [*plan.warnings, *idle, *warn_of_named_devices(spec)]
+    warnings = [*plan.warnings, *unchecked, *idle, *warn_of_named_devices(spec)]
     hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
 

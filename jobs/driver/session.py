@@ -39,7 +39,7 @@ def worker_job(
     loaded = job if isinstance(job, LoadedSpec) else load_spec(mapping=job)
     spec = loaded.spec
     if build:
-        checked = check_on_driver(spec)
+        checked = check_on_driver(spec, run_batch=False)
         source, model_facts = checked.source, checked.model_facts
     else:
         source, model_facts = opened(spec), None

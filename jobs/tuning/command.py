@@ -47,6 +47,8 @@ class TuneCommand:
         """
         address = cluster_address(self.spec.cluster.address)
         checked = check_on_driver(self.spec)
+        if checked.note is not None:
+            self.console.print(checked.note, markup=False, soft_wrap=True)
         inventory = local_inventory()
         if self.spec.tune.space is None:
             from jobs.tuning.batch.command import run_batch

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from raytrain.config.messages import suggestion
-from raytrain.errors import InputError, RaytrainError
+from raytrain.errors import InputError, RaytrainError, first_line
 
 OUR_PACKAGES = ("raytrain", "experts", "jobs", "cluster")
 HOME = Path(__file__).resolve().parents[2]
@@ -77,6 +79,41 @@ def check_shadowing(folder: str | None = None) -> None:
                 expected=f"another name, since it hides the package {package} of raytrain",
                 remedy="rename it, or run the command from another directory",
             )
+
+
+def users_error(error: BaseException, *, key: str, doing: str) -> InputError:
+    """What the user's own code raised, as wrong input, with the frames of that code and no others.
+
+    Args:
+        doing: when it was raised, e.g. "in the forward pass".
+    """
+    seen = f"{type(error).__name__}: {first_line(error)}, raised {doing}"
+    return InputError(key, seen=seen, expected="code that runs without an error", remedy=raised_at(error))
+
+
+def raised_at(error: BaseException) -> str:
+    """Where an error was raised, a line for each frame of the user's own code; the last frame if none is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users_file(frame.filename)] or frames[-1:]
+    lines = [f"  {_short_path(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
+    return "\n".join(["it was raised at", *lines])
+
+
+@contextlib.contextmanager
+def users_errors(key: str | Callable[[BaseException], str], doing: str) -> Iterator[None]:
+    """Turn what the user's own code raises inside into an InputError (`users_error`); `key` may depend on the error."""
+    try:
+        yield
+    except RaytrainError:
+        raise
+    except Exception as error:  # any error of the user's code is wrong input
+        raise users_error(error, key=key if isinstance(key, str) else key(error), doing=doing) from error
+
+
+def _short_path(path: str) -> str:
+    """The path from the working directory, for a file in it."""
+    inside = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if inside.startswith("..") else inside
 
 
 def is_users_file(path: str) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raytrain.config.user_code import function_name
+from raytrain.config.user_code import function_name, raised_at
 from raytrain.errors import InputError, RaytrainError
 from raytrain.models.sizes import SizeError, missing_key, unknown_key
 
@@ -128,7 +128,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], name: str, ke
             key,
             seen=f"{type(error).__name__} from {name}: {error}",
             expected="keys that it accepts",
-            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}",
+            remedy=f"its arguments were {', '.join(sorted(arguments)) or 'empty'}; {raised_at(error)}",
         ) from error
 
 

@@ -124,7 +124,7 @@ def is_out_of_memory(error: BaseException, *, device: torch.device | None, budge
 
 def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[int, int]]:
     """Yield (peak use so far, limit) for each limit that applies to this process."""
-    sizes = _status(root)
+    sizes = process_sizes(root)
     for kind, name in ((resource.RLIMIT_AS, "VmPeak"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft > 0:
@@ -133,7 +133,7 @@ def _use_and_limits(budget: int | None, *, root: Path = ROOT) -> Iterator[tuple[
         yield process_memory(root=root).peak, budget
 
 
-def _status(root: Path) -> dict[str, int]:
+def process_sizes(root: Path = ROOT) -> dict[str, int]:
     """Sizes of this process in bytes by their names in /proc/self/status; empty if the file does not exist."""
     try:
         lines = (root / "proc/self/status").read_text(encoding="utf-8").splitlines()

@@ -38,8 +38,16 @@ def odd(experts, num_features, num_classes):
             part.experts = nn.Identity()
     return made if experts.connection is None else distribute(made, experts)
 
+class Dense(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+        self.layer = nn.Linear(num_features, 3)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.layer(x), labels)
+
 def dense(num_features):
-    return nn.Linear(num_features, 3)
+    return Dense(num_features)
 """
 
 

@@ -47,10 +47,10 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_the_start(
     job = {"model": {"builder": "shard_guest:build", "kind": kind}, "data": {"source": "shard_guest:rows"}}
     spec = load_spec(None, mapping={**job, "scale": {"strategy": "fsdp"}}).spec
     with pytest.raises(InputError) as caught:
-        check_on_driver(spec)
+        check_on_driver(spec, run_batch=False)
     assert caught.value.key == key and words in str(caught.value)
     alone = load_spec(None, mapping=job).spec
-    assert check_on_driver(alone).model_facts.parameters > 0, "data parallel does without blocks"
+    assert check_on_driver(alone, run_batch=False).model_facts.parameters > 0, "data parallel does without blocks"
 
 
 def test_a_search_does_not_shard_and_states_it() -> None:

@@ -1,0 +1,317 @@
+"""Runs one micro-batch of real rows forward and backward before anything starts, to find errors in the user's code.
+
+A forked child process of the driver does it, on the CPU, so that nothing of the run changes: no weight, random
+generator, dataset or other state of this process. What the child prints is dropped; its time and memory are limited.
+Where the check cannot tell, because the model is too large for it or needs a GPU, it is skipped with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from cluster.devices.inventory import local_inventory
+from cluster.devices.limits import memory_bytes
+from jobs.driver.runtime import cluster_address
+from jobs.job.spec import JobSpec
+from raytrain.config.user_code import users_error
+from raytrain.data.rows.contract import Batch, Source, Split
+from raytrain.data.rows.map_style import gathered
+from raytrain.data.rows.users_collate import UsersCollate
+from raytrain.errors import InputError, RaytrainError, first_line
+from raytrain.train.build import build_trainable
+from raytrain.train.device import seed_everything
+from raytrain.train.loader import cast_floating
+from raytrain.train.memory.device import is_out_of_memory, process_sizes
+from raytrain.train.precision.policy import PrecisionPolicy, policy_for
+from raytrain.trainable import Trainable, in_eval, labels_weight
+
+TIME_LIMIT_S = 20.0
+FEW_ROWS = 2
+"""Rows where `loop.micro_batch_size` is auto; normalisation over a batch needs two."""
+MOST_FLOPS = 2e11
+"""About five seconds of one core."""
+MEMORY_SHARE = 0.5
+"""Of the free memory of this machine."""
+CPU = torch.device("cpu")
+GPU_WORDS = ("cuda", "gpu", "nvidia", "hip ", "triton", "'half'")
+
+
+class Skipped(Exception):
+    """The check cannot tell; the message says why."""
+
+
+@dataclass
+class FirstBatch:
+    """What to run.
+
+    Attributes:
+        trainable: as `jobs.driver.build.build` returns it; built again in the child if it is on the meta device.
+        shapes: facts of the data for a builder.
+        on_cpu: whether the run is certainly on CPUs, so that an error about a GPU is an error of the run too.
+        phase: what runs at the moment, for messages; only the child changes it.
+    """
+
+    spec: JobSpec
+    source: Source
+    shapes: Mapping[str, Any]
+    trainable: Trainable
+    on_cpu: bool
+    phase: tuple[str, str] = ("data", "")
+    _batches: dict[tuple[str, int], Batch] = field(default_factory=dict)
+    model_key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_key = "model.builder" if self.spec.model.module is None else "model.module"
+
+    # -- sizes ------------------------------------------------------------------------------------
+
+    def rows(self) -> tuple[int, int]:
+        """(rows of the first attempt, rows of the second if the first fails); equal where there is no second."""
+        total, micro = self.spec.loop.global_batch_size, self.spec.loop.micro_batch_size
+        given = micro if isinstance(micro, int) else total if isinstance(total, int) else FEW_ROWS
+        many = min(given, len(self.source.train))
+        small = micro == "auto" or self.too_large(many) is not None
+        return (min(FEW_ROWS, many) if small else many), many
+
+    def too_large(self, rows: int) -> str | None:
+        """Why a pass over `rows` rows is too much for this machine; None if it is not, as far as is known."""
+        parameters = sum(p.numel() for p in self.trainable.module.parameters())
+        needed, free = 2 * 4 * parameters, int(MEMORY_SHARE * memory_bytes()[1])
+        if needed > free:
+            return (
+                f"the model and its gradients take {needed >> 20:,} MiB, more than {MEMORY_SHARE:.0%} of what is free"
+            )
+        flops = self.trainable.flops_per_sample or 6.0 * parameters * (self.source.train.tokens_per_row or 1)
+        if rows * flops > MOST_FLOPS:
+            return f"a pass over {rows} rows takes about {rows * flops / 1e9:,.0f} GFLOP on a CPU"
+        return None
+
+    # -- in the child -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Check the batches' keys, and run the passes.
+
+        Raises:
+            InputError: the run would fail.
+            Skipped: it is unknown.
+        """
+        seed_everything(self.spec.seed)
+        few, many = self.rows()
+        self._check_keys(few)
+        large = self.too_large(few)
+        if large is not None:
+            raise Skipped(large)
+        if any(parameter.device.type not in ("cpu", "meta") for parameter in self.trainable.module.parameters()):
+            raise Skipped("the module is on a GPU")
+        trainable, policy = self._built()
+        try:
+            self._passes(trainable, policy, few)
+        except InputError:
+            raise
+        except Exception as error:
+            if many == few or self._is_memory(error):
+                raise
+            found = self._error(error)
+            if self.too_large(many) is not None:
+                raise Skipped(
+                    f"{found}; a larger micro-batch, which might pass, is too large for this check"
+                ) from error
+            self._passes(trainable, policy, many)  # a model may need a certain number of rows
+
+    def _check_keys(self, rows: int) -> None:
+        """Check the keys of the batches against `forward`, which needs no weights."""
+        check: Callable[[Batch], None] | None = getattr(self.trainable.loss, "check_keys", None)
+        for name, split in self._splits():
+            batch = self._batch(name, split, rows)
+            if check is not None:
+                check(batch)
+
+    def _splits(self) -> list[tuple[str, Split]]:
+        held = [] if self.source.eval is None else [("eval", self.source.eval)]
+        return [("train", self.source.train), *held]
+
+    def _batch(self, name: str, split: Split, rows: int) -> Batch:
+        self.phase = ("data", f"while the first {rows} rows ({name}) were read")
+        if (name, rows) not in self._batches:
+            order = split.order(self.spec.seed, 0)[0:rows] if name == "train" else split.eval_order()[:rows]
+            self._batches[name, rows] = gathered(split, np.asarray(order), seed=self.spec.seed, epoch=0)
+        return self._batches[name, rows]
+
+    def _built(self) -> tuple[Trainable, PrecisionPolicy]:
+        asked = self.spec.precision.dtype
+        policy = policy_for(asked if asked in ("fp64", "bf16") else "fp32")
+        self.phase = ("model", "while the model was built on the CPU")
+        trainable = self.trainable
+        if any(parameter.is_meta for parameter in trainable.module.parameters()):
+            sections = {"experts": self.spec.experts}
+            trainable = build_trainable(self.spec.model, sections=sections, facts=dict(self.shapes), initial=False)
+        trainable.module.to(policy.master_dtype)
+        trainable.module.train()
+        return trainable, policy
+
+    def _passes(self, trainable: Trainable, policy: PrecisionPolicy, rows: int) -> None:
+        for name, split in self._splits():
+            batch = self._batch(name, split, rows)
+            self.phase = ("model", "while the batch was weighed")
+            weight = labels_weight(batch, rows) if trainable.weight is None else int(trainable.weight(batch))
+            if not weight:
+                continue  # training leaves out a micro-batch without labels too
+            if policy.master_dtype is torch.float64:
+                batch = cast_floating(batch, torch.float64)
+            counted = {"num_items_in_batch": weight} if trainable.takes_global_count else {}
+            self.phase = ("model", f"in the forward pass of {rows} rows ({name})")
+            if name == "eval":
+                with in_eval(trainable.module), torch.no_grad(), policy.autocast(CPU):
+                    trainable.loss(trainable.module, batch, **counted)
+                continue
+            with policy.autocast(CPU):
+                output = trainable.loss(trainable.module, batch, **counted)
+            self.phase = ("model", f"in the backward pass of {rows} rows")
+            total = output.loss if output.aux is None else output.loss + output.aux
+            self._backward(total)
+
+    def _backward(self, total: torch.Tensor) -> None:
+        try:
+            total.backward()
+        except RuntimeError as error:
+            if "fork-based multiprocessing" not in str(error):
+                raise
+            # this process ran a backward pass before the fork, as in a notebook: torch refuses another one here
+
+    def _is_memory(self, error: BaseException) -> bool:
+        by_type = is_out_of_memory(error, device=CPU)
+        return by_type or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+    def outcome(self) -> dict[str, Any]:
+        """Run, and describe what happened: {"error": ...}, {"skipped": reason} or {}."""
+        try:
+            self.run()
+        except Skipped as reason:
+            return {"skipped": str(reason)}
+        except BaseException as error:  # whatever the user's code raises, SystemExit included
+            if self._is_memory(error):
+                return {"skipped": "it needs more memory than this check may use"}
+            if not self.on_cpu and not isinstance(error, RaytrainError) and _about_gpu(error):
+                return {"skipped": f"it fails on the CPU, and the run may be on a GPU ({first_line(error)})"}
+            found = error if isinstance(error, InputError) else self._error(error)
+            return {"error": [found.key, found.seen, found.expected, found.remedy]}
+        return {}
+
+    def _error(self, error: BaseException) -> InputError:
+        part, doing = self.phase
+        key = self.model_key if part == "model" else data_key(self.spec, error)
+        return users_error(error, key=key, doing=doing)
+
+
+def data_key(spec: JobSpec, error: BaseException) -> str:
+    """The key whose code raised an error while data was read."""
+    called = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    if UsersCollate.__call__.__code__ in called:
+        return "data.collate"
+    return "data.train" if spec.data.train is not None else "data.source"
+
+
+def _about_gpu(error: BaseException) -> bool:
+    text = f"{type(error).__name__} {error}".lower()
+    return any(word in text for word in GPU_WORDS)
+
+
+def certainly_on_cpu(spec: JobSpec) -> bool:
+    """Whether the workers compute on CPUs for certain, whatever machines a cluster has."""
+    if spec.scale.mode == "cpu" or spec.scale.accelerator == "cpu":
+        return True
+    return cluster_address(spec.cluster.address) == "local" and not local_inventory().devices()
+
+
+def check_first_batch(check: FirstBatch, *, limit_s: float = TIME_LIMIT_S) -> str | None:
+    """Run the check in a forked process; return why it was skipped, or None.
+
+    Raises:
+        InputError: the run would fail, with the frames of the user's own code.
+    """
+    if not hasattr(os, "fork"):
+        return "this system cannot fork a process"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read, write = os.pipe()
+    with warnings.catch_warnings():  # Python warns of threads; the child uses none of them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        os.close(read)
+        _in_child(check, write, limit_s)
+    os.close(write)
+    with _ended(child), os.fdopen(read, "rb") as pipe:
+        answer = _read(pipe.fileno(), limit_s)
+    if answer is None:
+        return f"it took longer than {limit_s:.0f} s"
+    if not answer:
+        return "its process ended without an answer"
+    found = json.loads(answer)
+    if "error" in found:
+        key, seen, expected, remedy = found["error"]
+        raise InputError(key, seen=seen, expected=expected, remedy=remedy)
+    return found.get("skipped")
+
+
+@contextmanager
+def _ended(child: int) -> Iterator[None]:
+    """End the child on exit, whatever happens."""
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)  # a child that has exited stays until it is waited for
+        os.waitpid(child, 0)
+
+
+def _read(pipe: int, limit_s: float) -> bytes | None:
+    """Everything the child writes; None if it takes longer than the limit."""
+    parts, end = [], time.monotonic() + limit_s
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(pipe, 1 << 16)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _in_child(check: FirstBatch, write: int, limit_s: float) -> NoReturn:
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the command ends this process
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(limit_s) + 5)  # if the command is killed
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere, descriptor)
+        sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115  (a notebook's go elsewhere)
+        _limit_memory()
+        torch.set_num_threads(1)  # the threads of this process were not forked
+        os.write(write, json.dumps(check.outcome()).encode())
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    more = int(MEMORY_SHARE * memory_bytes()[1])
+    used = process_sizes().get("VmData", 0)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = used + more if hard == resource.RLIM_INFINITY else min(hard, used + more)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
