@@ -7,6 +7,7 @@ Where the check cannot tell, because the model is too large for it or needs a GP
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -302,6 +303,7 @@ def _in_child(check: FirstBatch, write: int, limit_s: float) -> NoReturn:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115  (a notebook's go elsewhere)
+        faulthandler.disable()
         _limit_memory()
         torch.set_num_threads(1)  # the threads of this process were not forked
         os.write(write, json.dumps(check.outcome()).encode())
