@@ -65,22 +65,38 @@ def close_run(run: RunFolder, result: AttemptResult, *, console: Console) -> Res
     """Write result.json and the report, and print how the run ended.
 
     Raises:
-        RunError: another command has taken over the run folder; nothing is written.
+        RunError: another command has taken over the run folder, or the folder cannot be written, which may have ended
+            the run: the message then begins with what failed first.
     """
     newest = run.current_attempt()
     if run.owner_of(newest) != this_process():
         raise RunError(f"attempt {newest} of another command has taken over {run.path}; this one writes no result")
-    run.append_event(event("driver_end", status=result.status, reason=result.reason))
-    record = write_result(run, result)
-    run.flush()
+    run.release_space()
+    try:
+        run.append_event(event("driver_end", status=result.status, reason=result.reason))
+        record = write_result(run, result)
+        run.flush()
+    except RunError as error:
+        first = f"{result.reason}; " if result.reason else ""
+        raise RunError(f"{first}the end of the run was not recorded either: {error}") from error
     if not result.workers_running:
-        from raytrain.report.build import build_report
-
-        print_result(console, run, record, report=build_report(run))
+        print_result(console, run, record, report=_report(run, result))
     if record["status"] == "interrupted":
         when = "" if record["steps"] else " before the first step"
         console.print(f"interrupted{when}; resume with: raytrain train --resume {run.path}", soft_wrap=True)
     return result_of(run, record)
+
+
+def _report(run: RunFolder, result: AttemptResult) -> str:
+    """Path of the report; why there is none, if the run failed and its folder cannot be written."""
+    from raytrain.report.build import build_report
+
+    try:
+        return build_report(run)
+    except RunError as error:
+        if result.status == "done":
+            raise
+        return f"not written: {error}"
 
 
 def write_result(run: RunFolder, result: AttemptResult) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def open_run(
             changed=resumed.changed if resumed else [],
         )
     )
+    run.reserve_space()
     plan = replace(plan, files=replace(plan.files, value=run.path))
     run.write_json(run.plan, plan.to_json())
     run.write_json(run.environment, environment_record())

@@ -20,6 +20,10 @@ from raytrain.runs.lease import Attempts, this_process
 from raytrain.runs.records import JsonlWriter, ObjectJsonlWriter, plain, revived, rows_of, to_line
 from raytrain.runs.storage import LocalStore, ObjectStore, join, open_store, part_below, split
 
+RESERVE_BYTES = 1 << 18
+"""Enough for result.json and the last events."""
+_RESERVE = "attempts/reserve"
+
 
 def _file(name: str, doc: str) -> property:
     return property(lambda run: join(run.path, name), doc=doc)
@@ -170,6 +174,17 @@ class RunFolder:
     def append_event(self, row: dict[str, Any]) -> None:
         """Adds a row to events.jsonl; several processes may do so."""
         self.writer(self.events).write(row)
+
+    def reserve_space(self) -> None:
+        """Keeps `RESERVE_BYTES` of a local disk for the files of the end of a run, if they are free."""
+        if self.is_local:
+            with contextlib.suppress(RunError):  # the disk is full already
+                self.store.write_bytes(_RESERVE, b"\xff" * RESERVE_BYTES)
+
+    def release_space(self) -> None:
+        """Frees what `reserve_space` keeps."""
+        if self.is_local:
+            self.store.delete(_RESERVE)
 
     def flush(self) -> None:
         """Uploads rows that are not uploaded yet (object stores)."""

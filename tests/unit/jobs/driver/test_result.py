@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import time
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.driver.result import last_sign_of_life, print_result, process_start, write_result
+from jobs.driver.result import close_run, last_sign_of_life, print_result, process_start, write_result
+from raytrain.errors import RunError
 from raytrain.execution.driver_channel import AttemptResult
-from raytrain.runs.folder import RunFolder
+from raytrain.runs.folder import RESERVE_BYTES, RunFolder
+from raytrain.runs.lease import this_process
+from raytrain.runs.storage import LocalStore, explained_writes
 from raytrain.runs.time_account import PURPOSES
 
 
@@ -135,3 +139,57 @@ def test_of_equal_eval_losses_the_first_is_the_best(run: RunFolder) -> None:
         checkpoint(run, step, eval_loss=loss if loss < 10 else None)
     record = write_result(run, AttemptResult("done", "", steps=8))
     assert record["best_step"] == 4 and record["best_checkpoint"] == "step_00000004"
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *, reserve_counts: bool) -> None:
+    """From now on, writes to the folder fail; with `reserve_counts`, only while the reserved space is not freed."""
+    write = LocalStore.write_bytes
+
+    def write_bytes(store: LocalStore, name: str, data: bytes) -> None:
+        if not reserve_counts or run.exists("attempts/reserve"):
+            with explained_writes(store.at(name)):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        write(store, name, data)
+
+    monkeypatch.setattr(LocalStore, "write_bytes", write_bytes)
+
+
+def test_a_run_on_a_full_disk_writes_its_result_and_names_what_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(str(tmp_path), "full")
+    run.next_attempt(this_process())
+    run.reserve_space()
+    assert (Path(run.path) / "attempts" / "reserve").stat().st_size == RESERVE_BYTES
+    full_disk(monkeypatch, run, reserve_counts=True)
+    with pytest.raises(RunError, match="No space left"):
+        run.write_text(run.plan, "{}")
+    monkeypatch.setattr("raytrain.report.build.build_report", failing_report)
+    failed = AttemptResult("failed", "metrics.jsonl: cannot be written")
+    console = Console(file=io.StringIO(), width=500)
+    assert close_run(run, failed, console=console).status == "failed"
+    assert run.read_json(run.result)["reason"] == "metrics.jsonl: cannot be written"
+    assert not run.exists("attempts/reserve")
+    assert "report  not written: no room for the report" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def failing_report(run: RunFolder) -> str:
+    raise RunError("no room for the report")
+
+
+def test_where_no_result_can_be_written_the_error_begins_with_what_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder.create(str(tmp_path), "full")
+    run.next_attempt(this_process())
+    run.reserve_space()
+    full_disk(monkeypatch, run, reserve_counts=False)
+    with pytest.raises(RunError, match=r"^metrics\.jsonl: cannot be written; .*result\.json.*No space left"):
+        close_run(run, AttemptResult("failed", "metrics.jsonl: cannot be written"), console=Console(quiet=True))
+
+
+def test_a_disk_without_room_for_the_reserve_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(str(tmp_path), "full")
+    full_disk(monkeypatch, run, reserve_counts=False)
+    run.reserve_space()
+    run.release_space()
