@@ -76,7 +76,7 @@ def test_three_steps_of_the_bare_command_leave_every_file_of_a_run(
     for name in files:
         assert (run / name).is_file(), name
     assert any((run / "tensorboard").iterdir())
-    assert [row["step"] for row in rows_of(run, "metrics.jsonl", "train")] == [3]
+    assert [row["step"] for row in rows_of(run, "metrics.jsonl", "train")] == [1, 3]
     assert [row["step"] for row in rows_of(run, "metrics.jsonl", "eval")] == [3]
 
 
@@ -90,7 +90,7 @@ def test_the_full_training_command_goes_through_the_whole_epoch_in_bf16(
     steps = math.ceil(1080 / 8)
     result, rows = read(run, "result.json"), rows_of(run, "metrics.jsonl", "train")
     assert (result["status"], result["steps"]) == ("done", steps)
-    assert [(row["step"], row["epoch"]) for row in rows] == [(100, 0), (steps, 0)]
+    assert [(row["step"], row["epoch"]) for row in rows] == [(1, 0), (100, 0), (steps, 0)]
     assert read(run, "plan.json")["choices"]["max_steps"]["reason"].endswith(f"1 epoch of {steps} steps")
     (attempt,) = rows_of(run, "events.jsonl", "attempt")
     assert (attempt["precision"], attempt["matmul"]["autocast"]) == ("bf16", "bfloat16")
