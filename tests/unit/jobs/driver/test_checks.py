@@ -56,6 +56,7 @@ MISTAKES = {
     ),
     "muon without matrices": (f"{SMALL}\noptim: {{name: muon}}", "optim.name"),
     "shards without blocks": (f"{SMALL}\nscale: {{strategy: fsdp}}", "scale.strategy"),
+    "batch norms that are not there": (f"{SMALL}\nscale: {{sync_batchnorm: true}}", "scale.sync_batchnorm"),
     "an observer": (f"{MLP}\ntelemetry: {{observers: ['checks_guest:nope']}}", "telemetry.observers"),
     "an observer's arguments": (f"{MLP}\ntelemetry: {{observers: ['checks_guest:Observer']}}", "telemetry.observers"),
     "experts": (f"{SMALL}\nexperts: {{num_experts: 4}}", "experts.num_experts"),

@@ -923,3 +923,35 @@ def test_overlap_is_measured_for_several_workers_that_sum_after_their_passes() -
         assert any("scale.overlap true changes nothing" in text for text in made.warnings)
     assert "overlap" not in plan(scale=two, experts_hosts=1).choices()
     assert "experts.hosts 1" in refused("scale.overlap", scale={**two, "overlap": True}, experts_hosts=1)
+
+
+def test_batch_norms_of_several_workers_share_their_statistics_only_where_every_pass_is_theirs() -> None:
+    two = {"workers": 2, "sync_batchnorm": True}
+    made = plan(scale=two)
+    assert value(made, "sync_batchnorm") is True and "overlap" not in made.choices()
+    assert "half of it" in made.choices()["micro_batch_size"].reason
+    alone = plan(scale={**two, "workers": 1})
+    assert "sync_batchnorm" not in alone.choices()
+    assert any("scale.sync_batchnorm true changes nothing" in text for text in alone.warnings)
+    assert "experts.hosts 1" in refused("scale.sync_batchnorm", scale=two, experts_hosts=1)
+    assert "sync_batchnorm" not in plan(scale={"workers": 2}).choices()
+
+
+def test_the_best_weights_are_exported_where_the_run_stops_after_its_best_evaluation() -> None:
+    rows = {"loop": {"patience": 3, "max_steps": 100}}
+    assert value(plan(), "export") == "last" and value(plan(**rows), "export") == "best"
+    assert value(plan(**rows, save={"export": "last"}), "export") == "last"
+    assert value(plan(save={"export": "best"}), "export") == "best"
+    blind = replace(DATA, eval_rows=0)
+    assert value(plan(**rows, data_facts=blind), "export") == "last"
+    assert "best_saves" not in plan(data_facts=blind).choices()
+    assert "eval split" in refused("save.export", save={"export": "best"}, data_facts=blind)
+
+
+def test_best_evaluations_are_saved_at_once_where_nothing_could_hold_them() -> None:
+    for arguments in (
+        {"save": {"keep": "all"}}, {"save": {"asynchronous": False}}, {"experts_hosts": 1},
+        {"scale": {"workers": 2, "strategy": "fsdp"}},
+    ):  # fmt: skip
+        assert value(plan(**arguments), "best_saves") == "at once", arguments
+    assert value(plan(), "best_saves") == "at once, or from a copy"
