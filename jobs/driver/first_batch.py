@@ -7,6 +7,7 @@ Where the check cannot tell, because the model is too large for it or needs a GP
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -18,12 +19,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from cluster.devices.inventory import local_inventory
 from cluster.devices.limits import memory_bytes
@@ -270,7 +271,7 @@ def check_first_batch(check: FirstBatch, *, limit_s: float = TIME_LIMIT_S) -> st
     return found.get("skipped")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _ended(child: int) -> Iterator[None]:
     """End the child on exit, whatever happens."""
     try:
@@ -306,6 +307,7 @@ def _in_child(check: FirstBatch, write: int, limit_s: float) -> NoReturn:
         faulthandler.disable()
         _limit_memory()
         torch.set_num_threads(1)  # the threads of this process were not forked
+        _open_group()
         os.write(write, json.dumps(check.outcome()).encode())
     finally:
         os._exit(0)
@@ -317,3 +319,10 @@ def _limit_memory() -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = used + more if hard == resource.RLIM_INFINITY else min(hard, used + more)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def _open_group() -> None:
+    """A process group of one, as a model may ask for its rank: in a worker there is a group."""
+    if dist.is_available() and not dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):  # without gloo or a network; few models ask
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
