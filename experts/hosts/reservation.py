@@ -178,13 +178,15 @@ def _reserve(request: Request, *, begin: Begin) -> Any:
     while True:
         hosts = placement_group(request.hosts, strategy="SPREAD")
         workers = placement_group(request.workers, strategy=request.strategy)
+        ready = False
         try:
             ready = _both(hosts, workers)
-        finally:
+        finally:  # also after a signal
             remove_placement_group(workers)
+            if not ready:
+                remove_placement_group(hosts)
         if ready:
             return hosts
-        remove_placement_group(hosts)
         time.sleep(RETRY_S)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from experts.hosts.reservation import Request
+from experts.hosts import reservation
+from experts.hosts.reservation import Request, Reservation
+from experts.hosts.reserve import HostsOfRun
 from raytrain.errors import InputError
 
 NODES = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 4.0, "GPU": 2.0, "accelerator_type:T4": 1.0}]
@@ -41,3 +47,73 @@ def test_a_host_that_can_never_start_is_refused(asked: Request, words: str) -> N
 def test_a_wait_says_what_is_needed_and_what_is_free() -> None:
     line = request(2, 3).missing({"CPU": 1.0, "memory": 5.0})
     assert line == "2 expert hosts and 3 workers need 5 CPU; 1 CPU are free"
+
+
+class Played:
+    """Ray's placement groups and the actor of the turn, for one run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, ready: list[bool]) -> None:
+        self.held: list[str] = []
+        self.killed: list[Any] = []
+        self._ready = iter(ready)
+        patch.setattr("ray.nodes", lambda: [{"Resources": node, "Alive": True} for node in NODES])
+        patch.setattr("ray.kill", self.killed.append)
+        patch.setattr(reservation, "take_turn", lambda name, begin: f"turn of {name}")
+        groups = importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of that name
+        patch.setattr(groups, "placement_group", self._group)
+        patch.setattr(groups, "remove_placement_group", lambda group: self.held.remove(group.name))
+        patch.setattr(reservation, "RETRY_S", 0.0)
+        patch.setattr(reservation, "GIVE_BACK_S", 0.0)
+
+    def _group(self, bundles: list[Any], *, strategy: str) -> Any:
+        name = "hosts" if strategy == "SPREAD" else "workers"
+        self.held.append(name)
+        return SimpleNamespace(name=name, wait=lambda _seconds: name == "hosts" or next(self._ready))
+
+
+def began(*_what: Any, **_missing: Any) -> None:
+    """Nothing is shown."""
+
+
+def test_hosts_are_given_back_where_the_workers_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the workers need is free again before Ray Train asks for it."""
+    played = Played(monkeypatch, ready=[False, False, False, False, True])
+    held_then: list[int] = []
+    monkeypatch.setattr(reservation.time, "sleep", lambda _: held_then.append(len(played.held)))
+    taken = Reservation(request(2, 1), begin=began)
+    assert held_then and set(held_then) == {0}, "nothing is held between two attempts"
+    assert played.held == ["hosts"] and played.killed == []
+    taken.end_turn()
+    taken.end_turn()
+    assert played.killed == ["turn of the run a"]
+    taken.close()
+    assert played.held == [] and len(played.killed) == 1
+
+
+def test_the_turn_ends_with_the_start_of_the_workers_and_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, ready=[True, True])
+    hosts = HostsOfRun(None, reservation=Reservation(request(2, 1), begin=began))
+    assert hosts.reserved and played.killed == []
+    hosts.workers_started()
+    assert len(played.killed) == 1 and played.held == ["hosts"]
+    HostsOfRun(None, reservation=Reservation(request(2, 1), begin=began)).close()
+    assert len(played.killed) == 2 and played.held == ["hosts"]
+
+
+def test_a_request_that_is_refused_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, ready=[])
+    with pytest.raises(InputError):
+        Reservation(request(9, 1), begin=began)
+    assert played.held == [] and played.killed == []
+
+
+def test_a_signal_while_a_run_waits_gives_back_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(monkeypatch, ready=[])
+
+    def stopped(*_groups: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reservation, "_both", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        Reservation(request(2, 1), begin=began)
+    assert played.held == [] and len(played.killed) == 1

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
-from raytrain.execution.driver_channel import DriverChannel
+import pytest
+
+from raytrain.execution.driver_channel import DriverChannel, open_channel
 
 
 def test_a_stop_request_ends_every_wait_and_persists() -> None:
@@ -63,3 +67,22 @@ def test_the_last_lines_of_an_attempt_arrive_even_if_another_has_started_or_one_
         assert await channel.printed_lines(last=True) == "the last\n" and await channel.printed_lines(last=True) == ""
 
     asyncio.run(story())
+
+
+def test_the_drivers_actors_live_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that reserves nothing may be placed on any node, and would die with it."""
+    given: dict[str, Any] = {}
+
+    def remote(_actor: Any) -> Any:
+        def options(**more: Any) -> Any:
+            given.update(more)
+            return SimpleNamespace(remote=lambda: "the channel")
+
+        return SimpleNamespace(options=options)
+
+    node = "ab" * 28
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: node))
+    assert open_channel() == "the channel"
+    pinned = given["scheduling_strategy"]
+    assert (pinned.node_id, pinned.soft, given["num_cpus"]) == (node, False, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain.errors import RunError
-from raytrain.execution.reporter import RankZeroReporter, SilentReporter, Superseded
+from raytrain.execution.reporter import RankZeroReporter, SilentReporter, StepReports, Superseded
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 
@@ -101,3 +101,13 @@ def test_the_driver_hears_of_progress_at_most_twice_a_second(tmp_path: Path, mon
 def test_the_other_ranks_write_nothing() -> None:
     silent = SilentReporter()
     assert silent.metrics({"kind": "train"}) is None and silent.event("x", step=1) is None and silent.close() is None
+
+
+def test_steps_between_rows_are_reported_where_they_have_changed() -> None:
+    now, sent = {"step": 3, "activity": ""}, []
+    reports = StepReports(lambda: dict(now), sent.append)
+    reports.report()
+    reports.report()
+    now["activity"] = "evaluating"
+    reports.report()
+    assert sent == [{"step": 3, "activity": ""}, {"step": 3, "activity": "evaluating"}]

@@ -1,0 +1,79 @@
+"""What the controller process records of workers that died, and tells the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain.errors import RunError
+from raytrain.execution import controller
+from raytrain.execution.controller import START_FAILURES, FaultWriter
+from raytrain.execution.driver_channel import RESTARTING
+from raytrain.runs.faults import Fault, read_faults, write_fault
+from raytrain.runs.folder import RunFolder
+
+OWNER = {"host": "h", "pid": 1, "start": 5}
+
+
+class WorkerHealthCheckFailedError(Exception):
+    """As Ray Train names the death of a worker."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    nodes = [
+        {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True},
+        {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(controller, "_WORKER_NODES", {0: "a", 1: "a", 2: "b"})
+    made = RunFolder.create(str(tmp_path), "a")
+    made.next_attempt(OWNER)
+    return made
+
+
+def writer(run: RunFolder, told: list[Any] | None = None) -> FaultWriter:
+    report = (told if told is not None else []).append
+    return FaultWriter(run.path, OWNER, SimpleNamespace(report_progress=SimpleNamespace(remote=report)))
+
+
+def test_a_worker_on_a_lost_node_is_the_cause_and_names_the_node(run: RunFolder) -> None:
+    told: list[Any] = []
+    collective = Fault(1, 0, 5, "CollectiveFailed", "gloo: closed", "trace", "", False, False, 0, 1.0)
+    write_fault(run, collective)
+    errors = {0: RuntimeError("gloo: closed"), 1: RuntimeError("gloo: reset"), 2: RuntimeError("unreachable")}
+    writer(run, told).after_exception(None, errors)
+    (fault,) = read_faults(run, since=1)
+    assert (fault.rank, fault.error, fault.message) == (2, "WorkerDied", "its node 10.0.0.2 was lost")
+    assert fault.traceback == "", "deaths are not compared"
+    assert told == [{"phase": RESTARTING, "activity": ""}]
+    assert run.read_json("faults/0001-rank00000.json")["message"] == "gloo: closed", "the worker's own record stays"
+
+
+def test_a_dead_process_on_a_live_node_is_a_death_with_rays_reason(run: RunFolder) -> None:
+    writer(run).after_exception(None, {1: WorkerHealthCheckFailedError("exit by SIGKILL\nmore")})
+    (fault,) = read_faults(run, since=1)
+    assert (fault.rank, fault.error, fault.message) == (1, "WorkerDied", "exit by SIGKILL")
+
+
+def test_workers_that_never_take_an_attempt_end_the_run(run: RunFolder) -> None:
+    """A replaced group takes a new number; the same number again and again means that none can start."""
+    watcher = writer(run)
+    for _ in range(START_FAILURES):
+        watcher.after_exception(None, {0: RuntimeError("no import")})
+    with pytest.raises(RunError, match=f"failed {START_FAILURES} times before they could start"):
+        watcher.after_exception(None, {0: RuntimeError("no import")})
+    other = writer(run)
+    for _ in range(3 * START_FAILURES):
+        run.next_attempt(OWNER)
+        other.after_exception(None, {0: RuntimeError("lost")})
+
+
+def test_nothing_is_written_for_another_command(run: RunFolder) -> None:
+    run.next_attempt({**OWNER, "pid": 2})
+    with pytest.raises(RunError, match="another command has taken over"):
+        writer(run).after_exception(None, {0: RuntimeError("lost")})
+    assert read_faults(run, since=1) == []
