@@ -149,7 +149,6 @@ def ragged_rows(count: int = 9) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-@pytest.mark.covers("DATA-20")
 def test_padded_loss_equals_the_loss_of_the_rows_one_by_one() -> None:
     rows = ragged_rows()
     split = object_split({name: [row[name] for row in rows] for name in rows[0]}, key="data.train")

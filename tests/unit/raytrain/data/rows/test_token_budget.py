@@ -34,7 +34,7 @@ def test_no_micro_batch_is_padded_beyond_the_budget_and_every_row_is_in_one(most
     assert cut_by_tokens(np.empty(0, np.int64), budget=64, most_rows=9) == []
 
 
-@pytest.mark.covers("DATA-21", "FUT-07")
+@pytest.mark.covers("FUT-07")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ranks_share_a_window_by_tokens_and_its_divisor_stays_exact(world_size: int) -> None:
     rows = {
