@@ -110,7 +110,7 @@ def train_loaded(
         InputError: the job or the machines are wrong; no run folder was made.
         Interrupted: a signal arrived before the run folder was made.
     """
-    from jobs.driver.checks import check_on_driver  # imports torch
+    from jobs.driver.checks import check_on_driver, rates_of_driver  # imports torch
 
     spec = resolved(loaded.spec)
     with Activity(console) as activity:
@@ -120,7 +120,14 @@ def train_loaded(
         console.print(checked.note, markup=False, soft_wrap=True)
 
     def open_planned(inventory: Inventory) -> OpenRun:
-        plan = plan_job(loaded, inventory=inventory, model_facts=checked.model_facts, data_facts=checked.data_facts)
+        plan = plan_job(
+            loaded,
+            inventory=inventory,
+            model_facts=checked.model_facts,
+            data_facts=checked.data_facts,
+            rates=rates_of_driver(spec, inventory),
+            hosts_of_run=None if resumed is None else resumed.hosts(),
+        )
         return open_run(loaded, spec, plan, inventory, resumed=resumed, began=began, console=console)
 
     attempts = RunAttempts(

@@ -12,10 +12,12 @@ import json
 import os
 import secrets
 import socket
+import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ from cluster.devices.limits import cpu_description, usable_cores
 CACHE_VARIABLE = "RAYTRAIN_CACHE"
 """Environment variable with the folder of the cache; by default `raytrain` in the user's cache folder."""
 
-VERSION = 1
+VERSION = 2
 """Changes when the meaning of the measured values changes, so that older files are not used."""
 
 ProductRates = tuple[tuple[int, float], ...]
-"""(width, FLOPs per second) of matrix products of (rows, width) with (width, width), the narrowest first."""
+"""(width, FLOPs per second) of the matrix products of linear maps of this width, the narrowest first."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,16 @@ class RatesAtThreads:
 
     Attributes:
         threads: CPU threads of the process.
-        products: number format -> matrix product rates.
+        products: number format -> matrix rates of forward and backward.
         memory_bytes_per_s: reading and writing tensors that no cache holds.
+        elementwise_bytes_per_s: the same for what a network computes between its products, in forward and backward.
         operation_s: seconds that an operation on a small tensor takes, in forward or in backward.
     """
 
     threads: int
     products: Mapping[str, ProductRates]
     memory_bytes_per_s: float
+    elementwise_bytes_per_s: float
     operation_s: float
 
     def product_flops(self, dtype: str, *, width: float) -> float | None:
@@ -59,6 +63,31 @@ class RatesAtThreads:
         (low, slow), (high, fast) = points[at - 1], points[at]
         return slow + (fast - slow) * (width - low) / (high - low)
 
+    def between(self, more: RatesAtThreads, threads: int) -> RatesAtThreads:
+        """The rates of `threads` threads, on the line between these and those of `more` threads."""
+        part = (threads - self.threads) / (more.threads - self.threads)
+
+        def mixed(low: float, high: float) -> float:
+            return low + (high - low) * part
+
+        products = {
+            name: tuple((width, mixed(rate, more.product_flops(name, width=width) or rate)) for width, rate in points)
+            for name, points in self.products.items()
+        }
+        return RatesAtThreads(
+            threads, products, mixed(self.memory_bytes_per_s, more.memory_bytes_per_s),
+            mixed(self.elementwise_bytes_per_s, more.elementwise_bytes_per_s),
+            mixed(self.operation_s, more.operation_s),
+        )  # fmt: skip
+
+    def with_threads(self, threads: int, *, gain: float) -> RatesAtThreads:
+        """The rates of more threads, if products and elementwise operations become `gain` times as fast."""
+        products = {
+            name: tuple((width, gain * rate) for width, rate in points) for name, points in self.products.items()
+        }
+        elementwise = gain * self.elementwise_bytes_per_s
+        return RatesAtThreads(threads, products, self.memory_bytes_per_s, elementwise, self.operation_s)
+
     def at_least(self, other: RatesAtThreads) -> RatesAtThreads:
         """These rates where they are better than those of `other`, else those: on a busy machine several threads can
         be measured as slower than one."""
@@ -66,7 +95,7 @@ class RatesAtThreads:
         products = {name: _better(self.products.get(name, ()), other.products.get(name, ())) for name in names}
         return RatesAtThreads(
             self.threads, products, max(self.memory_bytes_per_s, other.memory_bytes_per_s),
-            min(self.operation_s, other.operation_s),
+            max(self.elementwise_bytes_per_s, other.elementwise_bytes_per_s), min(self.operation_s, other.operation_s),
         )  # fmt: skip
 
 
@@ -101,8 +130,15 @@ class MachineRates:
         return MachineRates(self.device, rates, trip, wire, busy=self.busy and other.busy)
 
     def at(self, threads: int) -> RatesAtThreads:
-        """The rates of the measured number of threads that is nearest to `threads`, the smaller of two equally near."""
-        return min(self.rates, key=lambda one: (abs(one.threads - threads), one.threads))
+        """The rates of a process with `threads` threads, interpolated between the measured numbers."""
+        if threads <= self.rates[0].threads:
+            return self.rates[0]
+        for few, many in pairwise(self.rates):
+            if threads < many.threads:
+                return few.between(many, threads)
+            if threads == many.threads:
+                return many
+        return self.rates[-1]
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -119,6 +155,7 @@ class MachineRates:
                     for name, points in row["products"].items()
                 },
                 memory_bytes_per_s=float(row["memory_bytes_per_s"]),
+                elementwise_bytes_per_s=float(row["elementwise_bytes_per_s"]),
                 operation_s=float(row["operation_s"]),
             )
             for row in record["rates"]
@@ -158,6 +195,13 @@ class CalibrationFile:
             return MachineRates.from_json(json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def age_s(self) -> float:
+        """Seconds since the file was written; 0 without one."""
+        try:
+            return max(0.0, time.time() - self.path.stat().st_mtime)
+        except OSError:
+            return 0.0
 
     def write(self, calibration: MachineRates) -> bool:
         """Write the file atomically; False if the folder cannot be written, which only costs the next run 2 s."""

@@ -13,7 +13,9 @@ from raytrain.config.messages import describe
 from raytrain.errors import InputError
 from raytrain.models.sizes import (
     FLOAT_BYTES,
+    MOVED_PER_KEPT,
     BuilderKeys,
+    FeedForwardCost,
     SizeError,
     check_counts,
     check_dropout,
@@ -21,12 +23,16 @@ from raytrain.models.sizes import (
     facts,
     gpt_activations,
     gpt_parameters,
+    gpt_passes,
     known_facts,
     language_flops,
 )
-from raytrain.plan.facts import ExpertFacts, ModelFacts
+from raytrain.plan.facts import ExpertFacts, ModelFacts, PassFacts
 
 DEFAULT_EXPERTS = 4
+OPERATIONS_OF_ROUTER, OPERATIONS_OF_EXPERT = 70, 12
+"""Operations of one micro-batch, forward and backward, in one layer."""
+
 KEPT = {"relu": 1, "gelu": 2, "swiglu": 4}
 """Hidden values of a row that autograd keeps, by activation: a ReLU keeps only its output."""
 
@@ -186,6 +192,23 @@ def layer_activations(width: int, experts: ExpertsConfig) -> float:
     return routed + kept * shared_width(experts, width) + gated
 
 
+def feed_forward_cost(width: int, experts: ExpertsConfig) -> FeedForwardCost:
+    """What one MoELayer costs for each token, and its operations: those of the router, and of each expert."""
+    number, kept = check_experts(experts), KEPT[experts.activation]
+    hidden = sum(hidden_widths(experts, width)) / number
+    half = experts.top_k * (4 * width + 2 * kept * hidden + 48) + FLOAT_BYTES * 3 * number + 2 * width
+    operations = OPERATIONS_OF_ROUTER + OPERATIONS_OF_EXPERT * number
+    if experts.shared_expert:
+        half += 2 * kept * shared_width(experts, width)
+        operations += OPERATIONS_OF_EXPERT
+    return FeedForwardCost(layer_activations(width, experts), half, operations, stack_values(width, experts))
+
+
+def stack_values(width: int, experts: ExpertsConfig) -> int:
+    """Values that backward computes at a time for the stacked weights of one layer: two gradients and a copy."""
+    return 3 * width * sum(hidden_widths(experts, width))
+
+
 def expert_part(layers: int, width: int, experts: ExpertsConfig, *, tokens: int) -> ExpertFacts:
     """Sizes of the experts, and of the rows sent to them; `tokens` of one sample."""
     number = check_experts(experts)
@@ -232,7 +255,9 @@ def _moe_gpt_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     flops = moe_gpt_flops(**sizes, experts=experts, window=keys["window"])
     reason = f"formula of moe_gpt, {check_experts(experts)} experts per layer"
     found = facts(parameters, activations, flops, reason)
-    return replace(found, experts=expert_part(layers, width, experts, tokens=context))
+    cost = feed_forward_cost(width, experts)
+    passes = gpt_passes(**sizes, heads=keys["heads"], dropout=keys["dropout"], cost=cost)
+    return replace(found, experts=expert_part(layers, width, experts, tokens=context), passes=passes)
 
 
 def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
@@ -244,8 +269,11 @@ def _moe_mlp_facts(*, experts: ExpertsConfig, **keys: Any) -> ModelFacts:
     kept = features + 2 * width + layers * (2 * width + layer_activations(width, experts)) + classes
     flops = moe_mlp_flops(width=width, layers=layers, features=features, classes=classes, experts=experts)
     reason = f"formula of moe_mlp, {check_experts(experts)} experts per layer"
-    found = facts(parameters, round(FLOAT_BYTES * kept), flops, reason)
-    return replace(found, experts=expert_part(layers, width, experts, tokens=1))
+    full, operations = round(FLOAT_BYTES * kept), 20 + layers * (10 + feed_forward_cost(width, experts).operations)
+    found = facts(parameters, full, flops, reason)
+    fixed = FLOAT_BYTES * stack_values(width, experts)
+    passes = PassFacts(full, full * 5 // 8, None, None, MOVED_PER_KEPT * full, operations, width, fixed)
+    return replace(found, experts=expert_part(layers, width, experts, tokens=1), passes=passes)
 
 
 EXPERT_BUILDERS = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +20,7 @@ from raytrain.models.blocks import blocks_of
 from raytrain.models.registry import call_builder, check_keys, takes, to_trainable
 from raytrain.models.sizes import SizeError
 from raytrain.plan.facts import ModelFacts
-from raytrain.trainable import Trainable, parameters_of
+from raytrain.trainable import Batch, Trainable, parameters_of
 
 RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "random_", "kaiming_uniform_", "kaiming_normal_",
                 "xavier_uniform_", "xavier_normal_")  # fmt: skip
@@ -44,6 +46,26 @@ def counted(spec: JobSpec, trainable: Trainable, where: str) -> ModelFacts:
         flops_per_sample=trainable.flops_per_sample,
         reason=f"built on {where}",
         blocks=_blocks(trainable),
+    )
+
+
+def traced(facts: ModelFacts, spec: JobSpec, trainable: Trainable, source: Source) -> ModelFacts:
+    """The sizes of a built model with what a trace of its forward and backward finds: memory, FLOPs and operations.
+    Unchanged if the model cannot be traced, or its rows cannot be read here."""
+    from raytrain.train.compute.trace import trace_model  # some of torch that only it needs
+
+    def rows(number: int) -> Batch:
+        return source.train.gather(np.arange(number) % len(source.train))
+
+    device = torch.device("cuda" if torch.cuda.is_available() and spec.scale.mode != "cpu" else "cpu")
+    found = trace_model(trainable, rows, device=device, recomputed=bool(spec.loop.activation_checkpointing))
+    if found is None:
+        return facts
+    return replace(
+        facts,
+        activation_bytes_per_sample=None if spec.loop.activation_checkpointing else found.passes.full_bytes,
+        flops_per_sample=facts.flops_per_sample or found.flops_per_sample or None,
+        passes=found.passes,
     )
 
 

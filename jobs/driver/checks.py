@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cluster.devices.calibration import MachineRates
+from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
-from jobs.driver.build import build, check_experts, check_shards, counted, opened
+from jobs.driver.build import build, check_experts, check_shards, counted, opened, traced
 from jobs.driver.first_batch import FirstBatch, certainly_on_cpu, check_first_batch, data_key
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
@@ -27,6 +30,7 @@ from raytrain.plan.plan import Plan
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.lease import this_process
 from raytrain.train.build import source_facts
+from raytrain.train.compute.calibrate import calibration_of_machine
 from raytrain.train.compute.compile_parts import parts_to_compile
 from raytrain.train.job import TrainJob
 from raytrain.train.optim.build import hidden_matrices, muons_blocks
@@ -98,11 +102,20 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
         raise InputError("scale.sync_batchnorm", seen=seen, expected="false for this model")
     if spec.scale.strategy == "fsdp":
         check_shards(trainable)
-    model_facts = formula_facts(spec, shapes) or counted(spec, trainable, where)
     skipped = None
     if run_batch:
         skipped = check_first_batch(FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec)))
+    # after the check, whose process is forked: a trace may start threads
+    model_facts = formula_facts(spec, shapes) or traced(counted(spec, trainable, where), spec, trainable, source)
     return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
+
+
+def rates_of_driver(spec: JobSpec, inventory: Inventory) -> MachineRates | None:
+    """The rates of this machine's CPU, measured in about two seconds unless an earlier run has kept them; None where
+    the job uses GPUs, whose rates are on data sheets."""
+    if inventory.devices() and spec.scale.mode != "cpu":
+        return None
+    return calibration_of_machine(torch.device("cpu"))
 
 
 def train_job(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cluster.devices.calibration import CalibrationFile, MachineRates
 from cluster.devices.inventory import Inventory, local_inventory
 from cluster.devices.nvidia import narrow_visible
 from experts.plan.bytes import check_room, idle_keys, shared_out
@@ -48,6 +50,8 @@ def plan_job(
     build: bool = False,
     model_facts: ModelFacts | None = None,
     data_facts: DataFacts | None = None,
+    rates: MachineRates | None = None,
+    hosts_of_run: Any = None,
 ) -> Plan:
     """The plan of a job, with its full configuration and the source of each value.
 
@@ -56,6 +60,9 @@ def plan_job(
         build: check the job as `train` does, which opens the data and builds the model. Without it, choices that need
             the exact sizes are deferred to the start of the run.
         model_facts, data_facts: the sizes, if `check_on_driver` has determined them.
+        rates: measured on these machines; None uses those that an earlier run has kept, if the job is for this machine.
+        hosts_of_run: of a resumed run, what `experts.hosts: auto` chose at its start: its checkpoints hold the experts
+            so, and threads follow from it.
 
     Raises:
         InputError: the machines do not fit the job, or its data cannot be read; the error names the key.
@@ -71,25 +78,16 @@ def plan_job(
     data_facts = data_facts or facts_of_data(spec)
     machines = inventory or local_inventory()
     sized = model_facts or facts_of_model(spec, shapes_of_data(spec, data_facts))
+    asked = configured_hosts(spec)
+    keeps = hosts_of_run not in (None, "none") and asked == "auto"
     plan = make_plan(
-        model=spec.model,
-        data=spec.data,
-        optim=spec.optim,
-        precision=spec.precision,
-        loop=spec.loop,
-        save=spec.save,
-        scale=spec.scale,
-        experts_hosts=configured_hosts(spec),
-        experts_inflight=spec.experts.inflight,
-        cluster=spec.cluster,
-        seed=spec.seed,
-        inventory=machines,
-        model_facts=sized,
-        data_facts=data_facts,
-        name=spec.name,
-        compile_missing=_compile_missing(spec, inventory),
+        model=spec.model, data=spec.data, optim=spec.optim, precision=spec.precision, loop=spec.loop, save=spec.save,
+        scale=spec.scale, cluster=spec.cluster, experts_hosts=hosts_of_run if keeps else asked,
+        experts_inflight=spec.experts.inflight, seed=spec.seed, name=spec.name,
+        inventory=machines, model_facts=sized, data_facts=data_facts,
+        compile_missing=_compile_missing(spec, inventory), measured=rates or _kept_rates(machines),
         share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
-    )
+    )  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
         check_room(sized.experts, spec.experts, machines.devices(), hosts=separate_hosts(plan.hosts))
@@ -98,7 +96,14 @@ def plan_job(
     idle = idle_keys(spec.experts, facts, place=plan.hosts.value, workers=plan.workers.value)
     warnings = [*plan.warnings, *unchecked, *idle, *warn_of_named_devices(spec)]
     hosts = _explained_for_own_builder(plan.hosts, spec, seen=model_facts is not None)
+    hosts = replace(hosts, reason="auto chose this for the run that is resumed") if keeps else hosts
     return replace(plan, hosts=hosts, warnings=warnings, config=encode(spec), sources=dict(loaded.sources))
+
+
+def _kept_rates(machines: Inventory) -> MachineRates | None:
+    """The rates that an earlier run on this machine measured; None for other machines."""
+    here = [node.host for node in machines.nodes] == [socket.gethostname()]
+    return CalibrationFile.of_this_machine("cpu").read() if here else None
 
 
 def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jobs.job.job_file import read_job
 from jobs.job.spec import LoadedSpec, changed_keys, load_spec, may_change_on_resume
@@ -29,6 +30,12 @@ class Resumed:
         from raytrain.checkpoint.reader import list_checkpoints  # imports torch, as the command has by now
 
         return any(info.complete for info in list_checkpoints(self.run))
+
+    def hosts(self) -> Any:
+        """The expert hosts in the plan of the run; None if the run has no plan yet."""
+        if not self.run.exists(self.run.plan):
+            return None
+        return Plan.from_json(self.run.read_json(self.run.plan)).hosts.value_or(None)
 
     def checked_against(self, plan: Plan) -> RunFolder:
         """Check that this plan can load the newest checkpoint, and return the run.

@@ -6,6 +6,7 @@ the builders use the same checks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,10 +14,21 @@ from typing import Any
 
 from raytrain.config.messages import describe, suggestion
 from raytrain.errors import InputError, mismatch
-from raytrain.plan.facts import ModelFacts
+from raytrain.plan.facts import ModelFacts, PassFacts
 
 FLOAT_BYTES = 4
 """Master weights and the estimate of activations are in fp32."""
+
+HALF_LOGITS = 14
+"""Bytes of one logit in half precision at the start of backward: itself, its fp32 copy, and the loss's gradients."""
+
+MOVED_PER_KEPT = 4.0
+"""Bytes that operations other than products move for each byte that backward needs, in all built-in models: it is
+written and read in forward, and read in backward, which writes as much again."""
+
+OPERATIONS_OF_ATTENTION, OPERATIONS_OF_FEED_FORWARD, OPERATIONS_OF_ENDS = 18, 10, 30
+OPERATIONS_OF_LAYER = 8
+"""Operations of one micro-batch, forward and backward: of the parts of a GPT's block, and of what surrounds them."""
 
 SOURCE_KEYS = ("vocab_size", "num_features", "num_classes", "image_shape")
 """Builder keys that the source fills in if they are not given."""
@@ -137,6 +149,52 @@ def gpt_activations(
 
 
 @dataclass(frozen=True)
+class FeedForwardCost:
+    """What the feed-forward of a block costs.
+
+    Attributes:
+        values, half_bytes: values kept for each token in fp32, and bytes in half precision.
+        operations: of a micro-batch.
+        largest_parameter: values of the largest gradient that backward computes before it is added up.
+    """
+
+    values: float
+    half_bytes: float
+    operations: int
+    largest_parameter: int
+
+
+def gpt_passes(
+    *, layers: int, heads: int, width: int, context: int, vocab_size: int, dropout: float, cost: FeedForwardCost
+) -> PassFacts:
+    """What a window costs besides its products; `gpt_activations` says what a block keeps.
+
+    In half precision the residual stream, the norms' inputs and the loss stay in fp32. With recomputed blocks, backward
+    begins while the inputs of all blocks exist, and has one whole block at a time.
+    """
+    sizes: dict[str, Any] = {"heads": heads, "width": width, "context": context, "dropout": dropout}
+    full = gpt_activations(**sizes, layers=layers, vocab_size=vocab_size, feed_forward=cost.values)
+    ends = gpt_activations(**sizes, layers=0, vocab_size=vocab_size, feed_forward=0)
+    block = (full - ends) / layers
+    half_block = 20 * width + FLOAT_BYTES * (heads + 4) + cost.half_bytes
+    if dropout:
+        half_block += 8 * width + 6 * heads * context
+    half_block *= context
+    half_ends = context * (6 * width + HALF_LOGITS * vocab_size)
+    inputs = FLOAT_BYTES * context * layers * width
+    return PassFacts(
+        full_bytes=full,
+        half_bytes=round(layers * half_block + half_ends),
+        recomputed_bytes=round(inputs + block + ends),
+        half_recomputed_bytes=round(inputs + half_block + half_ends),
+        moved_bytes=MOVED_PER_KEPT * full,
+        operations=layers * (OPERATIONS_OF_ATTENTION + cost.operations) + OPERATIONS_OF_ENDS,
+        width=width,
+        fixed_bytes=FLOAT_BYTES * (cost.largest_parameter + vocab_size * width),
+    )
+
+
+@dataclass(frozen=True)
 class BuilderKeys:
     """The keys of a built-in builder, as in its signature; `facts` computes the model's sizes from them."""
 
@@ -156,29 +214,50 @@ def _gpt_facts(**keys: Any) -> ModelFacts:
     flops = language_flops(**sizes, matmul_parameters=parameters - context * width, window=keys["window"])
     block = gpt_block(width=width, feed_forward=8 * width * width)
     found = facts(parameters, activations, flops, f"formula of gpt, vocabulary {vocab}")
-    return replace(found, blocks=(block,) * layers)
+    cost = FeedForwardCost(8 * width, 16 * width, OPERATIONS_OF_FEED_FORWARD, 4 * width * width)
+    passes = gpt_passes(**sizes, heads=keys["heads"], vocab_size=vocab, dropout=keys["dropout"], cost=cost)
+    return replace(found, blocks=(block,) * layers, passes=passes)
 
 
 def _mlp_facts(**keys: Any) -> ModelFacts:
     widths = check_mlp(**keys)
     matmuls = sum(a * b for a, b in pairwise(widths))
     kept = widths[0] + (3 if keys["dropout"] else 2) * sum(widths[1:-1]) + widths[-1]
-    return facts(matmuls + sum(widths[1:]), FLOAT_BYTES * kept, 6.0 * matmuls, f"formula of mlp {widths}")
+    found = facts(matmuls + sum(widths[1:]), FLOAT_BYTES * kept, 6.0 * matmuls, f"formula of mlp {widths}")
+    width = round(math.sqrt(matmuls / (len(widths) - 1)))
+    half = 6 * widths[0] + 2 * (kept - widths[0])
+    largest = max(a * b for a, b in pairwise(widths))
+    passes = PassFacts(
+        FLOAT_BYTES * kept, half, None, None, MOVED_PER_KEPT * FLOAT_BYTES * kept,
+        OPERATIONS_OF_LAYER * (len(widths) - 1) + 5, width, FLOAT_BYTES * largest,
+    )  # fmt: skip
+    return replace(found, passes=passes)
 
 
 def _cnn_facts(**keys: Any) -> ModelFacts:
     depth, height, width = check_cnn(**keys)
     parameters, flops, kept = 0, 0.0, depth * height * width
+    half, peak, half_peak, products = 6 * kept, 0, 0, list[int]()
     for channels in check_count_list("channels", keys["channels"]):
         parameters += (9 * depth + 1) * channels
         flops += 6.0 * 9 * depth * channels * height * width
-        # the activation, then the pooled values and their int64 indices
-        kept += channels * (height * width + 3 * (height // 2) * (width // 2))
+        products.append(9 * depth * channels)
+        # the activation, then the pooled values and their int64 indices; backward adds the gradients of both
+        whole, pooled = channels * height * width, channels * (height // 2) * (width // 2)
+        kept, half = kept + whole + 3 * pooled, half + 2 * whole + 10 * pooled
+        peak = max(peak, FLOAT_BYTES * (kept + whole + pooled))
+        half_peak = max(half_peak, half + 2 * (whole + pooled))
         depth, height, width = channels, height // 2, width // 2
     classes, features = keys["num_classes"] or 1, depth * height * width
     parameters += (features + 1) * classes
     flops += 6.0 * features * classes
-    return facts(parameters, FLOAT_BYTES * (kept + classes), flops, "formula of cnn")
+    products.append(features * classes)
+    found = facts(parameters, FLOAT_BYTES * (kept + classes), flops, "formula of cnn")
+    passes = PassFacts(
+        peak, half_peak, None, None, MOVED_PER_KEPT * peak, OPERATIONS_OF_LAYER * len(products) + 5,
+        round(math.sqrt(sum(products) / len(products))), FLOAT_BYTES * max(products),
+    )  # fmt: skip
+    return replace(found, passes=passes)
 
 
 def facts(parameters: int, activations: int, flops: float, reason: str) -> ModelFacts:

@@ -45,6 +45,41 @@ class HeldExperts:
     replicas: int
 
 
+HALF = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class PassFacts:
+    """What one forward and backward costs besides its products.
+
+    Attributes:
+        full_bytes: tensors that exist at its peak for each row, in fp32; weights, gradients and the batch do not count.
+        half_bytes: the same where products are in half precision.
+        recomputed_bytes, half_recomputed_bytes: the same with blocks recomputed in backward; None where unknown.
+        moved_bytes: bytes that the operations other than products read and write for each row, in fp32.
+        operations: number of operations of one micro-batch, whatever its rows.
+        width: width of a typical product, on which its rate depends.
+        fixed_bytes: tensors that exist at the peak whatever the rows, in fp32, such as the gradient being computed.
+    """
+
+    full_bytes: int
+    half_bytes: int
+    recomputed_bytes: int | None
+    half_recomputed_bytes: int | None
+    moved_bytes: float
+    operations: int
+    width: int
+    fixed_bytes: int = 0
+
+    def row_bytes(self, dtype: str, *, recomputed: bool) -> int:
+        """Peak bytes of a row in a number format; those of kept activations where recomputation is unknown."""
+        full, half = self.full_bytes, self.half_bytes
+        if recomputed:
+            full = full if self.recomputed_bytes is None else self.recomputed_bytes
+            half = half if self.half_recomputed_bytes is None else self.half_recomputed_bytes
+        return half if dtype in HALF else 2 * full if dtype == "fp64" else full
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What is known of a model without building it on a device.
@@ -60,6 +95,14 @@ class ModelFacts:
     reason: str
     experts: ExpertFacts | None = None
     blocks: tuple[int, ...] | None = None
+    passes: PassFacts | None = None
+
+    def row_bytes(self, dtype: str, *, recomputed: bool) -> int | None:
+        """Peak bytes that a row adds to a worker's memory; None where unknown."""
+        if self.passes is not None:
+            return self.passes.row_bytes(dtype, recomputed=recomputed)
+        known = self.activation_bytes_per_sample
+        return known if known is None or dtype != "fp64" else 2 * known
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "blocks": None if self.blocks is None else list(self.blocks)}
@@ -71,8 +114,9 @@ class ModelFacts:
         if experts is not None:
             parameters = tuple(tuple(layer) for layer in experts["parameters"])
             experts = ExpertFacts(**{**experts, "parameters": parameters})
-        blocks = row.get("blocks")
-        return cls(**{**row, "experts": experts, "blocks": None if blocks is None else tuple(blocks)})
+        blocks, passes = row.get("blocks"), row.get("passes")
+        known = {"blocks": None if blocks is None else tuple(blocks), "passes": passes and PassFacts(**passes)}
+        return cls(**{**row, "experts": experts, **known})
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from cluster.config import ClusterConfig
+from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from raytrain.config.sections import (
     DataConfig,
@@ -49,7 +50,9 @@ from raytrain.plan.rules.hosts import (
     gpus_of_hosts,
     hosts_by_node,
     leave_gpus_to_hosts,
+    number_of_hosts,
 )
+from raytrain.plan.rules.layouts import choose_layout, pools
 from raytrain.plan.rules.memory import (
     ShareOut,
     advise_activation_checkpointing,
@@ -173,20 +176,23 @@ def make_plan(
     *, model: ModelConfig, data: DataConfig, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig,
     save: SaveConfig, scale: ScaleConfig, experts_hosts: Any, experts_inflight: Any, cluster: ClusterConfig, seed: int,
     inventory: Inventory, model_facts: ModelFacts | None, data_facts: DataFacts | None, name: str = "run",
-    share_out: ShareOut | None = None, compile_missing: str | None = None,
+    share_out: ShareOut | None = None, compile_missing: str | None = None, measured: MachineRates | None = None,
 ) -> Plan:  # fmt: skip
     """Decides everything that can be decided before the start. Pure: the same arguments give the same plan.
 
     `experts_hosts` is None for a dense model; facts are None where they are known only after the start; `share_out`
-    distributes experts over processes; `compile_missing` says why torch.compile is not available. Raises InputError,
-    naming the key, for what these machines or this data cannot provide.
+    distributes experts over processes; `compile_missing` says why torch.compile is not available; `measured` are rates
+    of these machines, None assumes them. Raises InputError, naming the key, for what machines or data cannot provide.
     """
     warnings: list[str] = []
     total = choose_global_batch(loop, data_facts)
     machines = choose_devices(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
-    workers = leave_gpus_to_hosts(alone, experts_hosts, scale, machines, inventory)
-    hosts = choose_hosts(experts_hosts, scale, machines, inventory, workers=workers.value)
+    auto = partial(
+        _auto_hosts, model_facts, optim, precision, loop, scale, cluster, machines, inventory, workers=alone.value,
+        rows=total, measured=measured, share_out=share_out,
+    )  # fmt: skip
+    workers, hosts = _workers_and_hosts(experts_hosts, scale, machines, inventory, alone=alone, auto=auto)
     left = machines.without(gpus_of_hosts(hosts.value, machines, inventory))
     choices = _machine_choices(scale, precision, machines, left, inventory, workers, hosts, warnings)
     length = choose_length(loop, global_batch=total, data_facts=data_facts)
@@ -194,14 +200,15 @@ def make_plan(
     batches = choose_batches(loop, workers=workers.value, warnings=warnings, splits=parts)
     inflight = choose_inflight(experts_inflight, loop, hosts=hosts, batches=batches, warnings=warnings)
     sharded, allowed = scale.strategy == "fsdp", allowed_bytes(cluster, left, inventory, workers=workers.value)
+    again, rows = bool(loop.activation_checkpointing), _rows_kept(batches, inflight)
     estimate = partial(
-        estimate_bytes, model_facts, optim, precision=choices["precision"], micro=_rows_kept(batches, inflight),
-        on_gpu=machines.on_gpu, workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded,
+        estimate_bytes, model_facts, optim, precision=choices["precision"], micro=rows, on_gpu=machines.on_gpu,
+        workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded, recomputed=again,
     )  # fmt: skip
     one_row = estimate(resident=0, micro=1)["memory"]
     check_limit(
         cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, one_row=one_row,
-        recomputed=bool(loop.activation_checkpointing), shards=workers.value if sharded else 1,
+        recomputed=again, shards=workers.value if sharded else 1,
     )  # fmt: skip
     kept, estimates = _data_choices(
         data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
@@ -211,7 +218,6 @@ def make_plan(
     fixed = sharded or "sync_batchnorm" in choices
     updated = micro_batch_under_fsdp(loop, batches) if fixed else defer_micro_batch(loop, batches, doubt=doubt)
     warnings += warn_over_budget(allowed, estimates["memory"], one_row, measured=not fixed and updated is not batches)
-    rows = _rows_kept(batches, inflight)
     warnings += advise_activation_checkpointing(model_facts, estimates["memory"], allowed, loop, rows=rows)
     known: dict[str, Choice] = {**choices, **batches, **estimates}
     fraction = cluster.memory_fraction
@@ -220,7 +226,9 @@ def make_plan(
     return Plan(
         **choices, **updated, **length, **estimates, shares=shares,
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
-        step_time=predict_step(model_facts, machines, inventory, known, hosts=hosts),
+        step_time=predict_step(
+            model_facts, machines, inventory, known, hosts=hosts, measured=measured, recomputed=again
+        ),
         global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
@@ -229,6 +237,45 @@ def make_plan(
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
         files=Resolved(join(save.dir, f"{name}-<UTC stamp>"), "save.dir and name"), sources={}, config={},
     )  # fmt: skip
+
+
+def _workers_and_hosts(
+    requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, alone: Resolved,
+    auto: Callable[[], Resolved],
+) -> tuple[Resolved, Resolved]:  # fmt: skip
+    """The numbers of workers and of expert hosts; `alone` are the workers without hosts, `auto` what `auto` means."""
+    chosen = auto() if requested == "auto" and scale.strategy not in ("data_parallel", "fsdp") else None
+    requested = requested if chosen is None else chosen.value
+    workers = leave_gpus_to_hosts(alone, requested, scale, machines, inventory)
+    hosts = choose_hosts(requested, scale, machines, inventory, workers=workers.value)
+    return workers, hosts if chosen is None else Resolved(hosts.value, chosen.reason)
+
+
+def _auto_hosts(
+    facts: ModelFacts | None, optim: OptimConfig, precision: PrecisionConfig, loop: LoopConfig, scale: ScaleConfig,
+    cluster: ClusterConfig, machines: DevicePool, inventory: Inventory, *, workers: int, rows: int,
+    measured: MachineRates | None, share_out: ShareOut | None,
+) -> Resolved:  # fmt: skip
+    """What `experts.hosts: auto` means: a value of the key, with its reason."""
+    dtype = choose_precision(precision, machines, inventory, [])
+
+    def fits(hosts: Any, processes: int) -> bool:
+        own, theirs = pools(machines, hosts)
+        each = loop.micro_batch_size if isinstance(loop.micro_batch_size, int) else -(-rows // processes)
+        found = estimate_bytes(
+            facts, optim, precision=dtype, micro=each, resident=0, on_gpu=machines.on_gpu, workers=processes,
+            hosts=Resolved(hosts, ""), share_out=share_out, recomputed=bool(loop.activation_checkpointing),
+        )  # fmt: skip
+        needed, of_host = (int(found[name].value_or(0) or 0) for name in ("memory", "host_memory"))
+        if not machines.on_gpu:  # on a CPU all processes of a node share its memory
+            needed += of_host * number_of_hosts(hosts) // processes
+        elif theirs is not None and of_host > (allowed_bytes(cluster, theirs, inventory, workers=1) or of_host):
+            return False
+        return needed <= (allowed_bytes(cluster, own, inventory, workers=processes) or needed)
+
+    return choose_layout(
+        facts, scale, loop, dtype, machines, inventory, workers=workers, rows=rows, measured=measured, fits=fits
+    )
 
 
 def _machine_choices(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from raytrain.plan.choice import Choice, Resolved
 
 IN_BYTES = ("memory", "host_memory", "checkpoint_bytes")
+IN_SECONDS = ("step_time",)
 
 
 def value_text(name: str, choice: Choice) -> str:
@@ -18,7 +19,7 @@ def value_text(name: str, choice: Choice) -> str:
         if isinstance(value, bool):
             return "yes" if value else "no"
         if isinstance(value, float):
-            return f"{value:g}"
+            return f"about {seconds_text(value)}" if name in IN_SECONDS else f"{value:g}"
         if isinstance(value, dict):
             return host_kinds_text(value)
         if isinstance(value, int):
@@ -46,6 +47,11 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if abs(count) >= 100 else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"
+
+
+def seconds_text(spent: float) -> str:
+    """A duration with two digits: 0.12 s, 34 ms."""
+    return f"{spent:.2g} s" if spent >= 0.1 else f"{1e3 * spent:.2g} ms"
 
 
 def host_kinds_text(hosts: Mapping[str, int]) -> str:

@@ -15,7 +15,7 @@ from jobs.job.spec import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "jobs" / "recipes"
-NAMES = ["cnn_idx", "custom", "default", "gpt_text", "mlp_idx", "shakespeare", "tabular"]
+NAMES = ["cnn_idx", "custom", "default", "gpt_text", "mlp_idx", "moe_hosts", "shakespeare", "tabular"]
 RAY_LIMIT_S = 240
 
 
@@ -60,6 +60,17 @@ def test_a_recipe_is_read(name: str) -> None:
 def test_gpt_text_trains(train: Callable[..., Path], tiny_text: Path) -> None:
     small = ("model.layers=1", "model.context=16", "loop.max_steps=3")
     check_finished(train("gpt_text", f"data.path={tiny_text}", *small), steps=3)
+
+
+@pytest.mark.timeout(RAY_LIMIT_S + 30)
+def test_moe_hosts_trains_with_its_experts_in_two_processes(train: Callable[..., Path]) -> None:
+    small = ("model.layers=1", "model.context=16", "data.max_bytes=20000", "loop.eval_batches=1", "loop.log_every=1")
+    run = train("moe_hosts", *small, "loop.max_steps=3", "precision.dtype=fp32")
+    check_finished(run, steps=3)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (started,) = [event for event in events if event["kind"] == "expert_hosts"]
+    assert len({host["pid"] for host in started["hosts"]}) == 2
+    assert all(row["transport_s"] > 0 for row in rows_of(run, "train"))
 
 
 @pytest.mark.timeout(RAY_LIMIT_S + 30)

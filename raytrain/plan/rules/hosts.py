@@ -18,9 +18,6 @@ from raytrain.plan.rules.fsdp import hosts_under_fsdp
 from raytrain.plan.rules.workers import CPU_OVERLOAD, cores_of, where_text
 from raytrain.plan.text import host_kinds_text
 
-CPU_HOSTS = 2
-"""On CPUs, `auto` uses the smallest number of processes that exercises remote experts fully."""
-
 
 def choose_hosts(
     requested: Any, scale: ScaleConfig, machines: DevicePool, inventory: Inventory, *, workers: int
@@ -28,7 +25,8 @@ def choose_hosts(
     """ "none" for a dense model, 0 for experts inside every worker, "colocated", or the number of separate hosts.
 
     Args:
-        requested: `experts.hosts`, or None for a dense model.
+        requested: `experts.hosts`, or None for a dense model; for `auto` the result of `layouts.choose_layout`, except
+            where the strategy decides.
 
     Raises:
         InputError: a contradiction, or more hosts than these machines can run, naming the keys.
@@ -47,8 +45,6 @@ def choose_hosts(
             "experts.hosts", seen=str(requested), expected="0 or auto with scale.strategy data_parallel",
             remedy="scale.strategy expert_parallel distributes the experts",
         )  # fmt: skip
-    if requested == "auto":
-        return _auto(machines, inventory)
     if isinstance(requested, dict):
         _check_kinds(requested, machines, inventory)
     elif not machines.on_gpu and isinstance(requested, int):
@@ -218,18 +214,6 @@ def choose_sync_batchnorm(scale: ScaleConfig, hosts: Resolved, *, workers: int, 
         warnings.append("scale.sync_batchnorm true changes nothing: there is one worker")
         return None
     return Resolved(True, "scale.sync_batchnorm: statistics of all workers' micro-batches, two collectives a layer")
-
-
-def _auto(machines: DevicePool, inventory: Inventory) -> Resolved:
-    if not machines.on_gpu:
-        if inventory.cpus < CPU_HOSTS:
-            return Resolved(0, "one core only: every worker holds all experts")
-        return Resolved(CPU_HOSTS, "the default on CPUs")
-    if len(machines.gpus) == 1:
-        return Resolved(0, "one GPU holds the full model")
-    return Resolved(
-        "colocated", f"each of {len(machines.gpus)} GPUs holds a part of the experts and a copy of the rest"
-    )
 
 
 def _check_cores(requested: int, inventory: Inventory) -> None:

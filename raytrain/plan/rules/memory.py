@@ -6,13 +6,13 @@ Pure: facts, sections and decisions in, choices out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain.config.sections import LoopConfig, OptimConfig
 from raytrain.errors import InputError
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.facts import ExpertFacts, HeldExperts, ModelFacts
+from raytrain.plan.facts import HALF, ExpertFacts, HeldExperts, ModelFacts
 from raytrain.plan.rules.fsdp import gathered_bytes
 from raytrain.plan.text import size_text
 
@@ -85,15 +85,22 @@ def held_bytes(held: HeldExperts, optim: OptimConfig, *, dtype: str) -> StateByt
 
 def moments(optim: OptimConfig) -> int:
     """Values that the optimizer keeps per parameter. Muon keeps one; its AdamW for parameters outside the blocks keeps
-    one more, which is not counted."""
+    one more (`outside_moments`)."""
     if optim.name == "sgd":
         return int(optim.momentum > 0)
     return 2 if optim.name == "adamw" else 1
 
 
+def outside_moments(facts: ModelFacts, optim: OptimConfig, *, dtype: str) -> int:
+    """Bytes of the second moments that Muon's AdamW keeps for parameters outside the blocks; 0 for other optimizers."""
+    if optim.name != "muon" or not facts.blocks:
+        return 0
+    return (8 if dtype == "fp64" else 4) * max(0, facts.parameters - sum(facts.blocks))
+
+
 def estimate_bytes(
     model_facts: ModelFacts | None, optim: OptimConfig, *, precision: Choice, micro: int, resident: int, on_gpu: bool,
-    workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False,
+    workers: int, hosts: Resolved, share_out: ShareOut | None, sharded: bool = False, recomputed: bool = False,
 ) -> dict[str, Choice]:  # fmt: skip
     """The choices parameters, memory (bytes of one worker), experts, host_memory (of the fullest host) and
     checkpoint_bytes.
@@ -104,21 +111,23 @@ def estimate_bytes(
         hosts: where the experts are, from `choose_hosts`.
         share_out: None where the sizes of the experts are unknown.
         sharded: each worker holds its rows of every tensor (`scale.strategy: fsdp`).
+        recomputed: blocks are recomputed in backward (`loop.activation_checkpointing`).
     """
     place = hosts.value
     if model_facts is None:
         return _unknown(place)
-    dtype = str(precision.candidates[0])
+    dtype = widest(precision)
     facts, held = model_facts.experts, []
     if facts is not None and share_out is not None and place not in ("none", 0):
         held = share_out(workers if place == "colocated" else _separate(place))
     trainable = model_facts.trainable_bytes // 4
     away = facts.total if facts is not None and held else 0
     here = trained_bytes(model_facts.parameters - away, optim, dtype=dtype, trainable=trainable - away)
+    here = replace(here, optimizer=here.optimizer + outside_moments(model_facts, optim, dtype=dtype))
     fullest = max((held_bytes(own, optim, dtype=dtype) for own in held), key=lambda used: used.kept, default=here)
     rows = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * micro
-    kept = 0 if facts is None else rows * facts.kept_bytes_per_row
-    activations = (model_facts.activation_bytes_per_sample or 0) * micro
+    kept = 0 if facts is None else _scaled(rows * facts.kept_bytes_per_row, dtype, recomputed=recomputed)
+    activations = activation_bytes(model_facts, rows=micro, dtype=dtype, recomputed=recomputed) or 0
     parts = named(here, dtype) if not sharded else _sharded(model_facts, here, dtype, workers=workers)
     if held and place == "colocated":
         parts["its experts"] = fullest.kept + fullest.cast
@@ -142,6 +151,27 @@ def estimate_bytes(
         "host_memory": host_memory,
         "checkpoint_bytes": Resolved(whole.weights + whole.optimizer, saved),
     }
+
+
+def widest(precision: Choice) -> str:
+    """The format of the estimate: where formats are compared at the start, fp32, which needs the most memory."""
+    return "fp32" if "fp32" in precision.candidates else str(precision.candidates[0])
+
+
+def activation_bytes(facts: ModelFacts, *, rows: int, dtype: str, recomputed: bool) -> int | None:
+    """Bytes of the tensors of one pass at its peak, besides weights and gradients; None where unknown."""
+    each = facts.row_bytes(dtype, recomputed=recomputed)
+    if each is None:
+        return None
+    fixed = 0 if facts.passes is None else facts.passes.fixed_bytes
+    return rows * each + (2 * fixed if dtype == "fp64" else fixed)
+
+
+def _scaled(size: int, dtype: str, *, recomputed: bool) -> int:
+    """What experts keep of their rows, from the bytes in fp32; nothing where their block is recomputed."""
+    if recomputed:
+        return 0
+    return size // 2 if dtype in HALF else 2 * size if dtype == "fp64" else size
 
 
 def _sharded(facts: ModelFacts, whole: StateBytes, dtype: str, *, workers: int) -> dict[str, int]:
@@ -225,7 +255,9 @@ def least_parts(
     away = 0 if facts is None else facts.total
     trainable = model_facts.trainable_bytes // 4 - away
     used = trained_bytes(model_facts.parameters - away, optim, dtype="fp32", trainable=trainable)
-    row = 0 if recomputed else model_facts.activation_bytes_per_sample or 0
+    row = model_facts.activation_bytes_per_sample or 0
+    if recomputed:
+        row = model_facts.passes.recomputed_bytes or 0 if model_facts.passes is not None else 0
     kept = 0 if facts is None else facts.rows_per_sample * len(facts.parameters) * facts.kept_bytes_per_row
     state = {name: value // shards for name, value in named(used, "fp32").items()}
     return {**parts, **state, "one row": max(0, row - kept) // 2}
@@ -283,7 +315,7 @@ def reason_to_measure(
     """Why an `auto` micro-batch should be measured before it is used; None if it need not be."""
     if on_gpu:
         return "only a GPU's allocator knows its free memory"
-    if model_facts is None or model_facts.activation_bytes_per_sample is None:
+    if model_facts is None or model_facts.row_bytes("fp32", recomputed=False) is None:
         tiny = model_facts is not None and model_facts.parameters < TINY_PARAMETERS
         return None if tiny else "the activations of this model are unknown"
     estimated = memory.value_or(0)

@@ -13,7 +13,7 @@ from raytrain.config.sections import LoopConfig, ScaleConfig
 from raytrain.plan.choice import Choice, Deferred, Resolved
 from raytrain.plan.facts import ModelFacts
 from raytrain.plan.rules.devices import DevicePool
-from raytrain.plan.rules.step_time import GPU_SHARE, peak_flops
+from raytrain.plan.rules.rates import GPU_SHARE, peak_flops
 from raytrain.plan.rules.workers import spread
 from raytrain.plan.shares import SPLITS, Shares, gain_over_equal
 

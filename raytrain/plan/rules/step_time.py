@@ -1,8 +1,8 @@
-"""Plan rule about time: an estimate of one step under each strategy.
+"""Plan rule about time: an estimate of one step under each layout of the experts.
 
-Pure: facts, devices and decisions in, a choice out. The estimate ranks strategies; it does not predict the time. It
-counts matrix products, optimizer traffic, reductions and exchanges at the rates below (each with its source), and
-assumes evenly loaded experts and no overlap.
+Pure: facts, devices and decisions in, values out. A step is counted as products, the traffic of the other operations,
+a cost for each operation, the optimizer's update, reductions and exchanges, at the rates of `plan.rules.rates`. It
+assumes evenly loaded experts and no overlap of computation and communication.
 """
 
 from __future__ import annotations
@@ -10,107 +10,184 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from raytrain.plan.choice import Choice, Deferred, Resolved
-from raytrain.plan.facts import ExpertFacts, ModelFacts
+from raytrain.plan.facts import HALF, ExpertFacts, ModelFacts
 from raytrain.plan.rules.devices import DevicePool
 from raytrain.plan.rules.memory import AFTER_MODEL, SHOWN_HOSTS
-
-CPU_FLOPS = {"fp64": 40e9, "fp32": 85e9}
-"""One core: a matrix product of 2048 x 512 x 2048, torch 2.13, one thread of an AMD EPYC with AVX-512, busy machine."""
-
-CPU_HALF_FLOPS = 350e9
-"""The same in bf16 with bf16 instructions; without them the fp32 rate applies."""
-
-GPU_FLOPS = {
-    "B200": (1100e12, 2250e12), "H200": (494e12, 989e12), "H100": (494e12, 989e12), "A100": (156e12, 312e12),
-    "L40S": (183e12, 362e12), "A40": (75e12, 150e12), "A10": (62e12, 125e12), "L4": (60e12, 121e12),
-    "V100": (15.7e12, 125e12), "T4": (8.1e12, 65e12), "4090": (82e12, 165e12), "3090": (36e12, 71e12),
-}  # fmt: skip
-"""Name -> dense peak in (tf32, or fp32 where there is no tf32; half precision), from NVIDIA's data sheets."""
-
-GPU_SHARE = 0.4
-"""Fraction of its peak that training reaches on a GPU: a usual model FLOPs utilisation."""
-
-LEFT_OUT = "elementwise operations and kernel launches, which dominate small models, are not included"
-"""What makes a step longer than the estimate, mostly on CPUs: the default recipe took 215 ms on two cores of such a CPU
-with two hosts; the estimate was 65 ms."""
+from raytrain.plan.rules.rates import ProcessRates, gpu_flops, name_of_slowest, rates_of
+from raytrain.plan.text import seconds_text
 
 UPDATE_BYTES = 28
 """Memory traffic per parameter of AdamW in fp32: weight, gradient and two moments read, three of them written."""
 
+NORM_BYTES = 24
+"""Memory traffic per parameter of zeroing gradients, of their norm in float64, and of clipping."""
 
-@dataclass(frozen=True)
-class DeviceRates:
-    """The rates of one process.
+STACK_BYTES = 24
+"""Memory traffic per expert parameter in backward, which fills the gradients of stacked weights."""
 
-    Attributes:
-        unit_flops: FLOPs per second of a core, or of a GPU.
-        threads: units (cores or GPUs) of one process.
-        units: units of all machines, shared by the processes that compute at the same time.
-        memory: bytes per second of the optimizer.
-        latency_s: seconds of a message to a peer.
-        wire: bytes per second to a peer.
-        source: where the rates come from.
-    """
+STEP_S = 1.5e-3
+"""Seconds of a step besides its passes and its update: data, schedule, records."""
 
-    unit_flops: float
-    threads: int
-    units: int
-    memory: float
-    latency_s: float
-    wire: float
-    source: str
+TRIPS_PER_EXCHANGE = 8
+"""Round trips' time of one exchange besides its bytes: header, sizes, and waking up the other process."""
 
-    def flops(self, processes: int) -> float:
-        """FLOPs per second of `processes` processes that compute at the same time."""
-        return self.unit_flops * min(processes * self.threads, self.units)
+EXCHANGED_COPIES = 3
+"""Copies of exchanged rows on each side: into and out of the order of the experts, and into the message."""
+
+MOVED_PER_KEPT = 4.0
+"""Traffic of operations other than products per activation byte, where only activations are known."""
+
+RECOMPUTED_WORK = 1.25
+"""Factor on the work of a model whose blocks are computed again in backward, all but the last product of each."""
+
+UNKNOWN_WIDTH = 128
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one optimizer step: FLOPs and parameters of trunk and experts, bytes and number of exchanges."""
+    """The work of one optimizer step of all workers together.
+
+    Attributes:
+        trunk_flops, expert_flops: in products.
+        trunk_moved, expert_moved: bytes read and written by other operations.
+        operations: of one micro-batch.
+        trunk_parameters, expert_parameters: which are updated.
+        exchanged_bytes, exchanges: rows sent to experts, results and both gradients.
+        passes: micro-batches of one worker.
+        width: of a typical product.
+    """
 
     trunk_flops: float
     expert_flops: float
+    trunk_moved: float
+    expert_moved: float
+    operations: float
     trunk_parameters: int
     expert_parameters: int
     exchanged_bytes: float
     exchanges: int
+    passes: int
+    width: int
 
 
 def predict_step(
     facts: ModelFacts | None, machines: DevicePool, inventory: Inventory, choices: Mapping[str, Choice], *,
-    hosts: Resolved,
+    hosts: Resolved, recomputed: bool = False, measured: MachineRates | None = None,
 ) -> Choice:  # fmt: skip
-    """Seconds of a step as planned; the reason has those of the other strategies.
+    """Seconds of a step as planned; the reason has those of the other layouts.
 
     Args:
-        choices: strategy, precision, workers, effective_batch, accumulation and, if present, shares are read.
+        choices: strategy, precision, threads, workers, effective_batch, accumulation and, if present, shares are read.
+        recomputed: `loop.activation_checkpointing`.
+        measured: the calibration of these machines; None assumes rates.
     """
     unknown = facts is not None and facts.experts is None and hosts.value not in ("none", 0)
     if facts is None or facts.flops_per_sample is None or unknown:
         return Deferred(AFTER_MODEL if facts is None else "measured in the run")
     workers, rows, accumulation = (_known(choices[name]) for name in ("workers", "effective_batch", "accumulation"))
-    precision = choices["precision"]
-    dtype = str(precision.candidates[0])
+    dtype = str(choices["precision"].candidates[-1])
     unequal = isinstance(choices.get("shares"), Deferred)
-    if machines.on_gpu and _gpu_flops(machines, dtype, unequal=unequal) is None:
-        return Deferred("measured in the run", (), f"the peak rate is unknown for {_slowest_name(machines)}")
-    work = _work(facts, rows=rows, accumulation=accumulation, half=dtype in ("bf16", "fp16"))
+    if machines.on_gpu and gpu_flops(machines, dtype, unequal=unequal) is None:
+        return Deferred("measured in the run", (), f"the peak rate is unknown for {name_of_slowest(machines)}")
+    work = work_of(facts, rows=rows, passes=accumulation, dtype=dtype, recomputed=recomputed)
+
+    def rates(processes: int) -> ProcessRates:
+        threads = threads_of(inventory, processes=processes)
+        return rates_of(
+            machines, inventory, dtype, processes=processes, threads=threads, width=work.width, unequal=unequal,
+            measured=measured,
+        )  # fmt: skip
+
     found: dict[str, float] = {}
-    for name, number in _strategies(hosts, machines, workers=workers, has_experts=facts.experts is not None).items():
-        rates = _rates(machines, inventory, dtype, processes=workers + (number or 0), unequal=unequal)
-        found[name] = _seconds(work, rates, workers=workers, hosts=number, shared=name != "data_parallel")
-    planned = found[_title(hosts)]
+    for name, number in _layouts(hosts, machines, workers=workers, has_experts=facts.experts is not None).items():
+        shared = name != "data_parallel"
+        found[name] = layout_seconds(work, rates(workers + number), workers=workers, hosts=number, shared=shared)
+    planned = found[layout_name(hosts)]
     if isinstance(way := choices.get("strategy"), Resolved) and way.value == "fsdp":
-        rates = _rates(machines, inventory, dtype, processes=workers, unequal=unequal)
         calls = accumulation * (1 + len(facts.blocks or (0,)))
-        planned = found["fsdp"] = _sharded_seconds(work, rates, workers=workers, passes=accumulation, collectives=calls)
-    each = ", ".join(f"{name} {_text(spent)}" for name, spent in found.items())
-    source = _rates(machines, inventory, dtype, processes=workers, unequal=unequal).source
-    reason = f"estimated, not measured: {each}; {source}; {LEFT_OUT}"
-    return Resolved(f"about {_text(planned)} at assumed rates", reason)
+        planned = found["fsdp"] = _sharded_seconds(work, rates(workers), workers=workers, collectives=calls)
+    each = ", ".join(f"{name} {seconds_text(spent)}" for name, spent in found.items())
+    return Resolved(planned, f"estimated, not measured: {each}; {rates(workers).source}")
+
+
+def work_of(facts: ModelFacts, *, rows: int, passes: int, dtype: str, recomputed: bool) -> StepWork:
+    """The work of a step of `rows` rows in `passes` micro-batches of each worker."""
+    experts = facts.experts or ExpertFacts((), 0, 0, 0, 0)
+    traced = facts.passes is not None and facts.passes.recomputed_bytes == facts.passes.full_bytes  # with it
+    again = RECOMPUTED_WORK if recomputed and not traced else 1.0
+    total = again * (facts.flops_per_sample or 0.0) * rows
+    routed = again * experts.flops_per_sample * rows
+    kept = facts.activation_bytes_per_sample or 0
+    moved = facts.passes.moved_bytes if facts.passes is not None else MOVED_PER_KEPT * kept
+    of_experts = MOVED_PER_KEPT * len(experts.parameters) * experts.rows_per_sample * experts.kept_bytes_per_row
+    wide = 2 if dtype == "fp64" else 1
+    there, ways = len(experts.parameters) * experts.rows_per_sample * rows * experts.row_bytes, 4
+    return StepWork(
+        trunk_flops=max(0.0, total - routed),
+        expert_flops=routed,
+        trunk_moved=wide * again * rows * max(0.0, moved - of_experts),
+        expert_moved=wide * again * rows * min(moved, of_experts),
+        operations=again * (facts.passes.operations if facts.passes is not None else 0),
+        trunk_parameters=facts.parameters - experts.total,
+        expert_parameters=experts.total,
+        exchanged_bytes=ways * wide * there / (2 if dtype in HALF else 1),
+        exchanges=ways * len(experts.parameters) * passes,
+        passes=passes,
+        width=facts.passes.width if facts.passes is not None else UNKNOWN_WIDTH,
+    )
+
+
+def layout_seconds(
+    work: StepWork, rates: ProcessRates, *, workers: int, hosts: int, shared: bool,
+    of_hosts: ProcessRates | None = None,
+) -> float:  # fmt: skip
+    """Seconds of a step.
+
+    Args:
+        rates: of every process.
+        of_hosts: of the hosts, where they are on other devices than the workers.
+        hosts: number of expert hosts; 0: the workers hold the experts.
+        shared: each expert is in one process only.
+    """
+    holders = hosts or workers
+    reduced = work.trunk_parameters + (0 if shared else work.expert_parameters)
+    update = (UPDATE_BYTES + NORM_BYTES) / rates.memory
+    spent = STEP_S + work.trunk_flops / (rates.share(workers) * rates.flops)
+    spent += work.trunk_moved / (rates.share(workers) * rates.elementwise)
+    spent += work.passes * work.operations * rates.operation_s * workers / rates.share(workers)
+    if workers > 1:
+        spent += 2 * (workers - 1) / workers * 4 * reduced / rates.wire + TRIPS_PER_EXCHANGE * rates.trip_s
+    holding = of_hosts or rates
+    computed = work.expert_flops / holding.flops + work.expert_moved / holding.elementwise
+    computed += STACK_BYTES * work.expert_parameters / holding.memory
+    if not shared:
+        return spent + computed / rates.share(workers) + reduced * update * workers / rates.share(workers)
+    spent += computed / holding.share(holders)
+    away = 1.0 if hosts else (holders - 1) / holders  # a worker's own experts need no message
+    busy = rates.share(workers + hosts)  # both ends of an exchange work on it
+    spent += work.exchanges * TRIPS_PER_EXCHANGE * rates.trip_s * max(1.0, (workers + hosts) / busy)
+    spent += away * work.exchanged_bytes / (min(workers, holders) * rates.wire)
+    spent += EXCHANGED_COPIES * work.exchanged_bytes / (min(workers, busy) * rates.memory)
+    own, theirs = work.trunk_parameters * update, work.expert_parameters / holders * update
+    spent += max(own, theirs) if hosts else own + theirs
+    return spent + 2 * TRIPS_PER_EXCHANGE * rates.trip_s  # the vote
+
+
+def layout_name(hosts: Resolved) -> str:
+    """The layout that a value of `experts.hosts` means, as the plan names it."""
+    if hosts.value in ("none", 0):
+        return "data_parallel"
+    if isinstance(hosts.value, int):
+        return f"{hosts.value} hosts"
+    return "colocated" if hosts.value == "colocated" else f"{sum(hosts.value.values())} hosts"
+
+
+def threads_of(inventory: Inventory, *, processes: int) -> int:
+    """CPU threads of each of `processes` processes that share the cores of the machines."""
+    return max(1, inventory.cpus // processes)
 
 
 def _known(choice: Choice) -> int:
@@ -118,8 +195,8 @@ def _known(choice: Choice) -> int:
     return int(choice.value)
 
 
-def _strategies(hosts: Resolved, machines: DevicePool, *, workers: int, has_experts: bool) -> dict[str, int]:
-    """Strategy -> processes besides the workers: the strategies that the machines can run, with the planned one."""
+def _layouts(hosts: Resolved, machines: DevicePool, *, workers: int, has_experts: bool) -> dict[str, int]:
+    """Layout -> processes besides the workers: those that the machines can run, with the planned one."""
     found = {"data_parallel": 0}
     if not has_experts:
         return found
@@ -130,110 +207,20 @@ def _strategies(hosts: Resolved, machines: DevicePool, *, workers: int, has_expe
     for number in {2, planned} - {0}:
         if number <= free or number == planned:
             found[f"{number} hosts"] = number
-    if _title(hosts) not in found:
-        found[_title(hosts)] = sum(hosts.value.values()) if isinstance(hosts.value, dict) else 0
+    if layout_name(hosts) not in found:
+        found[layout_name(hosts)] = sum(hosts.value.values()) if isinstance(hosts.value, dict) else 0
     return found
 
 
-def _title(hosts: Resolved) -> str:
-    if hosts.value in ("none", 0):
-        return "data_parallel"
-    if isinstance(hosts.value, int):
-        return f"{hosts.value} hosts"
-    return "colocated" if hosts.value == "colocated" else f"{sum(hosts.value.values())} hosts"
-
-
-def _work(facts: ModelFacts, *, rows: int, accumulation: int, half: bool) -> StepWork:
-    experts = facts.experts or ExpertFacts((), 0, 0, 0, 0)
-    total = (facts.flops_per_sample or 0.0) * rows
-    routed = experts.flops_per_sample * rows
-    there, ways = len(experts.parameters) * experts.rows_per_sample * rows * experts.row_bytes, 4
-    return StepWork(
-        trunk_flops=max(0.0, total - routed),
-        expert_flops=routed,
-        trunk_parameters=facts.parameters - experts.total,
-        expert_parameters=experts.total,
-        exchanged_bytes=ways * there / (2 if half else 1),
-        exchanges=ways * len(experts.parameters) * accumulation,
-    )
-
-
-def _seconds(work: StepWork, rates: DeviceRates, *, workers: int, hosts: int, shared: bool) -> float:
-    """Seconds of a step; `hosts` is the number of expert hosts (0: the workers hold the experts), `shared` says that
-    each expert is in one process only."""
-    holders = hosts or workers
-    reduced = work.trunk_parameters + (0 if shared else work.expert_parameters)
-    update = UPDATE_BYTES / rates.memory
-    spent = work.trunk_flops / rates.flops(workers)
-    if workers > 1:
-        spent += 2 * (workers - 1) / workers * 4 * reduced / rates.wire + rates.latency_s
-    if not shared:
-        return spent + work.expert_flops / rates.flops(workers) + reduced * update
-    spent += work.expert_flops / rates.flops(holders)
-    away = 1.0 if hosts else (holders - 1) / holders  # a worker's own experts need no message
-    spent += work.exchanges * rates.latency_s + away * work.exchanged_bytes / (min(workers, holders) * rates.wire)
-    own, theirs = work.trunk_parameters * update, work.expert_parameters / holders * update
-    return spent + (max(own, theirs) if hosts else own + theirs) + rates.latency_s
-
-
-def _sharded_seconds(work: StepWork, rates: DeviceRates, *, workers: int, passes: int, collectives: int) -> float:
+def _sharded_seconds(work: StepWork, rates: ProcessRates, *, workers: int, collectives: int) -> float:
     """Seconds of a step under FSDP: weights are gathered twice per pass and gradients reduce-scattered once, each in
     `collectives` calls."""
     parameters = work.trunk_parameters + work.expert_parameters
-    spent = (work.trunk_flops + work.expert_flops) / rates.flops(workers)
+    busy = rates.share(workers)
+    spent = STEP_S + (work.trunk_flops + work.expert_flops) / (busy * rates.flops)
+    spent += (work.trunk_moved + work.expert_moved) / (busy * rates.elementwise)
+    spent += work.passes * work.operations * rates.operation_s * workers / busy
     if workers > 1:
-        moved = passes * (workers - 1) / workers * 4 * parameters
-        spent += 3 * (moved / rates.wire + collectives * rates.latency_s)
-    return spent + parameters / workers * UPDATE_BYTES / rates.memory
-
-
-def _rates(machines: DevicePool, inventory: Inventory, dtype: str, *, processes: int, unequal: bool) -> DeviceRates:
-    nodes = len({node.host for node, _ in machines.pool}) if machines.on_gpu else len(inventory.nodes)
-    if machines.on_gpu:
-        flops = _gpu_flops(machines, dtype, unequal=unequal) or 0.0
-        name = _each_name(machines) if unequal else _slowest_name(machines)
-        wire, link = (50e9, "50 GB/s between GPUs of a node") if nodes == 1 else (3e9, "3 GB/s between nodes")
-        source = f"{name} at {GPU_SHARE:.0%} of its data-sheet peak, {link}, assumed"
-        return DeviceRates(flops, 1, len(machines.gpus), 1e12, 5e-5, wire, source)
-    threads = max(1, inventory.cpus // processes)
-    flags = [flag for flag, has in inventory.cpu_flags.items() if has]
-    one = CPU_HALF_FLOPS if dtype == "bf16" and flags else CPU_FLOPS.get(dtype, CPU_FLOPS["fp32"])
-    wire, link = (0.7e9, "0.7 GB/s and 0.3 ms on loopback") if nodes == 1 else (0.1e9, "0.1 GB/s between nodes")
-    memory = 10e9 if processes > 1 else 20e9
-    core = f"{one / 1e9:.0f} GFLOP/s per core in {dtype} ({', '.join(flags) or 'no bf16 instructions'})"
-    source = f"{core}, {link}, assumed: measured on another machine"
-    return DeviceRates(one, threads, max(1, inventory.cpus), memory, 3e-4, wire, source)
-
-
-def _gpu_flops(machines: DevicePool, dtype: str, *, unequal: bool) -> float | None:
-    """FLOPs per second that training reaches on the slowest GPU, or the mean of all GPUs if shares are unequal; None if
-    a GPU is not in the table."""
-    peaks = [peak_flops(gpu.name, dtype) for gpu in machines.gpus]
-    found = [GPU_SHARE * peak for peak in peaks if peak is not None]
-    if not found or len(found) < len(peaks):
-        return None
-    return sum(found) / len(found) if unequal else min(found)
-
-
-def peak_flops(name: str, dtype: str) -> float | None:
-    """A GPU's data-sheet peak; None if it is not in the table."""
-    peaks = next((peaks for known, peaks in GPU_FLOPS.items() if known in _words(name)), None)
-    return None if peaks is None else peaks[dtype in ("bf16", "fp16")]
-
-
-def _slowest_name(machines: DevicePool) -> str:
-    names = sorted({gpu.name for gpu in machines.gpus})
-    return names[0] if len(names) == 1 else f"the slowest of {', '.join(names)}"
-
-
-def _each_name(machines: DevicePool) -> str:
-    names = sorted({gpu.name for gpu in machines.gpus})
-    return names[0] if len(names) == 1 else f"each of {', '.join(names)}"
-
-
-def _words(name: str) -> list[str]:
-    return name.replace("-", " ").split()
-
-
-def _text(spent: float) -> str:
-    return f"{spent:.2g} s" if spent >= 0.1 else f"{1e3 * spent:.2g} ms"
+        moved = work.passes * (workers - 1) / workers * 4 * parameters
+        spent += 3 * (moved / rates.wire + collectives * TRIPS_PER_EXCHANGE * rates.trip_s)
+    return spent + parameters / workers * (UPDATE_BYTES + NORM_BYTES) / rates.memory

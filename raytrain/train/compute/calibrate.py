@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from cluster.devices.calibration import CalibrationFile, MachineRates, ProductRates, RatesAtThreads
 from cluster.devices.limits import cpu_description, usable_cores
@@ -23,14 +25,23 @@ from raytrain.train.precision.policy import policy_for
 ROWS = 1024
 """Rows of a measured matrix product: tokens of a small micro-batch."""
 
-WIDTHS = (64, 128, 256, 512, 1024)
-REPEATS = 4
+MAPS = 2
+"""Linear maps of a measured network."""
+
+WIDTHS = (64, 128, 256, 512)
+REPEATS = 3
 BUDGET_S = 2.0
-POINT_S = 0.06
+POINT_S = 0.025
 """After this many seconds, no more than `REPEATS` repetitions of one measurement are made."""
 
-STREAM_BYTES = 48 << 20
+STREAM_BYTES = 32 << 20
 """Size of the tensors for the memory rate: larger than a CPU's caches."""
+
+AGAIN_S = 600.0
+"""Seconds after which rates of a busy machine are measured again."""
+
+ASSUMED_GAIN = 0.5
+"""What each further thread adds to the rates of one where several could not be measured."""
 
 OPERATIONS = 64
 ROUND_TRIPS = 200
@@ -48,32 +59,56 @@ while data := peer.recv(1 << 20):
 def product_flops(
     device: torch.device, dtype: str, *, width: int = 512, rows: int = ROWS, budget_s: float = POINT_S
 ) -> float:
-    """FLOPs per second of matrix products in this process, with torch's current number of threads.
+    """FLOPs per second of the matrix products of training in this process, with torch's current number of threads.
+
+    Measured on forward and backward of linear maps with master weights, as a step computes them: with the casts, copies
+    and transposed operands that a product alone does not have.
 
     Args:
         dtype: a value of `precision.dtype`.
-        width: the product is (rows, width) by (width, width).
-        budget_s: no repetition starts after this many seconds.
+        width: each map is (rows, width) by (width, width).
+        budget_s: after this many seconds, no more than `REPEATS` repetitions are made.
     """
     policy = policy_for(dtype)
-    kind = policy.autocast_dtype or policy.master_dtype
-    left = torch.ones(rows, width, dtype=kind, device=device)
-    right = torch.full((width, width), 1.0 / width, dtype=kind, device=device)
-    out = torch.empty(rows, width, dtype=kind, device=device)
+    like: dict[str, Any] = {"dtype": policy.master_dtype, "device": device}
+    weights = [torch.full((width, width), 1.0 / width, requires_grad=True, **like) for _ in range(MAPS)]
+    start = torch.ones(rows, width, requires_grad=True, **like)
     before = torch.get_float32_matmul_precision()
+
+    def train() -> None:
+        value = start
+        with policy.autocast(device):
+            for weight in weights:
+                value = F.linear(value, weight)
+        value.backward(value.detach())
+
     torch.set_float32_matmul_precision(policy.matmul)
     try:
-        spent = _best(lambda: torch.mm(left, right, out=out), device, budget_s=budget_s)
+        spent = _best(train, device, budget_s=budget_s)
     finally:
         torch.set_float32_matmul_precision(before)
-    return 2.0 * rows * width * width / spent
+    return 6.0 * MAPS * rows * width * width / spent
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes per second that an elementwise operation reads and writes."""
+    """Bytes per second of an operation on tensors that no cache holds, such as the update of an optimizer."""
     source = torch.ones(STREAM_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2.0 * STREAM_BYTES / _best(lambda: torch.add(source, 1.0, out=target), device, budget_s=POINT_S)
+
+
+def elementwise_rate(device: torch.device) -> float:
+    """Bytes per second of what a network computes between its products, as `raytrain.train.compute.trace` counts them:
+    forward and backward of a norm, an activation and a residual addition."""
+    start = torch.ones(ROWS, 512, device=device, requires_grad=True)
+    # forward: norm 2, activation 2, addition 3; backward: activation 3, norm 3, the sum of both gradients of x 3
+    tensors = 16
+
+    def train() -> None:
+        value = start + F.gelu(F.layer_norm(start, (512,)))
+        value.backward(value.detach())
+
+    return tensors * start.nbytes / _best(train, device, budget_s=POINT_S)
 
 
 def operation_seconds(device: torch.device) -> float:
@@ -126,33 +161,41 @@ def _exchange(peer: socket.socket, size: int) -> float:
 def calibrate(device: torch.device, *, budget_s: float = BUDGET_S) -> MachineRates:
     """Measure this machine with `device`; torch's settings are unchanged afterwards.
 
-    On a CPU the rates are measured with one thread and with all usable cores.
+    On a CPU the rates are measured with one thread and with all usable cores. Where other processes use the cores,
+    several threads wait for each other, so that only one is measured and `ASSUMED_GAIN` gives the rates of all.
     """
     deadline = time.perf_counter() + budget_s
     round_trip, wire = _loopback_or_assumed()
     cores = usable_cores()[0]
-    counts = (1,) if device.type == "cuda" else tuple(sorted({1, cores}))
-    rates = []
+    several, busy = device.type == "cpu" and cores > 1, is_busy(cores)
     with _restored_threads():
-        for threads in counts:
-            if device.type == "cpu":
-                torch.set_num_threads(threads)
-            memory, operation = memory_rate(device), operation_seconds(device)
-            share = (deadline - time.perf_counter()) / (len(counts) - len(rates))
-            products = _products(device, until=time.perf_counter() + share)
-            found = RatesAtThreads(threads, products, memory, operation)
-            rates.append(found.at_least(rates[-1]) if rates else found)
-    return MachineRates(_name(device), tuple(rates), round_trip, wire, busy=is_busy(cores))
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        one = _rates(device, 1, until=(time.perf_counter() + deadline) / 2 if several and not busy else deadline)
+        rates = [one]
+        if several:
+            every = one.with_threads(cores, gain=1 + ASSUMED_GAIN * (cores - 1))
+            if not busy:
+                torch.set_num_threads(cores)
+                every = _rates(device, cores, until=deadline).at_least(one)
+            rates.append(every)
+    return MachineRates(_name(device), tuple(rates), round_trip, wire, busy=busy)
+
+
+def _rates(device: torch.device, threads: int, *, until: float) -> RatesAtThreads:
+    memory, elementwise, operation = memory_rate(device), elementwise_rate(device), operation_seconds(device)
+    return RatesAtThreads(threads, _products(device, until=until), memory, elementwise, operation)
 
 
 def calibration_of_machine(device: torch.device, *, file: CalibrationFile | None = None) -> MachineRates:
     """The kept calibration of this machine with `device`, or a new one, which is then kept.
 
-    One that was measured while other processes used the cores is measured again; the better rates are kept.
+    One that was measured while other processes used the cores is measured again after `AGAIN_S`; the better rates are
+    kept.
     """
     file = file or CalibrationFile.of_this_machine(_name(device))
     known = file.read()
-    if known is None or known.busy:
+    if known is None or (known.busy and file.age_s() > AGAIN_S):
         found = calibrate(device)
         known = found if known is None else found.better_of(known)
         file.write(known)
@@ -180,7 +223,7 @@ def _products(device: torch.device, *, until: float) -> dict[str, ProductRates]:
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in formats_of(device)}
     for width in WIDTHS:
         for name, points in found.items():
-            expected = 2.0 * ROWS * width * width / points[-1][1] if points else 0.0
+            expected = 6.0 * MAPS * ROWS * width * width / points[-1][1] if points else 0.0
             if time.perf_counter() + 2 * expected < until or not points:
                 points.append((width, product_flops(device, name, width=width)))
     return {name: tuple(points) for name, points in found.items()}
@@ -194,9 +237,7 @@ def _best(work: Callable[[], object], device: torch.device, *, budget_s: float) 
     best, until = float("inf"), time.perf_counter() + budget_s
     for repeat in range(64):
         began = time.perf_counter()
-        if repeat >= REPEATS and began > until:
-            break
-        if repeat and began + best > until + budget_s:
+        if began > until and (repeat >= REPEATS or best > budget_s):
             break
         work()
         synchronize()

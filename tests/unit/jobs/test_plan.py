@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from cluster.devices.inventory import Inventory, Node
+from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
+from cluster.devices.inventory import Device, Inventory, Node, local_inventory
 from jobs.driver.plan import config_rows, plan_job, print_plan, show_only_picked
 from jobs.job.nodes_file import inventory_from_file
 from jobs.job.paths import resolve_paths
@@ -83,6 +85,52 @@ def write(path: Path, text: str) -> Path:
 # ---------------------------------------------------------------- the plan of a job
 
 
+def gpu_node(host: str, name: str, size: int) -> Node:
+    return Node(host, 16, 256 << 30, (Device("cuda", name, size << 30, (8, 0), f"GPU-{host}", 0),))
+
+
+def test_the_default_recipe_has_its_experts_in_process_on_one_box_and_on_hosts_where_kinds_differ() -> None:
+    alone = plan_job(load_spec(None), inventory=MACHINE)
+    assert (alone.hosts.value_or(None), alone.strategy.value_or(None)) == (0, "data_parallel")
+    assert alone.hosts.reason.startswith("predicted step: in every worker ")
+    hosted = plan_job(load_spec(Path("moe_hosts")), inventory=MACHINE)
+    assert (hosted.hosts.value_or(None), hosted.strategy.value_or(None)) == (2, "expert_parallel")
+    step = [float(made.value("step_time", 0.0)) for made in (alone, hosted)]
+    assert 0 < step[0] < step[1], "as the reason of the choice says"
+
+    nodes = (gpu_node("a", "NVIDIA A100-SXM4-80GB", 80), *(gpu_node(name, "Tesla T4", 15) for name in "bcde"))
+    mixed = replace(MACHINE, nodes=nodes, notes=())
+    # 14 GiB besides the experts, which a T4 cannot hold, and 7 GiB of experts, of which each T4 holds a quarter
+    wide = ["model.width=4096", "model.layers=14", "model.heads=32", "experts.hidden=1024", "loop.micro_batch_size=1"]
+    apart = plan_job(load_spec(None, wide), inventory=mixed)
+    assert (apart.hosts.value_or(None), apart.workers.value_or(None)) == ({"T4": 4}, 1), apart.hosts.reason
+    assert "too little memory for in every worker, colocated" in apart.hosts.reason
+
+
+def test_a_resumed_run_keeps_the_layout_that_auto_chose(tmp_path: Path) -> None:
+    again = plan_job(load_spec(None), inventory=MACHINE, hosts_of_run=2)
+    assert again.hosts == Resolved(2, "auto chose this for the run that is resumed")
+    asked = plan_job(load_spec(None, ["experts.hosts=3"]), inventory=MACHINE, hosts_of_run=2)
+    assert asked.hosts.value_or(None) == 3
+    assert (
+        plan_job(load_spec(mapping=job(tmp_path)), inventory=MACHINE, hosts_of_run="none").hosts.value_or(1) == "none"
+    )
+
+
+def test_rates_that_a_run_has_kept_are_used_for_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path))
+    assert "assumed" in plan_job(load_spec(None)).step_time.reason
+    one = RatesAtThreads(1, {"fp32": ((128, 1e9),), "bf16": ((128, 1e9),)}, 1e9, 1e9, 1e-6)
+    CalibrationFile.of_this_machine("cpu").write(MachineRates("cpu", (one,), 1e-4, 1e9))
+    here = plan_job(load_spec(None), inventory=replace(local_inventory(), nodes=MACHINE.nodes[:1]))
+    assert "assumed" in here.step_time.reason, "another machine"
+    cpus = [replace(node, devices=()) for node in local_inventory().nodes]
+    mine = plan_job(load_spec(None), inventory=replace(local_inventory(), nodes=tuple(cpus)))
+    assert mine.step_time.reason.endswith("measured on this machine") and float(mine.value("step_time", 0.0)) > 10
+
+
 def test_built_in_models_and_data_are_sized_without_torch(tmp_path: Path) -> None:
     write(tmp_path / "job.yaml", json.dumps(job(tmp_path)))
     code = (
@@ -139,7 +187,7 @@ def test_experts_are_distinguished_from_dense_models(tmp_path: Path) -> None:
     mixture["model"] = {**mixture["model"], "builder": "experts.models:moe_gpt"}
     assert planned(dense).choices()["hosts"] == Resolved("none", "the model has no experts")
     hosts = planned(mixture).hosts
-    assert isinstance(hosts, Resolved) and hosts.value == 2
+    assert isinstance(hosts, Resolved) and hosts.value == 0 and hosts.reason.startswith("predicted step: ")
     few, many = (planned(mixture, f"experts.num_experts={count}").parameters for count in (4, 8))
     assert isinstance(few, Resolved) and isinstance(many, Resolved)
     assert many.value - few.value == 4 * (2 * 8 * 32 + 8)

@@ -12,8 +12,8 @@ import pytest
 
 from cluster.devices.calibration import CalibrationFile, MachineRates, RatesAtThreads
 
-ONE = RatesAtThreads(1, {"fp32": ((64, 100.0), (128, 200.0))}, 10.0, 2e-6)
-FOUR = RatesAtThreads(4, {"fp32": ((64, 300.0), (128, 500.0)), "bf16": ((64, 900.0),)}, 30.0, 3e-6)
+ONE = RatesAtThreads(1, {"fp32": ((64, 100.0), (128, 200.0))}, 10.0, 4.0, 2e-6)
+FOUR = RatesAtThreads(4, {"fp32": ((64, 300.0), (128, 500.0)), "bf16": ((64, 900.0),)}, 30.0, 16.0, 3e-6)
 FOUND = MachineRates("cpu", (ONE, FOUR), 5e-5, 1e9)
 
 
@@ -23,18 +23,29 @@ def test_rates_are_interpolated_by_width(width: int, expected: float) -> None:
     assert ONE.product_flops("bf16", width=width) is None, "not measured"
 
 
-def test_rates_of_the_nearest_number_of_threads() -> None:
-    assert [FOUND.at(threads).threads for threads in (1, 2, 3, 4, 64)] == [1, 1, 4, 4, 4]
+def test_rates_between_the_measured_numbers_of_threads() -> None:
+    assert (FOUND.at(1), FOUND.at(4), FOUND.at(64)) == (ONE, FOUR, FOUR)
+    two = FOUND.at(2)
+    assert two.products["fp32"] == ((64, pytest.approx(100 + 200 / 3)), (128, pytest.approx(300.0)))
+    assert two.elementwise_bytes_per_s == pytest.approx(8.0) and two.memory_bytes_per_s == pytest.approx(50 / 3)
+
+
+def test_threads_that_could_not_be_measured_gain_what_is_assumed() -> None:
+    four = ONE.with_threads(4, gain=2.5)
+    assert four.products == {"fp32": ((64, 250.0), (128, 500.0))} and four.elementwise_bytes_per_s == 10.0
+    assert (four.memory_bytes_per_s, four.operation_s) == (10.0, 2e-6), "the machine's memory is no faster"
 
 
 def test_several_threads_are_at_least_as_fast_as_one() -> None:
-    slow = RatesAtThreads(4, {"fp32": ((64, 50.0), (256, 400.0))}, 5.0, 1e-3).at_least(ONE)
+    slow = RatesAtThreads(4, {"fp32": ((64, 50.0), (256, 400.0))}, 5.0, 1.0, 1e-3).at_least(ONE)
     assert slow.products == {"fp32": ((64, 100.0), (128, 200.0), (256, 400.0))}
     assert (slow.threads, slow.memory_bytes_per_s, slow.operation_s) == (4, 10.0, 2e-6)
 
 
 def test_the_better_rates_of_two_measurements_are_kept() -> None:
-    busy = MachineRates("cpu", (RatesAtThreads(1, {"fp32": ((64, 150.0),)}, 1.0, 9e-6), FOUR), 9e-5, 2e9, busy=True)
+    busy = MachineRates(
+        "cpu", (RatesAtThreads(1, {"fp32": ((64, 150.0),)}, 1.0, 1.0, 9e-6), FOUR), 9e-5, 2e9, busy=True
+    )
     best = busy.better_of(FOUND)
     assert best.at(1).products == {"fp32": ((64, 150.0), (128, 200.0))} and best.at(1).memory_bytes_per_s == 10.0
     assert (best.round_trip_s, best.wire_bytes_per_s, best.busy) == (5e-5, 2e9, False)
