@@ -14,7 +14,7 @@ from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened, traced
-from jobs.driver.first_batch import FirstBatch, certainly_on_cpu, check_first_batch, data_key
+from jobs.driver.first_batch import NO_ANSWER, FirstBatch, certainly_on_cpu, check_first_batch, data_key
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
@@ -105,8 +105,11 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
     skipped = None
     if run_batch:
         skipped = check_first_batch(FirstBatch(spec, source, shapes, trainable, on_cpu=certainly_on_cpu(spec)))
-    # after the check, whose process is forked: a trace may start threads
-    model_facts = formula_facts(spec, shapes) or traced(counted(spec, trainable, where), spec, trainable, source)
+    model_facts = formula_facts(spec, shapes)
+    if model_facts is None:
+        model_facts = counted(spec, trainable, where)
+        if skipped != NO_ANSWER:  # after the check, whose process is forked: a trace may start threads
+            model_facts = traced(model_facts, spec, trainable, source)
     return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
 
 

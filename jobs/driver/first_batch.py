@@ -52,6 +52,9 @@ MEMORY_SHARE = 0.5
 CPU = torch.device("cpu")
 GPU_WORDS = ("cuda", "gpu", "nvidia", "hip ", "triton", "'half'")
 
+NO_ANSWER = "its process ended without an answer"
+"""Why the check was skipped where the user's code ended its process, so that it must not run in this one."""
+
 
 class Skipped(Exception):
     """The check cannot tell; the message says why."""
@@ -263,7 +266,7 @@ def check_first_batch(check: FirstBatch, *, limit_s: float = TIME_LIMIT_S) -> st
     if answer is None:
         return f"it took longer than {limit_s:.0f} s"
     if not answer:
-        return "its process ended without an answer"
+        return NO_ANSWER
     found = json.loads(answer)
     if "error" in found:
         key, seen, expected, remedy = found["error"]
