@@ -14,7 +14,7 @@ from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened, traced
-from jobs.driver.first_batch import NO_ANSWER, FirstBatch, certainly_on_cpu, check_first_batch, data_key
+from jobs.driver.first_batch import NO_ANSWER, TOO_LONG, FirstBatch, certainly_on_cpu, check_first_batch, data_key
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
@@ -108,7 +108,9 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
     model_facts = formula_facts(spec, shapes)
     if model_facts is None:
         model_facts = counted(spec, trainable, where)
-        if skipped != NO_ANSWER:  # after the check, whose process is forked: a trace may start threads
+        if not (skipped or "").startswith(
+            (NO_ANSWER, TOO_LONG)
+        ):  # after the check, whose process is forked: a trace may start threads
             model_facts = traced(model_facts, spec, trainable, source)
     return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
 

@@ -52,8 +52,9 @@ MEMORY_SHARE = 0.5
 CPU = torch.device("cpu")
 GPU_WORDS = ("cuda", "gpu", "nvidia", "hip ", "triton", "'half'")
 
+TOO_LONG = "it took longer than"
 NO_ANSWER = "its process ended without an answer"
-"""Why the check was skipped where the user's code ended its process, so that it must not run in this one."""
+"""Why the check was skipped where the user's code ended its process or did not end, so that it must not run in this."""
 
 
 class Skipped(Exception):
@@ -264,7 +265,7 @@ def check_first_batch(check: FirstBatch, *, limit_s: float = TIME_LIMIT_S) -> st
     with _ended(child), os.fdopen(read, "rb") as pipe:
         answer = _read(pipe.fileno(), limit_s)
     if answer is None:
-        return f"it took longer than {limit_s:.0f} s"
+        return f"{TOO_LONG} {limit_s:.0f} s"
     if not answer:
         return NO_ANSWER
     found = json.loads(answer)
