@@ -108,9 +108,8 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
     model_facts = formula_facts(spec, shapes)
     if model_facts is None:
         model_facts = counted(spec, trainable, where)
-        if not (skipped or "").startswith(
-            (NO_ANSWER, TOO_LONG)
-        ):  # after the check, whose process is forked: a trace may start threads
+        # after the check, whose process is forked: a trace may start threads
+        if not (skipped or "").startswith((NO_ANSWER, TOO_LONG)):
             model_facts = traced(model_facts, spec, trainable, source)
     return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
 

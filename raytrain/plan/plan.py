@@ -180,12 +180,10 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Decides everything that can be decided before the start. Pure: the same arguments give the same plan.
 
-    `experts_hosts` is None for a dense model; facts are None where they are known only after the start; `share_out`
-    distributes experts over processes; `compile_missing` says why torch.compile is not available; `measured` are rates
-    of these machines, None assumes them. Raises InputError, naming the key, for what machines or data cannot provide.
+    `experts_hosts` is None for a dense model, facts where only the run knows them, `measured` (the machines' rates)
+    where they are assumed. Raises InputError, naming the key, for what these machines or this data cannot provide.
     """
-    warnings: list[str] = []
-    total = choose_global_batch(loop, data_facts)
+    warnings, total = list[str](), choose_global_batch(loop, data_facts)
     machines = choose_devices(scale, inventory, warnings)
     alone = count_workers(scale, machines, inventory, global_batch=total, warnings=warnings)
     auto = partial(
@@ -205,11 +203,9 @@ def make_plan(
         estimate_bytes, model_facts, optim, precision=choices["precision"], micro=rows, on_gpu=machines.on_gpu,
         workers=workers.value, hosts=hosts, share_out=share_out, sharded=sharded, recomputed=again,
     )  # fmt: skip
-    one_row = estimate(resident=0, micro=1)["memory"]
-    check_limit(
-        cluster.memory_limit, model_facts, optim, on_gpu=machines.on_gpu, hosts=hosts, one_row=one_row,
-        recomputed=again, shards=workers.value if sharded else 1,
-    )  # fmt: skip
+    one_row, shards = estimate(resident=0, micro=1)["memory"], workers.value if sharded else 1
+    limited = {"on_gpu": machines.on_gpu, "hosts": hosts, "one_row": one_row, "recomputed": again, "shards": shards}
+    check_limit(cluster.memory_limit, model_facts, optim, **limited)
     kept, estimates = _data_choices(
         data, data_facts, model_facts, allowed, estimate, (spread(workers.value, left, inventory), cores_of(inventory)),
         warnings, on_gpu=machines.on_gpu,
@@ -228,11 +224,10 @@ def make_plan(
         fp32_layers=choose_fp32_layers(precision, choices["precision"], warnings),
         step_time=predict_step(
             model_facts, machines, inventory, known, hosts=hosts, measured=measured, recomputed=again
-        ),
-        global_batch_size=Resolved(total, "loop.global_batch_size"),
+        ), global_batch_size=Resolved(total, "loop.global_batch_size"),
         warmup_steps=choose_warmup(optim, length["max_steps"], warnings), lr=choose_lr(optim, global_batch=total),
         **choose_speed(loop, optim, machines, choices["strategy"], missing=compile_missing, warnings=warnings),
-        **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=workers.value if sharded else 1),
+        **choose_saving(save, loop, length, data_facts=data_facts, hosts=hosts, shards=shards),
         **kept, hosts=hosts, inflight=inflight, warnings=warnings, model_facts=model_facts, data_facts=data_facts,
         deterministic=Resolved(loop.deterministic, f"loop.deterministic; seed {seed}"), inventory=inventory.to_json(),
         files=Resolved(join(save.dir, f"{name}-<UTC stamp>"), "save.dir and name"), sources={}, config={},
