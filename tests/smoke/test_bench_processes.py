@@ -134,3 +134,17 @@ def test_both_arms_run_in_turn_and_the_slow_worker_gets_fewer_rows(tmp_path: Pat
     assert values["pass_s"][1] > values["pass_s"][0] > 0 and values["probe_s"] > 0
     assert document["ratios"][0]["goal"]["at_least"] == 1.35
     assert document["claims"][0]["verdict"] == "not measurable here"
+
+
+@pytest.mark.timeout(300)
+def test_estimates_puts_what_is_predicted_beside_what_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "estimates.json"
+    code = bench_verb("estimates", ['only=["own module"]', "threads=1"], out=str(out), quick=True, as_json=False)
+    document = json.loads(out.read_text())
+    assert code == 0 and document["gate"]["passed"]
+    (row,) = document["values"]["jobs"]
+    assert row["time_ratio"] == row["predicted_s"] / row["measured_s"] and len(row["times"]) == 2
+    assert row["measured_bytes"] == row["peak"] - row["floor"]
+    assert row["memory_ratio"] == row["predicted_bytes"] / row["measured_bytes"]
+    assert 0.9 <= row["memory_ratio"] <= 1.25, "a user's module is traced"
+    assert any("own module" in line for line in document["values"]["table"])
