@@ -222,6 +222,8 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     arm.run(STEPS_BEFORE)
     times = [arm.run(1) for _ in range(settings["steps"])]
     predicted = arm.session.job.plan.value("step_time", None)
+    if predicted is None:
+        raise RunError("the plan predicts no step time: the model could not be traced")
     return {"predicted_s": float(predicted), "measured_s": statistics.median(times), "times": times}
 
 

@@ -29,7 +29,7 @@ from raytrain.train.precision.policy import PrecisionPolicy, policy_for
 from raytrain.trainable import Batch, Trainable, parameters_of
 
 BUDGET_S = 5.0
-"""All passes of one model together; a trace takes some 0.2 ms for each operation and is given up after this time."""
+"""CPU seconds of all passes of one model; a trace takes some 0.2 ms for each operation and is given up after them."""
 
 REAL_PARAMETERS = 50_000_000
 """A model whose code reads values of its tensors is run for a few rows, unless it has more parameters than this."""
@@ -84,13 +84,13 @@ def trace_model(
         too large to be run.
     """
     _import_tracing()
-    until = time.monotonic() + budget_s
+    until = time.process_time() + budget_s
     again = partial(trace_pass, trainable, device=device, recomputed=recomputed)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             costs = {
-                (name, rows): again(batch_of(rows), policy=policy_for(name), budget_s=until - time.monotonic())
+                (name, rows): again(batch_of(rows), policy=policy_for(name), budget_s=until - time.process_time())
                 for name in ("fp32", "bf16")
                 for rows in (FEW, SEVERAL)
             }
@@ -186,7 +186,7 @@ class _Counter(TorchDispatchMode):
         self._known = weakref.WeakKeyDictionary[Any, int]()
         for tensor in outside:
             self._known[tensor.untyped_storage()] = 0
-        self._until = time.monotonic() + budget_s
+        self._until = time.process_time() + budget_s
         self.now = self.peak = self.operations = 0
         self.flops = self.moved = 0.0
 
@@ -198,7 +198,7 @@ class _Counter(TorchDispatchMode):
         fresh = sum(self._track(tensor) for tensor in written)
         if not fresh and not func._schema.is_mutable:  # a view
             return result
-        if time.monotonic() > self._until:
+        if time.process_time() > self._until:
             raise TraceGivenUp
         self.operations += 1
         products = self._flops.get(func.overloadpacket)
