@@ -453,7 +453,7 @@ def searched(loaded: LoadedSpec, place: Place) -> dict[str, Any]:
     seen: dict[str, Any] = {"refused": ""}
     if loaded.spec.tune.space is None:
         try:
-            seen["budget"] = find_search(loaded, check_on_driver(loaded.spec), BOX).space.budget_bytes
+            seen["budget"] = find_search(loaded, check_on_driver(loaded.spec, run_batch=False), BOX).space.budget_bytes
         except InputError as error:
             seen["refused"] = error.key
     else:

@@ -66,7 +66,7 @@ def test_keys_that_change_the_weights_repeat_only_the_gate(changed: str, again: 
         data = {"train": {"x": torch.zeros(64, 12), "labels": torch.zeros(64, dtype=torch.long)}}
         job = {"model": {"builder": "raytrain.models.mlp:mlp"}, "data": data, "loop": {"max_steps": 4000}}
         loaded = load_spec(mapping=job, overrides=list(overrides))
-        checked = check_on_driver(loaded.spec)
+        checked = check_on_driver(loaded.spec, run_batch=False)
         search = find_search(loaded, checked, BOX)
         return cache_key(loaded.spec, search, checked, search.kinds[0]), gate_key(search)
 
