@@ -35,6 +35,12 @@ SENTENCES = (
 )
 
 
+# Commands under test inherit ignored signals, such as SIGHUP after `nohup pytest`, and would ignore them too.
+for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
+
 # ---------------------------------------------------------------- order
 
 
