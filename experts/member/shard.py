@@ -19,6 +19,7 @@ from experts.shapes import Key, LayerShape
 from raytrain.config.sections import OptimConfig
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 from raytrain.train.optim.build import build_optimizers, takes_skip_on_device
+from raytrain.train.parallel.squares import sum_of_squares
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,7 @@ class ExpertShard:
         """Sum of squares of the gradient of each expert at home here, in float64: equal for any placement."""
         keys, totals = self.homes(), []
         for layer, expert in keys:
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for grad in self.layers[layer].gradients_of(expert).values():
-                total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-            totals.append(total)
+            totals.append(sum_of_squares(list(self.layers[layer].gradients_of(expert).values())))
         return dict(zip(keys, torch.stack(totals).tolist(), strict=True)) if totals else {}  # one read for all
 
     def commit(self, decision: CommitDecision) -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from experts.routing.router import TopKRouter
 
+#: Traced steps without a logged row whose choices are kept.
+MOST_KEPT = 64
+
 
 class RoutingTrace:
     """Records every N steps the choices of the first micro-batch on rank 0.
@@ -21,7 +24,8 @@ class RoutingTrace:
         every: N.
 
     A file is a NumPy archive without pickles: `indices` (L, B, S, K) int16, the experts of each token, best first;
-    `weights` of the same shape, zero where the token was dropped; `valid` (B, S), false for padding; `step`.
+    `weights` of the same shape, zero where the token was dropped; `valid` (B, S), false for padding; `step`. Files are
+    written with the logged rows; between two of them, the last `MOST_KEPT` traced steps are kept on the device.
     """
 
     def __init__(self, routers: Sequence[TopKRouter], *, every: int) -> None:
@@ -43,6 +47,8 @@ class RoutingTrace:
             torch.stack([weights for _, weights, _ in found]),
             torch.ones_like(found[0][0][..., 0], dtype=torch.bool) if valid is None else valid,
         )
+        if len(self._kept) > MOST_KEPT:
+            del self._kept[min(self._kept)]
 
     def forget(self) -> None:
         """Forget the choices since the last step."""

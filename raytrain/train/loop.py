@@ -3,8 +3,9 @@
     start -> [ global batch -> step -> (log) -> (eval) -> (checkpoint) -> (stop?) ]* -> end
 
 Decisions that a clock or a signal could make differently on two workers (stop, save) are made by rank 0 and summed with
-the gradients of each step. Device values are read once for each logged row, and the number of failed steps in a row at
-least every `CHECK_EVERY` steps. Where a worker runs out of memory in a step, all retry it in smaller micro-batches.
+the gradients of each step. Device values are read once for each logged row; between rows, the number of failed steps in
+a row arrives on the host two steps later (`NonFinite`). Where a worker runs out of memory in a step, all retry it in
+smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ from raytrain.trainable import MicroBatch
 
 #: Parameters that a message about nonfinite gradients names.
 NAMED_AT_MOST = 5
-#: Steps without a logged row after which the device is asked whether they failed.
-CHECK_EVERY = 10
 
 
 @dataclass(eq=False, kw_only=True)
@@ -211,8 +210,7 @@ class TrainingLoop:
         """Whether a row is due: at the first step, by `log_every`, or since too many steps have failed."""
         if step == 1 or (self.limits.log_every and step % self.limits.log_every == 0):
             return True
-        due = step % CHECK_EVERY == 0
-        return due and self._nonfinite.longest.item() >= self.limits.nonfinite_steps
+        return self._nonfinite.longest_before() >= self.limits.nonfinite_steps
 
     def _log(self, state: LoopState, output: StepOutput) -> int:
         """Write a row; returns the longest run of failed steps since the last one."""
@@ -228,17 +226,20 @@ class TrainingLoop:
             for kind, fields in row.model.events:
                 self.reporter.event(kind, **fields)
         if row.failed:
-            self._name_nonfinite(state.step, row.record.loss)
+            self._name_nonfinite(state.step, row.record.loss, row.record.aux_loss)
         self._interval = LogInterval()
         self._nonfinite.reset_longest()
         return row.longest_failed
 
-    def _name_nonfinite(self, step: int, loss: float) -> None:
+    def _name_nonfinite(self, step: int, loss: float, aux_loss: float) -> None:
         """Report what was not finite in the step that was just skipped; its gradients are still in the buffers."""
         if not math.isfinite(loss):
             self._culprit = f"the loss was {loss}"
+        elif not math.isfinite(aux_loss):
+            self._culprit = f"the auxiliary loss was {aux_loss}"
         else:
-            self._culprit = f"the gradients of {abbreviated(self.step.reduction.nonfinite(), NAMED_AT_MOST)}"
+            names = self.step.reduction.nonfinite() or ["experts in other processes"]
+            self._culprit = f"the gradients of {abbreviated(names, NAMED_AT_MOST)}"
         self.reporter.event("nonfinite", step=step, what=self._culprit)
 
     # -- evaluation -------------------------------------------------------------------------------

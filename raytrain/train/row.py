@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +16,24 @@ from raytrain.train.state import NonFinite
 from raytrain.train.step import StepOutput, TrainingStep
 from raytrain.trainable import IntervalRow
 
+#: Step times that a row's quantiles are taken from; without rows for long, the times before are only summed.
+RECENT_STEPS = 1000
+
 
 @dataclass
 class LogInterval:
     """Sums over the steps since the last logged row.
 
     Attributes:
-        step_s: seconds of each step. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
+        steps: their number. recent_s: seconds of each of the last `RECENT_STEPS`.
+        step_s: seconds of all steps. data_s, data_cpu_s: of these, fetching batches (`Fetching`).
         samples, tokens: trained on, by all workers.
         since: when the interval began; moved on by what is not training.
     """
 
-    step_s: list[float] = field(default_factory=list)
+    steps: int = 0
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    step_s: float = 0.0
     data_s: float = 0.0
     data_cpu_s: float = 0.0
     samples: float = 0.0
@@ -35,7 +42,9 @@ class LogInterval:
 
     def add(self, step_s: float, fetching: Fetching, *, samples: int, tokens: int) -> None:
         """Add one step."""
-        self.step_s.append(step_s)
+        self.steps += 1
+        self.recent_s.append(step_s)
+        self.step_s += step_s
         self.data_s += fetching.seconds
         self.data_cpu_s += fetching.cpu_s
         self.samples += samples
@@ -80,8 +89,14 @@ def read_row(
     values, of_model = values[: len(read)], values[len(read) :]
     loss_share, aux_share, norm, skip, skipped, longest, scale = values[:7]
     elapsed = max(time.perf_counter() - interval.since, 1e-9)
-    times = sorted(interval.step_s)
-    own = [sum(times) / len(times), interval.data_s / len(times), float(peak_memory()), loss_share, aux_share]
+    times = sorted(interval.recent_s)
+    own = [
+        interval.step_s / interval.steps,
+        interval.data_s / interval.steps,
+        float(peak_memory()),
+        loss_share,
+        aux_share,
+    ]
     own += [] if log is None else log.host_values()
     workers = step.workers.all_gather_floats(own)
     step_s, data_s, peak, losses, auxes = zip(*(row[:5] for row in workers), strict=True)

@@ -103,12 +103,21 @@ class NeverSaves:
 
 
 class NonFinite:
-    """Counts skipped steps on the device; read with the other values of a logged row."""
+    """Counts skipped steps on the device, and knows on the host what the count was `LAG` steps ago.
+
+    After each step, the longest run of failed steps so far is copied into pinned host memory without blocking. The host
+    reads the copy of `LAG` steps ago, which has arrived unless the host is that far ahead of the device. The lag is
+    fixed, on a CPU too, so that all workers decide at the same step.
+    """
+
+    LAG = 2
 
     def __init__(self, device: torch.device) -> None:
         self.total = torch.zeros((), dtype=torch.float64, device=device)
         self._run = torch.zeros((), dtype=torch.float64, device=device)
         self.longest = torch.zeros((), dtype=torch.float64, device=device)
+        self._steps = 0
+        self._copies = [HostCopy(device) for _ in range(self.LAG + 1)]
 
     def add(self, skip: Tensor, *, scale: Tensor | None) -> None:
         """Count one step. A skip while the loss scale is above 1 only lowers the scale and is no failure."""
@@ -116,7 +125,36 @@ class NonFinite:
         failed = skip if scale is None else skip & (scale <= 1.0)
         self._run = torch.where(failed, self._run + 1, 0.0)
         self.longest = torch.maximum(self.longest, self._run)
+        self._steps += 1
+        self._copies[self._steps % len(self._copies)].start(self.longest)
+
+    def longest_before(self) -> int:
+        """The longest run of failed steps, as it was `LAG` steps ago; waits for no later step."""
+        return int(self._copies[(self._steps - self.LAG) % len(self._copies)].value())
 
     def reset_longest(self) -> None:
         """Begin a new log interval."""
         self.longest = torch.zeros_like(self.longest)
+
+
+class HostCopy:
+    """A float64 scalar on its way from a device to the host; zero before the first."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)
+        self._value = self._host.numpy()  # the same memory
+        self._device = device
+        self._arrived = torch.cuda.Event(blocking=True) if on_gpu else None
+
+    def start(self, value: Tensor) -> None:
+        """Copy `value` as it will be after the work queued so far."""
+        self._host.copy_(value, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(self._device))
+
+    def value(self) -> float:
+        """The value; waits until it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._value)

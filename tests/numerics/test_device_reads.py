@@ -19,6 +19,7 @@ from raytrain.train.session import Session
 from raytrain.train.step import StepOutput
 
 LAYERS, STEPS, LOG_EVERY = 2, 12, 5
+SPARSE_STEPS = 56
 EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "hosts": 0}}
 CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], int]] = {
     "mlp": (MLP, class_rows, {}, 0),
@@ -29,13 +30,13 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], int]] = {
 """Model, rows, sections, and the reads a forward pass is allowed: one for each layer of experts."""
 
 
-def session_of(name: str, precision: str, storage: str) -> Session:
+def session_of(name: str, precision: str, storage: str, *, log_every: int = LOG_EVERY, steps: int = STEPS) -> Session:
     model, rows, sections, _ = CASES[name]
     return make_session(
         model,
         {"train": rows(60), "eval_fraction": 0.0, "storage": storage},
         precision=precision,
-        loop={"max_steps": STEPS, "micro_batch_size": 8, "log_every": LOG_EVERY},
+        loop={"max_steps": steps, "micro_batch_size": 8, "log_every": log_every},
         **sections,
     )
 
@@ -71,6 +72,17 @@ def test_the_device_is_read_once_for_a_logged_row_and_never_between(name: str, p
         counted = Counter(spots)
         assert counted.pop("tolist in experts/routing/grouped.py:forward", 0) == layers, (step, spots)
         assert counted == ({"tolist in raytrain/train/row.py:read_row": 1} if logged else {}), (step, spots)
+
+
+@pytest.mark.covers("LOOP-17")
+@pytest.mark.parametrize("log_every", [50, 0])
+@pytest.mark.parametrize(("name", "precision"), [("mlp", "fp32"), ("mlp", "fp16"), ("moe_gpt", "fp32")])
+def test_the_device_is_not_read_in_long_stretches_without_rows(name: str, precision: str, log_every: int) -> None:
+    steps = reads_by_step(session_of(name, precision, "resident", log_every=log_every, steps=SPARSE_STEPS))
+    read_at = [step for step, spots in steps.items() if any("experts/routing" not in spot for spot in spots)]
+    assert read_at == [1, *([50] if log_every else []), SPARSE_STEPS]
+    reads = [spot for spots in steps.values() for spot in spots if "experts/routing" not in spot]
+    assert reads == ["tolist in raytrain/train/row.py:read_row"] * len(read_at)
 
 
 def test_the_counter_sees_every_way_to_read() -> None:

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain.errors import RunError
+from raytrain.train.parallel.squares import sum_of_squares
 
 BUCKET_BYTES = 64 * 2**20
-#: Elements per piece in which a CPU computes the norm of a buffer: torch copies the operand to float64, and a copy that
-#: fits in the cache costs a tenth of one that does not.
-NORM_PIECE = 2**18
 
 
 class GradientBuffers:
@@ -117,13 +115,9 @@ class GradientBuffers:
                 )
 
     def sum_of_squares(self) -> Tensor:
-        """Sum of squares of all gradients, a float64 scalar on the device. Independent, up to float64 rounding, of
-        the split into buffers."""
-        pieces = [piece for flat in self.buffers for piece in _norm_pieces(flat)]
-        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-        if len(norms) == 1:
-            return norms[0].square()
-        return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
+        """Sum of squares of all gradients, a float64 scalar on the device. Independent, up to rounding, of the split
+        into buffers."""
+        return sum_of_squares(self.buffers)
 
     def mark_(self, bad: Tensor) -> None:
         """Set one gradient to NaN if `bad` (bool scalar on the device).
@@ -155,8 +149,3 @@ class GradientBuffers:
         """Multiply all gradients by a device scalar (the clip coefficient)."""
         for flat in self.buffers:
             flat.mul_(factor.to(flat.dtype))
-
-
-def _norm_pieces(flat: Tensor) -> tuple[Tensor, ...]:
-    """Split a CPU buffer into pieces; a GPU buffer stays in one, since its kernel casts while reading."""
-    return flat.split(NORM_PIECE) if flat.device.type == "cpu" else (flat,)

@@ -1,0 +1,64 @@
+"""The sum of squares for the clip norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from raytrain.train.parallel.squares import PIECE, ROW, sum_of_squares
+
+SIZES = (0, 1, ROW - 1, ROW, PIECE, PIECE + 1, 3 * PIECE + 2 * ROW + 7)
+
+
+def drawn(size: int, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_sum_in_float64(size: int, dtype: torch.dtype) -> None:
+    numbers = drawn(size, dtype=dtype)
+    exact = math.fsum(number * number for number in numbers.double().tolist())
+    found = sum_of_squares([numbers])
+    assert found.dtype is torch.float64 and found.item() == pytest.approx(exact, rel=1e-13)
+
+
+@pytest.mark.parametrize("factor", [1e-38, 1e-25, 1e25, 3e37])
+def test_squares_that_float32_cannot_hold_are_counted(factor: float) -> None:
+    numbers = drawn(3 * PIECE).clamp(-10, 10) * factor
+    found = sum_of_squares([numbers]).sqrt().item()
+    assert found == pytest.approx(factor * sum_of_squares([drawn(3 * PIECE)]).sqrt().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, PIECE - 1, 3 * PIECE + 2 * ROW + 6])
+def test_one_number_that_is_not_finite_makes_the_sum_not_finite(value: float, place: int) -> None:
+    numbers = drawn(SIZES[-1])
+    numbers[place] = value
+    assert not math.isfinite(sum_of_squares([numbers]).item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_neither_the_place_in_memory_nor_the_number_of_threads_changes_a_bit(dtype: torch.dtype) -> None:
+    numbers = drawn(SIZES[-1], dtype=dtype)
+    before, found = torch.get_num_threads(), set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for offset in (0, 1, 3, 8):
+                moved = torch.cat([torch.ones(offset, dtype=dtype), numbers])[offset:]
+                found.add(sum_of_squares([moved]).item())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_the_norm_is_that_of_torchs_clip() -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (5, ROW + 3, 2 * PIECE + 1)]
+    for parameter in parameters:
+        parameter.grad = drawn(parameter.numel())
+    mine = sum_of_squares([parameter.grad for parameter in parameters]).sqrt().item()
+    assert nn.utils.clip_grad_norm_(parameters, 1.0).item() == pytest.approx(mine, rel=1e-6)
