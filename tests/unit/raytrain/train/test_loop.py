@@ -339,3 +339,36 @@ def test_the_state_survives_json() -> None:
     session = mlp({"max_steps": 3})
     train(session)
     assert LoopState.from_json(json.loads(json.dumps(session.state.to_json()))) == session.state
+
+
+def test_the_loop_says_what_it_does_besides_steps() -> None:
+    """A line about a long evaluation or save reads it from another thread."""
+    session = make_session(
+        MLP, {"train": class_rows(64), "eval": class_rows(16)}, loop={"max_steps": 4, "eval_every": 2}
+    )
+    seen: list[tuple[str, str]] = []
+
+    class Saves:
+        def due(self, step: int) -> bool:
+            return step == 2
+
+        def save(self, state: LoopState, *, final: bool, only_best: bool = False) -> None:
+            seen.append(("save", loop.activity))
+
+    loop = session.loop(reporter=Rows(), should_stop=lambda: False, saver=Saves())
+    evaluate, forward = loop.evaluate, session.step.forward
+    assert evaluate is not None
+
+    def evaluated(step: int) -> dict[str, Any]:
+        seen.append(("eval", loop.activity))
+        return evaluate(step)
+
+    def stepped(batch: Any, **more: Any) -> Any:
+        if session.trainable.module.training:
+            seen.append(("step", loop.activity))
+        return forward(batch, **more)
+
+    loop.evaluate, session.step.forward = evaluated, stepped
+    loop.run(session.state)
+    assert set(seen) == {("step", ""), ("eval", "evaluating"), ("save", "saving a checkpoint")}
+    assert loop.activity == ""
