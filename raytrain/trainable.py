@@ -99,8 +99,7 @@ class Death:
         who: its name in messages.
         node, pid: where it ran; empty and None where it never started.
         time: when the death was noticed, in unix seconds.
-        why: the reason given by whoever noticed it.
-        silent: the process may have been alive, but did not respond, and was ended.
+        why: the reason given by whoever noticed it. silent: it did not respond, and was ended.
     """
 
     who: str

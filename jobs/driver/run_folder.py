@@ -60,19 +60,7 @@ def open_run(
     Raises:
         InputError: a check of the machine failed, or the plan does not fit the checkpoint.
     """
-    checks = preflight_of(plan, spec.save.dir, inventory)
-    if len(inventory.nodes) > 1:
-        checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
-    checks += check_ray_job(
-        spec.save.dir,
-        step_s=_value(plan.step_time),
-        checkpoint_bytes=_value(plan.checkpoint_bytes),
-        grace_s=spec.retry.stop_grace_s,
-    )
-    failed = [check for check in checks if check.status == "fail"]
-    if failed:
-        first = failed[0]
-        raise InputError(first.key or first.name, seen=first.seen, expected=first.expected, remedy=first.remedy)
+    checks = _checked(spec, plan, inventory)
     if resumed is not None:
         run = resumed.checked_against(plan)
     else:
@@ -103,6 +91,24 @@ def open_run(
     if resumed is not None and run.exists(run.result):
         run.store.delete("result.json")
     return OpenRun(run, plan, attempt, claimed=attempt)
+
+
+def _checked(spec: JobSpec, plan: Plan, inventory: Inventory) -> list[CheckResult]:
+    """The results of the checks before the start. Errors: InputError for the first that failed."""
+    checks = preflight_of(plan, spec.save.dir, inventory)
+    if len(inventory.nodes) > 1:
+        checks += check_seen_by_all({"save.dir": absolute_path(spec.save.dir), **local_paths(spec)})
+    checks += check_ray_job(
+        spec.save.dir,
+        step_s=_value(plan.step_time),
+        checkpoint_bytes=_value(plan.checkpoint_bytes),
+        grace_s=spec.retry.stop_grace_s,
+    )
+    failed = [check for check in checks if check.status == "fail"]
+    if failed:
+        first = failed[0]
+        raise InputError(first.key or first.name, seen=first.seen, expected=first.expected, remedy=first.remedy)
+    return checks
 
 
 def preflight_of(plan: Plan, save_dir: str, inventory: Inventory) -> list[CheckResult]:

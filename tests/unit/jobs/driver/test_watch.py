@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.driver import nodes
-from jobs.driver.nodes import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode
+from jobs.driver import watch as module
+from jobs.driver.watch import HEAD_SILENT_S, LOOK_EVERY_S, ClusterWatch, LostNode
 from raytrain.errors import ClusterLost
 from raytrain.execution.controller import lost_nodes
 
@@ -24,8 +24,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
     monkeypatch.setattr("ray.nodes", lambda: seen.nodes)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    monkeypatch.setattr(nodes, "answers", lambda address: seen.answers and address == context.gcs_address)
-    monkeypatch.setattr(nodes, "dead_daemons", lambda: seen.dead)
+    monkeypatch.setattr(module, "answers", lambda address: seen.answers and address == context.gcs_address)
+    monkeypatch.setattr(module, "dead_daemons", lambda: seen.dead)
     return seen
 
 
