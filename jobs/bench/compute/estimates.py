@@ -233,6 +233,7 @@ def _memory(settings: Mapping[str, Any], job: dict[str, Any], precision: str) ->
 
     from cluster.telemetry.process import process_memory, reset_peak
     from jobs.bench.harness.sessions import SessionArm
+    from jobs.driver.session import worker_job
     from raytrain.plan.rules.memory import PROCESS_BYTES
     from raytrain.train.memory.allocator import give_back_free_pages
 
@@ -240,6 +241,7 @@ def _memory(settings: Mapping[str, Any], job: dict[str, Any], precision: str) ->
     for name in ("experts", "data"):
         wanted.pop(name, None)
     wanted["loop"] = {key: value for key, value in wanted.get("loop", {}).items() if key == "activation_checkpointing"}
+    worker_job(job)  # a trace of the model imports what a worker does not
     tiny = SessionArm(_job(wanted, settings), precision=precision)
     tiny.run(STEPS_BEFORE)
     tiny.session.close()
