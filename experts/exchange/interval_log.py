@@ -84,8 +84,12 @@ class LoadLog:
         optim, dtype = self.client.optim, str(self.client.dtype).removeprefix("torch.")
         costs = expert_costs(self.client.shapes, optim, dtype="fp64" if dtype == "float64" else "fp32")
         used = [placement.bytes_on(host, costs) for host in range(placement.num_hosts)]
-        names = [spec.device for spec in self.client.member.hosts]
-        return [("placement", {"step": step, **placement.to_json(), "bytes": used, "devices": names})]
+        hosts = self.client.member.hosts
+        row = {"step": step, **placement.to_json(), "bytes": used, "devices": [spec.device for spec in hosts]}
+        measured = len({spec.kind for spec in hosts}) > 1
+        if measured:
+            row |= {"kinds": [spec.kind for spec in hosts], "speeds": [spec.speed for spec in hosts]}
+        return [("placement", row)]
 
     def _by_layer(self, flat: list[float]) -> list[list[float]]:
         found, start = [], 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from experts.exchange.rebalancer import Rebalancer
+from experts.member.speed import kind_of, measure_speed, recorded_speeds, speeds_by_kind
 from experts.placement.starting import PlacementRules, starting_placement
-from experts.placement.values import HostSpec, Placement, equal_hosts
+from experts.placement.values import HostSpec, Placement
 from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from experts.transport.protocol import Transport
@@ -83,6 +84,8 @@ class ColocatedConnection:
     run_path: str
     interface: str | None
     device: str
+    dtype: str = "fp32"
+    """Planned number format of the experts' products."""
 
     def close(self) -> None:
         """Nothing was started."""
@@ -103,7 +106,42 @@ class ColocatedConnection:
             device=torch.device(self.device),
             interface=self.interface,
         )
-        placement = starting_placement(rules, shapes, equal_hosts(workers))
+        kinds, speeds = self._measured_speeds(group, shapes)
+        specs = [HostSpec(host, speeds[host], None, kind=kinds[host]) for host in range(workers)]
+        placement = starting_placement(rules, shapes, specs)
         return group, Membership(
-            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank
-        )
+            generation=generation, rank=rank, workers=workers, placement=placement, run_path=self.run_path, host=rank,
+            hosts=specs,
+        )  # fmt: skip
+
+    def _measured_speeds(self, group: JointGroup, shapes: list[LayerShape]) -> tuple[list[str], list[float]]:
+        """(kind, speed) of each worker. Where kinds differ all workers measure, unless the run has recorded speeds."""
+        threads = torch.get_num_threads()
+        device = torch.device(self.device)
+        kinds = _gather_names(group, kind_of(device, threads=threads))
+
+        def measure(distinct: Sequence[str]) -> list[float]:
+            known = recorded_speeds(self.run_path) if group.rank == 0 else {}
+            found = torch.tensor([known.get(kind, 0.0) for kind in distinct], dtype=torch.float64)
+            group.all_reduce(found)
+            if not found.all():
+                each = torch.zeros(group.size, dtype=torch.float64)
+                each[group.rank] = measure_speed(device, shapes, self.dtype, threads=threads)
+                group.all_reduce(each)
+                of = dict(zip(reversed(kinds), reversed(each.tolist()), strict=True))
+                return [of[kind] for kind in distinct]
+            return found.tolist()
+
+        return kinds, speeds_by_kind(kinds, measure)
+
+
+NAME_BYTES = 128
+
+
+def _gather_names(group: JointGroup, name: str) -> list[str]:
+    """The names of all members, cut to `NAME_BYTES`. Collective."""
+    rows = torch.zeros((group.size, NAME_BYTES), dtype=torch.float64)
+    data = name.encode()[:NAME_BYTES]
+    rows[group.rank, : len(data)] = torch.tensor(list(data), dtype=torch.float64)
+    group.all_reduce(rows)
+    return [bytes(int(value) for value in row if value).decode(errors="replace") for row in rows.tolist()]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from experts.member.speed import ALIKE
 from experts.member.vote import VoteResult
 from experts.placement.rebalance import RebalanceDecision, action_of, changed_shares, decide, instalments, predict
 from experts.placement.starting import PlacementRules
@@ -20,8 +21,6 @@ from raytrain.trainable import Notice
 
 #: Intervals that the forecast uses.
 INTERVALS = 4
-#: Hosts whose measured speeds differ by less are treated as equal: on a busy machine noise alone causes that much.
-ALIKE = 1.2
 #: Assumed rate of the first move: packing, digests and unpacking, in seconds of one host.
 FIRST_BYTES_PER_S = 2e8
 #: Share of a step's time that one instalment may take, ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,15 +17,18 @@ import ray.exceptions
 
 from experts.hosts.generation import GenerationSpec, open_store
 from experts.hosts.host import ExpertHost, HostPlace
-from experts.placement.starting import PlacementRules, starting_placement
+from experts.member.speed import speeds_by_kind
+from experts.placement.starting import PlacementRules, starting_placement, surviving_placement
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from raytrain.errors import RaytrainError, RunError, StateLost
+from raytrain.errors import RaytrainError, RunError, StateLost, first_line
 from raytrain.trainable import Death
 
 JOIN_S = 300.0
 START_S = 240.0
 """Timeout until the first hosts are ready; their resources are already reserved."""
+MEASURE_LIMIT_S = 60.0
+"""Timeout of the measurement of one host, which takes half a second on an idle machine."""
 TRIES = 2
 """A place is given up after this many processes in a row that ended before they were ready."""
 LOOPBACK = "127.0.0.1"
@@ -50,12 +54,15 @@ class ExpertDirectory:
         group: placement group with one bundle for each host, or None.
         host_wait_s: timeout of the wait for a replacement; with 0 no host is replaced.
         host_silence_s: a host that has not responded for this long is ended.
+        dtype: planned number format of the experts' products, a value of `precision.dtype`.
+        speeds: kind -> speed of hosts, as the run recorded them; empty for a new run.
     """
 
     def __init__(
         self, *, hosts: int, threads: int, gpus: float, loopback: bool, interface: str | None, group: Any,
-        host_wait_s: float, host_silence_s: float,
+        host_wait_s: float, host_silence_s: float, dtype: str = "fp32", speeds: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
+        self._dtype, self._speeds = dtype, dict(speeds or {})
         self._number, self._threads, self._gpus = hosts, threads, gpus
         self._device = "cuda" if gpus else "cpu"
         self._interface = "lo" if loopback else interface
@@ -274,9 +281,16 @@ class ExpertDirectory:
         limit = START_S if first else self._host_wait_s
         self._await_hosts(limit, all_of_them=first, generation=generation)
         members = [index for index, place in enumerate(self._places) if place.about is not None]
-        specs = [self._places[index].spec(rank) for rank, index in enumerate(members)]
+        speeds = self._measured_speeds(members, shapes)
+        specs = [
+            self._places[index].spec(rank, speed)
+            for rank, (index, speed) in enumerate(zip(members, speeds, strict=True))
+        ]
         before = self._placement
-        if before is None or before.num_hosts != len(members):
+        if before is not None and len(members) < before.num_hosts and set(members) <= set(self._members):
+            survivors = [self._members.index(index) for index in members]
+            self._placement = surviving_placement(rules, shapes, specs, before=before, survivors=survivors)
+        elif before is None or before.num_hosts != len(members):
             self._placement = starting_placement(rules, shapes, specs)
         assert self._placement is not None
         self._members = members
@@ -287,6 +301,27 @@ class ExpertDirectory:
         for rank, index in enumerate(members):
             self._places[index].host.join.remote(spec, rank)
         self._joined[generation] = spec
+
+    def _measured_speeds(self, members: list[int], shapes: list[LayerShape]) -> list[float]:
+        """The speed of each member; hosts of a kind that is not known yet are measured, one after the other.
+
+        Raises:
+            StateLost: a host died meanwhile.
+        """
+        places = [self._places[index] for index in members]
+        first = {place.kind: place for place in reversed(places)}
+
+        def measure(kinds: Sequence[str]) -> list[float]:
+            if not set(kinds) <= self._speeds.keys():
+                calls = ((kind, first[kind].host.measure.remote(shapes, self._dtype)) for kind in kinds)
+                try:  # one at a time: two on one machine would share its cores
+                    found: dict[str, Any] = {kind: ray.get(call, timeout=MEASURE_LIMIT_S) for kind, call in calls}
+                except ray.exceptions.RayError as error:
+                    raise StateLost(f"an expert host did not measure its speed ({first_line(error)})") from error
+                self._speeds = found
+            return [self._speeds[kind] for kind in kinds]
+
+        return speeds_by_kind([place.kind for place in places], measure)
 
     def _note(self, before: Placement | None) -> str:
         """What differs from the generation before; empty if the number of hosts is the same."""

@@ -16,8 +16,10 @@ import torch
 
 from experts.exchange.host import HostServer
 from experts.hosts.generation import GenerationSpec, open_group
+from experts.member.speed import kind_of, measure_speed
 from experts.placement.starting import MEMORY_SHARE
 from experts.placement.values import HostSpec
+from experts.shapes import LayerShape
 from experts.transport.process_group import JointGroup
 from raytrain.errors import StateLost
 from raytrain.train.memory.allocator import keep_freed_memory
@@ -32,12 +34,18 @@ class HostPlace:
     tries: int = 0
     why: str = "it has not started yet"
 
-    def spec(self, rank: int) -> HostSpec:
-        """The host's spec before its speed was measured."""
+    @property
+    def kind(self) -> str:
+        """See `experts.member.speed.kind_of`."""
+        return str((self.about or {}).get("kind", ""))
+
+    def spec(self, rank: int, speed: float) -> HostSpec:
+        """The host as a holder of experts."""
         about = self.about or {}
         memory = about.get("memory_bytes")
         room = None if memory is None else int(MEMORY_SHARE * memory)
-        return HostSpec(rank, 1.0, room, node=str(about.get("node", "")), device=str(about.get("name", "")))
+        node, device = str(about.get("node", "")), str(about.get("name", ""))
+        return HostSpec(rank, speed, room, node=node, device=device, kind=self.kind)
 
 
 class ExpertHost:
@@ -64,11 +72,16 @@ class ExpertHost:
         device = self._device
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
-        about = {"node": os.uname().nodename, "pid": os.getpid()}
+        kind = kind_of(torch.device(device), threads=self._threads)
+        about = {"node": os.uname().nodename, "pid": os.getpid(), "kind": kind}
         return {"device": device, "name": name, "memory_bytes": memory, **about}
 
     def ping(self) -> None:
         """Return at once: the directory asks whether this process responds."""
+
+    def measure(self, shapes: list[LayerShape], dtype: str) -> float:
+        """See `experts.member.speed.measure_speed`; called before the first generation."""
+        return measure_speed(torch.device(self._device), shapes, dtype, threads=self._threads)
 
     def stay(self) -> None:
         """Never returns while the process lives; the directory learns of a death when this call fails."""

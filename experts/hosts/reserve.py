@@ -95,7 +95,10 @@ def start_hosts(
     if hosts in ("none", 0):
         return HostsOfRun(None)
     if hosts == "colocated":
-        return HostsOfRun(ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device)))
+        dtype = str(plan.precision.candidates[0])
+        return HostsOfRun(
+            ColocatedConnection(run_path=run.path, interface=interface, device=_value(plan.device), dtype=dtype)
+        )
     reservation = None if local else Reservation(_request(plan, run), begin=begin)
     begin("starting the expert hosts")
     return _start(plan, run, local=local, interface=interface, retry=retry, reservation=reservation)
@@ -116,6 +119,7 @@ def _start(
 
     from experts.hosts.connection import HostConnection
     from experts.hosts.directory import ExpertDirectory
+    from experts.member.speed import recorded_speeds
     from raytrain.execution.driver_channel import on_this_node
 
     number, on_gpu = len(kinds_of_hosts(_value(plan.hosts))), _value(plan.device) == "cuda"
@@ -126,7 +130,7 @@ def _start(
     directory = actor.options(**options).remote(
         hosts=number, threads=threads, gpus=int(on_gpu), loopback=local, interface=interface,
         group=None if reservation is None else reservation.group, host_wait_s=retry.host_wait_s,
-        host_silence_s=retry.host_silence_s,
+        host_silence_s=retry.host_silence_s, dtype=str(plan.precision.candidates[0]), speeds=recorded_speeds(run.path),
     )  # fmt: skip
     directory.start.remote()
     began = time.perf_counter()

@@ -73,20 +73,28 @@ def round_robin(num_experts: int, num_hosts: int) -> LayerPlacement:
     return LayerPlacement(tuple((expert % num_hosts,) for expert in range(num_experts)), ((1.0,),) * num_experts)
 
 
-def new_expert_host(placement: Placement, layer: int, load: Sequence[float] | None, hosts: Sequence[HostSpec]) -> int:
+def new_expert_host(
+    placement: Placement, layer: int, load: Sequence[float] | None, hosts: Sequence[HostSpec], *,
+    work: float | None = None, able: Sequence[int] | None = None,
+) -> int:  # fmt: skip
     """Choose the host for one more expert of `layer`: the one with the fewest, or with `load` the least loaded.
 
-    With `load` (rows x work of each present expert) the new one counts as a mean expert. Ties go to fewer experts, then
-    more speed, then the lower number.
+    Ties go to fewer experts, then more speed, then the lower number.
+
+    Args:
+        load: rows x work of each present expert.
+        work: rows x work of the new one; None counts it as a mean expert.
+        able: hosts that have room for it; None = all.
     """
     held = [len(placement.slots(layer, host.host)) for host in hosts]
     ends = [0.0] * len(hosts)
     if load is not None and any(load):
         alike = [ExpertCost(0, 0, 1.0)] * len(load)
-        newcomer = sum(load) / len(load)
+        newcomer = sum(load) / len(load) if work is None else work
         loads = placement.host_loads(layer, load, alike, hosts)
         ends = [seconds + newcomer / host.speed for seconds, host in zip(loads, hosts, strict=True)]
-    return min(range(len(hosts)), key=lambda host: (ends[host], held[host], -hosts[host].speed, host))
+    candidates = range(len(hosts)) if able is None else able
+    return min(candidates, key=lambda host: (ends[host], held[host], -hosts[host].speed, host))
 
 
 def _eplb(

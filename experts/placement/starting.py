@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from experts.config import ExpertsConfig
-from experts.placement.policy import Policy, place
+from experts.placement.policy import Policy, new_expert_host, place
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from experts.shapes import LayerShape, row_work
 
@@ -80,6 +81,72 @@ def place_first(rules: PlacementRules, costs: Costs, hosts: Sequence[HostSpec]) 
             return first
     even = [[1.0] * len(layer) for layer in costs]
     return place(rules.policy, even, hosts, costs, rules.replicas, version=1)
+
+
+def surviving_placement(
+    rules: PlacementRules, shapes: Sequence[LayerShape], hosts: Sequence[HostSpec], *, before: Placement,
+    survivors: Sequence[int],
+) -> Placement:  # fmt: skip
+    """Place the experts after hosts were lost; those of the survivors stay, so a placement by measured load is kept.
+
+    An expert that lost its home gets a replica as its home, or else goes to the least loaded host, the largest first.
+    Policies other than ours place all experts again, and so does ours where there is no room for that.
+
+    Args:
+        hosts: the survivors.
+        before: the placement on all hosts. survivors: the index in it of each of `hosts`.
+
+    Raises:
+        InputError: the hosts cannot hold the experts.
+    """
+    costs = costs_of(shapes)
+    if rules.policy in ("auto", "lpt"):
+        now = {old: new for new, old in enumerate(survivors)}
+        kept = [[[now[host] for host in held if host in now] for held in layer.copies] for layer in before.layers]
+        found = _adopt_orphans(kept, before, costs, hosts, now=now)
+        if found is not None:
+            return found
+    return place_first(rules, costs, hosts)
+
+
+def _adopt_orphans(
+    kept: list[list[list[int]]], before: Placement, costs: Costs, hosts: Sequence[HostSpec], *, now: Mapping[int, int]
+) -> Placement | None:
+    """`kept` ([layer][expert]: hosts that are left) with a host for each expert that has none; None without room."""
+    free = [math.inf if spec.memory_bytes is None else spec.memory_bytes for spec in hosts]
+    for layer, row in zip(kept, costs, strict=True):
+        for held, cost in zip(layer, row, strict=True):
+            for position, host in enumerate(held):
+                free[host] -= cost.replica_bytes if position else cost.home_bytes
+    if min(free) < 0:  # a replica that became a home needs more room
+        return None
+    layers = []
+    for layer, row, old in zip(kept, costs, before.layers, strict=True):
+        present = [expert for expert, held in enumerate(layer) if held]
+        shares = [_left_shares(*pair, now=now) for pair in zip(old.copies, old.shares, strict=True)]
+        partial = Placement(
+            0, len(hosts),
+            (LayerPlacement(tuple(tuple(layer[e]) for e in present), tuple(shares[e] for e in present)),),
+        )  # fmt: skip
+        load = [row[expert].work for expert in present]
+        orphans = [expert for expert, held in enumerate(layer) if not held]
+        for expert in sorted(orphans, key=lambda expert: (-row[expert].work, expert)):
+            able = [host for host in range(len(hosts)) if free[host] >= row[expert].home_bytes]
+            if not able:
+                return None
+            host = new_expert_host(partial, 0, load, hosts, work=row[expert].work, able=able)
+            partial, load = partial.with_expert(0, host), [*load, row[expert].work]
+            free[host] -= row[expert].home_bytes
+            layer[expert], shares[expert] = [host], (1.0,)
+        layers.append(LayerPlacement(tuple(map(tuple, layer)), tuple(shares)))
+    return Placement(before.version + 1, len(hosts), tuple(layers))
+
+
+def _left_shares(copies: Sequence[int], shares: Sequence[float], *, now: Mapping[int, int]) -> tuple[float, ...]:
+    """Shares of the copies that are left, which sum to one again."""
+    left = [share for host, share in zip(copies, shares, strict=True) if host in now]
+    total = sum(left)
+    return tuple(share / total if total > 0 else 1 / len(left) for share in left)
 
 
 def costs_of(shapes: Sequence[LayerShape]) -> Costs:

@@ -25,6 +25,7 @@ class HostSpec:
         speed: work per second with these expert shapes, in any unit: policies use ratios only.
         memory_bytes: limit of all copies there together; None = no limit.
         node: name of its machine. device: name of its device, for messages.
+        kind: holders of one kind are equally fast (`experts.member.speed.kind_of`); empty where it is unknown.
     """
 
     host: int
@@ -32,6 +33,7 @@ class HostSpec:
     memory_bytes: int | None
     node: str = ""
     device: str = ""
+    kind: str = ""
 
     @property
     def title(self) -> str:

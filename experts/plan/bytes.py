@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cluster.devices.inventory import Device
@@ -12,17 +13,32 @@ from experts.placement.values import Costs, ExpertCost, HostSpec, equal_hosts
 from experts.shapes import LayerShape, row_work
 from raytrain.config.sections import OptimConfig
 from raytrain.plan.facts import ExpertFacts, HeldExperts
-from raytrain.plan.rules.hosts import number_of_hosts
+from raytrain.plan.rules.devices import is_named
+from raytrain.plan.rules.hosts import kinds_of_hosts, number_of_hosts
 from raytrain.plan.rules.memory import trained_bytes
+from raytrain.plan.rules.rates import peak_flops
 
 
-def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], list[HeldExperts]]:
-    """Return a function: number of equal holders -> what each of them starts with."""
+def shared_out(
+    facts: ExpertFacts, experts: ExpertsConfig, gpus: Sequence[Device] = (), *, dtype: str = "fp32"
+) -> Callable[[int], list[HeldExperts]]:
+    """Return a function: number of holders -> what each of them starts with.
+
+    Args:
+        gpus: of the machines, in the order of the workers; empty on CPUs. Holders on different kinds count at their
+            data-sheet rates in `dtype` where these are known; in the run they measure themselves.
+    """
     rules = PlacementRules.of(experts)
     costs = costs_of_sizes(facts.parameters)
+    kinds = kinds_of_hosts(experts.hosts) if isinstance(experts.hosts, dict) else [gpu.name for gpu in gpus]
 
     def over(holders: int) -> list[HeldExperts]:
-        placement = place_first(rules, costs, equal_hosts(holders))
+        specs = equal_hosts(holders)
+        if len(kinds) == holders:
+            rates = [peak_flops(kind or "", dtype) for kind in kinds]
+            if all(rates):
+                specs = [replace(spec, speed=rate or 1.0) for spec, rate in zip(specs, rates, strict=True)]
+        placement = place_first(rules, costs, specs)
         homes, replicas, number = [0] * holders, [0] * holders, [0] * holders
         for layer, sizes in zip(placement.layers, facts.parameters, strict=True):
             for hosts, size in zip(layer.copies, sizes, strict=True):
@@ -37,12 +53,17 @@ def shared_out(facts: ExpertFacts, experts: ExpertsConfig) -> Callable[[int], li
 
 
 def check_room(facts: ExpertFacts, experts: ExpertsConfig, devices: Iterable[Device], *, hosts: int) -> None:
-    """Check before the start whether the experts fit the GPUs of the hosts, assuming that these get the largest ones.
+    """Check before the start whether the experts fit the GPUs of the hosts: those of the types that `experts.hosts`
+    names, else the largest ones.
 
     Raises:
         InputError: they do not fit; names an expert that is too large for any GPU.
     """
-    largest = sorted(devices, key=lambda gpu: -gpu.memory_bytes)[:hosts]
+    largest = sorted(devices, key=lambda gpu: -gpu.memory_bytes)
+    if isinstance(experts.hosts, dict):
+        named = [(kind, [gpu for gpu in largest if is_named(gpu, kind)]) for kind in experts.hosts]
+        largest = [gpu for kind, those in named for gpu in those[: experts.hosts[kind]]]
+    largest = largest[:hosts]
     if len(largest) < hosts or not all(gpu.memory_bytes for gpu in largest):  # not always known to Ray
         return
     rules = PlacementRules.of(experts)

@@ -23,6 +23,7 @@ from raytrain.plan.facts import DataFacts, ModelFacts
 from raytrain.plan.plan import Plan, make_plan
 from raytrain.plan.rules.devices import pick_devices
 from raytrain.plan.rules.hosts import separate_hosts
+from raytrain.plan.rules.memory import ShareOut
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +87,7 @@ def plan_job(
         experts_inflight=spec.experts.inflight, seed=spec.seed, name=spec.name,
         inventory=machines, model_facts=sized, data_facts=data_facts,
         compile_missing=_compile_missing(spec, inventory), measured=rates or _kept_rates(machines),
-        share_out=shared_out(sized.experts, spec.experts) if sized is not None and sized.experts is not None else None,
+        share_out=_share_out(spec, sized, machines),
     )  # fmt: skip
     on_gpu = plan.device.value_or(None) == "cuda"
     if on_gpu and separate_hosts(plan.hosts) and sized is not None and sized.experts is not None:
@@ -104,6 +105,13 @@ def _kept_rates(machines: Inventory) -> MachineRates | None:
     """The rates that an earlier run on this machine measured; None for other machines."""
     here = [node.host for node in machines.nodes] == [socket.gethostname()]
     return CalibrationFile.of_this_machine("cpu").read() if here else None
+
+
+def _share_out(spec: JobSpec, sized: ModelFacts | None, machines: Inventory) -> ShareOut | None:
+    if sized is None or sized.experts is None:
+        return None
+    half = spec.precision.dtype in ("auto", "bf16", "fp16")
+    return shared_out(sized.experts, spec.experts, list(machines.devices()), dtype="bf16" if half else "fp32")
 
 
 def _compile_missing(spec: JobSpec, given: Inventory | None) -> str | None:

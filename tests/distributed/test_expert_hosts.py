@@ -58,12 +58,21 @@ def test_killed_hosts_cost_seconds_and_the_series_is_that_of_an_unbroken_run(
     assert weights.keys() == others.keys()
     assert all(bool((weights[name] == others[name]).all()) for name in others)
 
-    # the dead host is not replaced: the survivor takes over its experts
+    # nobody comes in the dead one's place: the survivors keep their experts and take those of the dead one
     (place.folder / "host killed").unlink()
-    fewer = fit(job("fewer", retry={"host_wait_s": 0}))
+    fewer = fit(job("fewer", hosts=3, retry={"host_wait_s": 0}))
     assert (place.folder / "host killed").exists() and fewer.result["status"] == "done"
     (rewind,) = [row for row in fewer.events("decision") if row["what"] == "rewind"]
-    assert "1 of 2 hosts hold all experts; results are equal within rounding only" in rewind["reason"]
+    assert "2 of 3 hosts hold all experts; results are equal within rounding only" in rewind["reason"]
+    before, after = fewer.events("placement")
+    (dead,) = [int(row["who"].rpartition(" ")[2]) for row in fewer.events("death")]
+    survivors = [host for host in range(3) if host != dead]
+    assert (before["num_hosts"], after["num_hosts"]) == (3, 2) and after["version"] == before["version"] + 1
+    for old, new in zip(before["layers"], after["layers"], strict=True):
+        homes = [(was[0], survivors[now[0]]) for was, now in zip(old["copies"], new["copies"], strict=True)]
+        assert all(was == now for was, now in homes if was != dead) and any(was == dead for was, _ in homes)
+        counts = [[now for _, now in homes].count(host) for host in survivors]
+        assert max(counts) - min(counts) <= 1, "each orphan goes to the host with the fewest experts"
     assert rewind["seconds"] > 0 and rewind["value"] % 5 == 0
     for (step, loss), (other, expected) in zip(fewer.losses(), unbroken.losses(), strict=True):
         assert step == other and loss == pytest.approx(expected, rel=1e-5), step

@@ -72,6 +72,26 @@ def test_nodes_of_unequal_speed_get_unequal_shares_and_train_the_same_steps(tmp_
     np.testing.assert_allclose(answer["auto"]["losses"], answer["equal"]["losses"], rtol=1e-4)
 
 
+@pytest.mark.covers("EXP-07")
+@pytest.mark.timeout(240)
+def test_unequal_hosts_start_with_experts_in_proportion_to_their_measured_speed(tmp_path: Path) -> None:
+    """One node with a single core and slow instructions, one with all cores; no rebalancing."""
+    answer = answer_of("unequal_hosts.py", tmp_path, timeout=220)
+    assert answer["status"] == "done"
+    events = [json.loads(line) for line in (Path(answer["run"]) / "events.jsonl").read_text().splitlines()]
+    (placed,) = [row for row in events if row["kind"] == "placement"]
+    assert (placed["step"], placed["version"]) == (1, 1)
+    cores = [int(kind.rpartition(", ")[2].split()[0]) for kind in placed["kinds"]]
+    slow, fast = cores.index(min(cores)), cores.index(max(cores))
+    assert cores[slow] == 1 < cores[fast]
+    ratio = placed["speeds"][fast] / placed["speeds"][slow]
+    assert ratio > 1.2, "equal hosts show nothing"
+    for layer in placed["layers"]:
+        homes = [hosts[0] for hosts in layer["copies"]]
+        assert len(homes) == 12 and homes.count(fast) > homes.count(slow)
+        assert abs(homes.count(slow) - 12 / (1 + ratio)) <= 1, (ratio, homes)
+
+
 @pytest.mark.timeout(320)
 def test_each_kind_of_device_is_searched_by_itself_and_the_batch_fits_the_smallest(tmp_path: Path) -> None:
     """An H100 that is fastest with 16 rows, and a T4 with room for 4; the run has a worker on each."""

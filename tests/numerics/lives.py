@@ -222,7 +222,7 @@ def _overflow(session: Session, *, at: int) -> None:
 
 # ---------------------------------------------------------------- DESIGN 4.6: something is not finite somewhere
 
-FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is inf")
+FAULTS = ("gradient is inf", "gradient is nan", "loss is nan", "loss alone is inf", "auxiliary loss is inf")
 
 
 def nonfinite(rank: int, world_size: int, several: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -245,6 +245,8 @@ def _nonfinite(rank: int, world_size: int, precision: str, fault: str) -> dict[s
         out = inner(module, batch)
         if rank != world_size - 1 or session.state.step + 1 != 3:
             return out
+        if fault == "auxiliary loss is inf":
+            return type(out)(loss=out.loss, aux=torch.tensor(float("inf")))
         broken = {
             "gradient is inf": lambda x: x * float("inf"),
             "gradient is nan": lambda x: x + (next(module.parameters()) * float("nan")).sum() * 0.0,

@@ -36,6 +36,11 @@ PLAIN: dict[str, Scene] = {
     "2 workers, colocated, drawn placement with replicas": Scene(2, "colocated", seed=5, replicas=2),
 }
 """Micro-batches of 4 rows in windows of 12: accumulation 3 on one worker, 2 and 1 on two."""
+ROW_BY_ROW = {
+    "2 workers, 2 hosts, row by row": Scene(2, 2, micro=1),
+    "2 workers, colocated, row by row": Scene(2, "colocated", micro=1),
+}
+"""Two rows have no label: the worker that has one does not run it, and takes part in the other worker's pass."""
 ONE_PASS = {"1 worker, 2 hosts": Scene(1, 2, micro=12), "2 workers, 2 hosts": Scene(2, 2, micro=6)}
 
 
@@ -77,6 +82,18 @@ def test_twenty_steps_are_the_same_for_every_placement_of_experts(
     runs: dict[str, list[Any]], reference: dict[str, Any], name: str
 ) -> None:
     check_equal(runs[name], reference, workers=PLAIN[name].workers, where=name)
+
+
+@pytest.fixture(scope="module")
+def row_by_row() -> dict[str, list[Any]]:
+    return played(ROW_BY_ROW)
+
+
+@pytest.mark.parametrize("name", list(ROW_BY_ROW))
+def test_a_micro_batch_without_a_label_leaves_the_passes_of_the_others_as_they_are(
+    row_by_row: dict[str, list[Any]], reference: dict[str, Any], name: str
+) -> None:
+    check_equal(row_by_row[name], reference, workers=2, where=name)
 
 
 def test_the_reference_is_worth_comparing_with(reference: dict[str, Any]) -> None:

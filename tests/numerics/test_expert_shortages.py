@@ -36,6 +36,8 @@ THREE: list[Fate] = [
 ]  # fmt: skip
 MOVES = ((8, 2), (11, 3), (14, 4), (17, 5), (24, 6))
 ONE: list[Fate] = [(3, 0, "before", 1), (6, 1, "expert backward", 0), (10, 0, "under way", 2)]
+ANNOUNCED = [(24, *fate[1:]) if fate[0] == 25 else fate for fate in HOSTS]
+"""In a step whose vote announces a move: the step is dropped, and voted on again with the same announcement."""
 TWICE = (*LOOP, ("experts", (("inflight", 2),)))
 AGAIN = (("loop", (*SMALL, ("activation_checkpointing", True))),)
 SCENES: dict[str, tuple[Scene, list[Fate]]] = {
@@ -43,7 +45,7 @@ SCENES: dict[str, tuple[Scene, list[Fate]]] = {
     "2 workers, 2 hosts, two in flight": (Scene(2, 2, steps=STEPS, sections=TWICE), WORKERS + HOSTS),
     "2 workers, 2 hosts, computed again": (Scene(2, 2, steps=STEPS, sections=AGAIN), WORKERS + HOSTS),
     "2 workers, 2 hosts, experts on the move": (
-        Scene(2, 2, steps=STEPS, seed=1, replicas=2, moves=MOVES, sections=LOOP), WORKERS + HOSTS,
+        Scene(2, 2, steps=STEPS, seed=1, replicas=2, moves=MOVES, sections=LOOP), WORKERS + ANNOUNCED,
     ),
     "2 workers, colocated": (Scene(2, "colocated", steps=STEPS, sections=LOOP), COLOCATED),
     "2 workers, colocated, two in flight": (Scene(2, "colocated", steps=STEPS, sections=TWICE), COLOCATED),

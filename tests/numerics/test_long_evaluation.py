@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from lab import MLP, class_rows, make_session
 
 from cluster.telemetry.process import process_memory
 from raytrain.train.evaluation import evaluate
 from raytrain.train.loader import EVAL_MICRO_BATCHES
+from raytrain.train.memory.allocator import keep_freed_memory
 
 
 @pytest.mark.covers("MEM-06")
@@ -31,3 +33,25 @@ def test_a_thousand_batches_need_the_memory_of_the_first(clear_every: int | None
     assert len(resident) == 50 and found["loss"] > 0
     slope = np.polyfit(np.arange(50) / 5, np.array(resident) / 1e6, 1)[0]
     assert slope <= 1.0, f"{slope:.2f} MB for each 100 batches"
+
+
+@pytest.mark.parametrize("clear_every", [None, 2])
+def test_clearing_returns_freed_memory_to_the_system(clear_every: int | None) -> None:
+    session = make_session(MLP, {"train": class_rows(64), "eval": class_rows(64)}, loop={"max_steps": 1})
+    keep_freed_memory()
+    resident: list[int] = []
+
+    def batches():
+        for number, micro in enumerate(list(session.loader.eval_batches(session.source.eval, limit=None)) * 6):
+            if number == 1:
+                parts = [torch.ones(8000) for _ in range(3000)]
+                kept = parts[-1]  # the end of the heap stays in use
+                del parts
+            if number in (1, 5):
+                resident.append(process_memory().rss)
+            yield micro
+        assert len(kept)
+
+    evaluate(session.step, batches(), workers=session.workers, clear_every=clear_every)
+    returned = resident[0] - resident[1]
+    assert (returned > 48e6) is (clear_every is not None), f"{returned / 1e6:.0f} of 96 MB"

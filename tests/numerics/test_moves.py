@@ -24,6 +24,10 @@ SCENES: dict[str, Scene] = {
     "2 workers, 2 hosts, homes and replicas": Scene(2, 2, replicas=3, moves=MOVES),
     "2 workers, colocated, homes and replicas": Scene(2, "colocated", replicas=3, moves=MOVES),
 }
+LAST = {
+    "1 worker, 3 hosts": Scene(1, 3, steps=6, moves=((6, 11),)),
+    "2 workers, colocated": Scene(2, "colocated", steps=6, replicas=1, moves=((6, 11),)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +89,19 @@ def test_a_corrupted_move_is_refused_by_all_and_training_continues(reference: di
     assert arrives, "nothing was on its way to the host whose bytes are spoilt"
     assert dict(made[0][0]["in force"])[4] == 1, "the placement that arrived spoilt came into force"
     assert "digest" in made[0][0]["refused"][0]
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, list[Any]]:
+    return played(LAST)
+
+
+@pytest.mark.parametrize("name", list(LAST))
+def test_a_run_may_end_while_experts_are_moving(ended: dict[str, list[Any]], name: str) -> None:
+    scene = LAST[name]
+    check_equal(ended[name], act(0, Scene(1, 0, steps=6)), workers=scene.workers, where=name)
+    assert dict(ended[name][0]["in force"])[6] == 1, "the move was announced with the last vote"
+    assert ended[name][0]["refused"] == []
 
 
 def test_every_host_reports_its_compute_time(runs: dict[str, list[Any]]) -> None:

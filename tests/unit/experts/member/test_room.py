@@ -8,8 +8,16 @@ import pytest
 
 from cluster.devices.inventory import Device
 from experts.config import ExpertsConfig
-from experts.placement.starting import HOME_BYTES, MEMORY_SHARE, PlacementRules, first_placement, starting_placement
-from experts.placement.values import HostSpec
+from experts.placement.starting import (
+    HOME_BYTES,
+    MEMORY_SHARE,
+    PlacementRules,
+    costs_of,
+    first_placement,
+    starting_placement,
+    surviving_placement,
+)
+from experts.placement.values import HostSpec, LayerPlacement, Placement
 from experts.plan.bytes import check_room, idle_keys
 from experts.shapes import LayerShape
 from raytrain.errors import InputError
@@ -40,6 +48,50 @@ def test_survivors_without_room_are_refused_by_memory() -> None:
         starting_placement(RULES, [SHAPE, SHAPE], hosts(5))
     with pytest.raises(InputError, match=r"layer 0 expert 0 of \d+ bytes.*host 0 \(T4\)"):
         starting_placement(RULES, [SHAPE, SHAPE], hosts(0.5, 0.5))
+
+
+@pytest.mark.covers("EXP-08")
+def test_experts_of_a_lost_host_go_where_the_least_is_to_do_and_the_others_stay() -> None:
+    """Eight experts on three survivors, thirteen after a host with five was lost; then with one host twice as fast."""
+    wide, five = LayerShape(width=8, hidden_E=(32,) * 13, activation="gelu"), (0, 3, 6, 9, 12)
+    homes = [3 if expert in five else expert % 3 for expert in range(13)]
+    before = Placement(4, 4, (LayerPlacement(tuple((home,) for home in homes), ((1.0,),) * 13),) * 2)
+    order = (2, 0, 1)  # the index in `before` of each survivor
+    equal = [HostSpec(host, 1.0, None) for host in range(3)]
+    after = surviving_placement(RULES, [wide, wide], equal, before=before, survivors=order)
+    assert after.version == 5 and after.num_hosts == 3
+    after.validate([13, 13])
+    for layer in (0, 1):
+        assert all(order[after.home_of(layer, e)] == homes[e] for e in range(13) if e not in five)
+        assert sorted(len(after.slots(layer, host)) for host in range(3)) == [4, 4, 5]
+    fast = [HostSpec(0, 1.0, None), HostSpec(1, 5.0, None), HostSpec(2, 1.0, None)]
+    after = surviving_placement(RULES, [wide], fast, before=Placement(1, 4, before.layers[:1]), survivors=order)
+    assert all(after.home_of(0, expert) == 1 for expert in five), "the others finish later with what they have"
+
+
+def test_a_replica_becomes_the_home_and_the_largest_orphan_is_placed_first() -> None:
+    shape = LayerShape(width=8, hidden_E=(16, 16, 64, 32, 8), activation="gelu")
+    copies, shares = ((0,), (2, 1, 0), (2,), (2,), (2,)), ((1.0,), (0.5, 0.3, 0.2), (1.0,), (1.0,), (1.0,))
+    before = Placement(1, 3, (LayerPlacement(copies, shares),))
+    two = [HostSpec(0, 1.0, None), HostSpec(1, 1.0, None)]
+    after = surviving_placement(RULES, [shape], two, before=before, survivors=(0, 1)).layers[0]
+    assert after.copies == ((0,), (1, 0), (1,), (0,), (0,))
+    assert after.shares[1] == pytest.approx((0.6, 0.4))
+
+
+def test_survivors_without_room_for_an_orphan_place_all_experts_again() -> None:
+    uneven = LayerShape(width=8, hidden_E=(32, 32, 32, 64), activation="gelu")
+    before = Placement(1, 3, (LayerPlacement(((0,), (1,), (1,), (2,)), ((1.0,),) * 4),))
+    tight = hosts(3, 2)  # neither can add an expert of two to what it has
+    after = surviving_placement(RULES, [uneven], tight, before=before, survivors=(0, 1))
+    after.validate([4], hosts=tight, costs=costs_of([uneven]))
+    assert after.home_of(0, 3) in (0, 1)
+    with pytest.raises(InputError, match="room for"):
+        surviving_placement(RULES, [uneven], hosts(2, 2), before=before, survivors=(0, 1))
+    robin = PlacementRules(policy="round_robin")
+    even = [HostSpec(0, 1.0, None), HostSpec(1, 1.0, None)]
+    anew = surviving_placement(robin, [uneven], even, before=before, survivors=(0, 1))
+    assert [copies[0] for copies in anew.layers[0].copies] == [0, 1, 0, 1]
 
 
 def gpu(name: str, experts: float) -> Device:

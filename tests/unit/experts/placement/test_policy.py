@@ -10,7 +10,7 @@ import pytest
 from experts.placement.eplb import eplb_physical
 from experts.placement.packing import copy_counts
 from experts.placement.policy import new_expert_host, place
-from experts.placement.rebalance import MARGIN, decide, predict, step_seconds
+from experts.placement.rebalance import MARGIN, decide, instalments, predict, step_seconds
 from experts.placement.values import Costs, ExpertCost, HostSpec, LayerPlacement, Placement
 from raytrain.errors import InputError
 
@@ -170,6 +170,42 @@ def test_memory_is_respected_and_used_up_to_the_last_expert() -> None:
     full = hosts_of(1.0, 1.0, memory=4 * 16)
     placement = place("lpt", [[9.0, 1.0], [9.0, 1.0], [9.0, 1.0], [9.0, 1.0]], full, [[COST] * 2] * 4, 2)
     assert [placement.bytes_on(host, [[COST] * 2] * 4) for host in (0, 1)] == [64, 64]
+
+
+def test_no_plan_exceeds_the_memory_of_any_host() -> None:
+    """Hosts of unequal memory and speed, several layers, replicas, loads that drift, and hosts that go away."""
+    draw, refused, moved, replicas = random.Random(8), 0, 0, 0
+    for _ in range(60):
+        layers, experts, number = draw.randint(2, 4), draw.randint(2, 7), draw.randint(2, 4)
+        sizes = [[draw.randint(1, 4) for _ in range(experts)] for _ in range(layers)]
+        costs = [[ExpertCost(16 * size, draw.choice([2, 8]) * size, float(size)) for size in row] for row in sizes]
+        share = sum(cost.home_bytes for row in costs for cost in row) / number
+        hosts = [
+            HostSpec(
+                host, draw.choice([1.0, 3.0]), int(share * draw.choice([0.9, 1.0, 1.2, 1.6])) + draw.choice([8, 64])
+            )
+            for host in range(number)
+        ]
+        previous = None
+        for step in range(3):
+            load = loads_of(draw, layers, experts, 1.5)
+            try:
+                placement = place("lpt", load, hosts, costs, draw.choice([0, 2, 6]), previous, step)
+            except InputError:
+                refused += 1
+                break
+            placement.validate([experts] * layers, hosts=hosts, costs=costs)
+            if previous is not None:
+                found = decide(
+                    previous, load, hosts, costs, "lpt", 3, steps_until_next=100, step_s=1.0, bytes_per_s=1e9
+                )
+                found.placement.validate([experts] * layers, hosts=hosts, costs=costs)
+                for part in instalments(previous, found.placement, costs, hosts=hosts, budget=32):
+                    part.validate([experts] * layers, hosts=hosts, costs=costs)
+                    moved += 1
+            replicas += sum(layer.replicas for layer in placement.layers)
+            previous = placement
+    assert refused < 20 and moved > 50 and replicas > 100, (refused, moved, replicas)
 
 
 def test_an_expert_too_large_for_any_host_is_named() -> None:

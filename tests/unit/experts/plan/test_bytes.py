@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.devices.inventory import Device
 from experts.config import ExpertsConfig
 from experts.member.shard import CommitDecision, ExpertShard
 from experts.placement.starting import first_placement
@@ -134,3 +135,14 @@ def test_expert_parallel_spreads_the_bytes_that_data_parallel_holds_in_every_slo
     told = shared_out(planned, ExpertsConfig())(slots)
     assert [held_bytes(own, optim, dtype="fp32").kept for own in told] == held
     assert sum(own.number for own in told) == number * layers
+
+
+def test_the_plan_gives_kinds_of_gpus_experts_in_proportion_to_their_data_sheets() -> None:
+    named = shared_out(facts(58, 1), ExpertsConfig(hosts={"A100": 2, "T4": 2}), dtype="bf16")
+    assert [own.number for own in named(4)] == [24, 24, 5, 5], "312 to 65"
+    gpus = [Device("cuda", name, 16 << 30, None, None, 0) for name in ("Tesla T4", "NVIDIA A100-SXM4-80GB")]
+    small, large = (own.number for own in shared_out(facts(40, 1), ExpertsConfig(hosts="colocated"), gpus)(2))
+    assert (small, large) == (2, 38), "fp32 on an A100 is tf32, at 19 times the rate of a T4"
+    unknown = [*gpus[:1], Device("cuda", "Other", 16 << 30, None, None, 0)]
+    assert [own.number for own in shared_out(facts(12, 1), ExpertsConfig(), unknown)(2)] == [6, 6]
+    assert [own.number for own in shared_out(facts(12, 1), ExpertsConfig(), gpus)(3)] == [4] * 3, "which is not known"
