@@ -14,7 +14,15 @@ from cluster.devices.calibration import MachineRates
 from cluster.devices.inventory import Inventory
 from experts.exchange.membership import Connection
 from jobs.driver.build import build, check_experts, check_shards, counted, opened, traced
-from jobs.driver.first_batch import NO_ANSWER, TOO_LONG, FirstBatch, certainly_on_cpu, check_first_batch, data_key
+from jobs.driver.first_batch import (
+    NEEDS_GPU,
+    NO_ANSWER,
+    TOO_LONG,
+    FirstBatch,
+    certainly_on_cpu,
+    check_first_batch,
+    data_key,
+)
 from jobs.job.facts import formula_facts, uses_hosts
 from jobs.job.spec import JobSpec
 from raytrain.config.user_code import check_shadowing, make_importable, resolve, users_errors
@@ -109,7 +117,7 @@ def check_on_driver(spec: JobSpec, *, initial: bool = True, run_batch: bool = Tr
     if model_facts is None:
         model_facts = counted(spec, trainable, where)
         # after the check, whose process is forked: a trace may start threads
-        if not (skipped or "").startswith((NO_ANSWER, TOO_LONG)):
+        if not (skipped or "").startswith((NEEDS_GPU, NO_ANSWER, TOO_LONG)):
             model_facts = traced(model_facts, spec, trainable, source)
     return Checked(source, sent or source.worker_data, model_facts, source.facts, shapes, skipped)
 

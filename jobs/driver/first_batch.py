@@ -50,6 +50,7 @@ MOST_FLOPS = 2e11
 MEMORY_SHARE = 0.5
 """Of the free memory of this machine."""
 CPU = torch.device("cpu")
+NEEDS_GPU = "it fails on the CPU"
 GPU_WORDS = ("cuda", "gpu", "nvidia", "hip ", "triton", "'half'")
 
 TOO_LONG = "it took longer than"
@@ -213,7 +214,7 @@ class FirstBatch:
             if self._is_memory(error):
                 return {"skipped": "it needs more memory than this check may use"}
             if not self.on_cpu and not isinstance(error, RaytrainError) and _about_gpu(error):
-                return {"skipped": f"it fails on the CPU, and the run may be on a GPU ({first_line(error)})"}
+                return {"skipped": f"{NEEDS_GPU}, and the run may be on a GPU ({first_line(error)})"}
             found = error if isinstance(error, InputError) else self._error(error)
             return {"error": [found.key, found.seen, found.expected, found.remedy]}
         return {}

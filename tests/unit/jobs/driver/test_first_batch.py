@@ -219,8 +219,12 @@ def test_a_model_for_a_certain_number_of_rows_passes_and_a_large_one_is_left_out
     assert "the model and its gradients take 0 MiB" in run("train", file)[1]
 
 
-def test_nothing_of_this_process_changes(guest: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_this_process_changes(
+    guest: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib
+
+    monkeypatch.setattr("jobs.driver.checks.traced", lambda facts, *_: facts)
 
     module = importlib.import_module(guest)
     net: nn.Module = module.Net()

@@ -328,3 +328,13 @@ def test_reading_a_job_loads_neither_torch_nor_ray() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_collate_function_from_python_is_not_in_a_file(tmp_path: Path) -> None:
+    job = {"model": {"builder": "a.b:c"}, "data": {"train": [1], "collate": len}}
+    text = load_spec(mapping=job).merged_text.replace("train:", "source: 'a.b:rows' #")
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(
+        InputError, match=r"data\.collate: got <object .*started from Python"
+    ):
+        load_spec(tmp_path / "job.yaml")

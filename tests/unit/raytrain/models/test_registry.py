@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from raytrain.errors import InputError
-from raytrain.models.registry import call_builder, to_trainable
+from raytrain.models.registry import call_builder, check_keys, to_trainable
 from raytrain.models.sizes import SizeError
 from raytrain.trainable import Trainable
 
@@ -91,3 +91,11 @@ def test_a_builder_returns_a_trainable_or_a_module() -> None:
         with pytest.raises(InputError, match=seen) as caught:
             to_trainable(wrong)
         assert caught.value.key == "model.builder"
+
+
+def test_a_key_of_raytrain_that_is_also_a_parameter_is_refused_where_it_is_given() -> None:
+    check_keys(plain, ["size"], sections=[], ours=["init_from"])
+    with pytest.raises(
+        InputError, match=r"model\.depth: got a key of raytrain, and .*plain has a parameter of that name"
+    ):
+        check_keys(plain, ["size"], sections=[], ours=["depth"])

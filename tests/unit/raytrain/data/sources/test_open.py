@@ -418,3 +418,12 @@ for data in (DataConfig(source="text", path={text!r}), DataConfig(source="stdlib
 assert "torch" not in sys.modules and "ray" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=REPOSITORY)
+
+
+def test_both_splits_have_a_mask_if_the_rows_of_either_differ_in_length() -> None:
+    equal, ragged = {"x": [[1.0, 2.0], [3.0, 4.0]]}, {"x": [[1.0], [3.0, 4.0]]}
+    for train, held in ((equal, ragged), (ragged, equal)):
+        source = opened(train=train, eval=held)
+        for split in (source.train, source.eval):
+            assert split is not None and "attention_mask" in split.gather(np.array([1]))
+    assert "attention_mask" not in opened(train=equal, eval=equal).train.gather(np.array([1]))
