@@ -15,7 +15,8 @@ import torch
 from lab import GPT, MLP, DeviceReads, Rows, class_rows, digest, make_session, token_rows, train
 
 from raytrain.errors import RunError
-from raytrain.train.row import RECENT_STEPS
+from raytrain.train.clock import Fetching
+from raytrain.train.row import RECENT_STEPS, LogInterval
 from raytrain.train.session import Session
 from raytrain.train.state import LoopState
 
@@ -233,7 +234,11 @@ def break_steps(session: Session, bad: Collection[int], *, aux: bool = False) ->
         out = inner(module, batch)
         if session.state.step + 1 not in bad:
             return out
-        return type(out)(loss=out.loss, aux=out.loss * math.inf) if aux else type(out)(loss=out.loss * math.nan)
+        return (
+            type(out)(loss=out.loss, aux=torch.full_like(out.loss.detach(), math.inf))
+            if aux
+            else type(out)(loss=out.loss * math.nan)
+        )
 
     session.trainable.loss = loss
 
@@ -272,6 +277,17 @@ def test_an_infinite_auxiliary_loss_alone_fails_the_step_and_is_named() -> None:
     assert (outcome.kind, session.state.step, outcome.bad_steps) == ("rollback", 8, 3)
     assert rows.events[-1] == {"kind": "nonfinite", "step": 8, "what": "the auxiliary loss was inf"}
     assert math.isfinite(rows.losses[-1])
+
+
+def test_the_times_of_a_row_are_those_of_all_its_steps() -> None:
+    interval, fetching = LogInterval(), Fetching()
+    fetching.seconds, fetching.cpu_s = 0.25, 0.125
+    for step in range(2 * RECENT_STEPS):
+        interval.add(1.0 if step < RECENT_STEPS else 3.0, fetching, samples=2, tokens=4)
+    assert (interval.steps, interval.step_s) == (2 * RECENT_STEPS, 4.0 * RECENT_STEPS)
+    assert list(interval.recent_s) == [3.0] * RECENT_STEPS
+    assert (interval.data_s, interval.data_cpu_s) == (0.5 * RECENT_STEPS, 0.25 * RECENT_STEPS)
+    assert (interval.samples, interval.tokens) == (4 * RECENT_STEPS, 8 * RECENT_STEPS)
 
 
 def test_steps_without_a_row_leave_nothing_behind_that_grows() -> None:
