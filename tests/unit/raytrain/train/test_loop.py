@@ -234,11 +234,9 @@ def break_steps(session: Session, bad: Collection[int], *, aux: bool = False) ->
         out = inner(module, batch)
         if session.state.step + 1 not in bad:
             return out
-        return (
-            type(out)(loss=out.loss, aux=torch.full_like(out.loss.detach(), math.inf))
-            if aux
-            else type(out)(loss=out.loss * math.nan)
-        )
+        if aux:  # without a gradient
+            return type(out)(loss=out.loss, aux=torch.full_like(out.loss.detach(), math.inf))
+        return type(out)(loss=out.loss * math.nan)
 
     session.trainable.loss = loss
 
@@ -277,6 +275,13 @@ def test_an_infinite_auxiliary_loss_alone_fails_the_step_and_is_named() -> None:
     assert (outcome.kind, session.state.step, outcome.bad_steps) == ("rollback", 8, 3)
     assert rows.events[-1] == {"kind": "nonfinite", "step": 8, "what": "the auxiliary loss was inf"}
     assert math.isfinite(rows.losses[-1])
+
+
+def test_a_skip_that_only_lowers_the_loss_scale_is_no_failure() -> None:
+    session = make_session(MLP, DATA, precision="fp16", loop={"global_batch_size": 16, "max_steps": 12, "log_every": 0})
+    break_steps(session, {4, 5, 6, 7})
+    rows, outcome = train(session)
+    assert outcome.kind == "done" and rows.of("train", "skipped_steps")[-1] == 4
 
 
 def test_the_times_of_a_row_are_those_of_all_its_steps() -> None:
