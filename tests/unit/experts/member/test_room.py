@@ -79,6 +79,15 @@ def test_a_replica_becomes_the_home_and_the_largest_orphan_is_placed_first() -> 
     assert after.shares[1] == pytest.approx((0.6, 0.4))
 
 
+def test_orphans_share_the_room_that_is_left() -> None:
+    shape = LayerShape(width=8, hidden_E=(32,) * 5, activation="gelu")
+    before = Placement(1, 3, (LayerPlacement(((0,), (1,), (1,), (2,), (2,)), ((1.0,),) * 5),))
+    tight = hosts(2, 4)  # the first orphan fills host 0
+    after = surviving_placement(RULES, [shape], tight, before=before, survivors=(0, 1))
+    assert [after.home_of(0, expert) for expert in range(5)] == [0, 1, 1, 0, 1]
+    after.validate([5], hosts=tight, costs=costs_of([shape]))
+
+
 def test_survivors_without_room_for_an_orphan_place_all_experts_again() -> None:
     uneven = LayerShape(width=8, hidden_E=(32, 32, 32, 64), activation="gelu")
     before = Placement(1, 3, (LayerPlacement(((0,), (1,), (1,), (2,)), ((1.0,),) * 4),))

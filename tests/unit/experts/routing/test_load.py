@@ -63,3 +63,12 @@ def test_each_router_commits_its_own_counts() -> None:
     made.commit(committed(torch.tensor([6, 0, 0, 0, 0, 4, 0])))
     assert torch.allclose(made.routers[0].bias_E, torch.tensor([-0.001, 0.001, 0.001]))
     assert torch.allclose(made.routers[1].bias_E, torch.tensor([0.001, -0.001]))
+
+
+def test_the_interval_sums_committed_steps_and_leaves_out_skipped_ones() -> None:
+    made, counts = book(), torch.tensor([6, 0, 0, 0, 3, 1, 1])
+    made.commit(committed(counts))
+    made.commit(committed(10 * counts, skip=True))
+    made.commit(committed(counts))
+    assert made.window.tolist() == (2 * counts).tolist() and made.window_steps == 3
+    assert made.used.tolist() == [3, 0, 0, 0, 3, 3, 3]
