@@ -334,7 +334,5 @@ def test_a_collate_function_from_python_is_not_in_a_file(tmp_path: Path) -> None
     job = {"model": {"builder": "a.b:c"}, "data": {"train": [1], "collate": len}}
     text = load_spec(mapping=job).merged_text.replace("train:", "source: 'a.b:rows' #")
     (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(
-        InputError, match=r"data\.collate: got <object .*started from Python"
-    ):
+    with pytest.raises(InputError, match=r"data\.collate: got <object .*started from Python"):
         load_spec(tmp_path / "job.yaml")
