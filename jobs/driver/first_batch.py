@@ -330,4 +330,5 @@ def _open_group() -> None:
     """A process group of one, as a model may ask for its rank: in a worker there is a group."""
     if dist.is_available() and not dist.is_initialized():
         with contextlib.suppress(RuntimeError, ValueError):  # without gloo or a network; few models ask
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (where torch documents it)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)

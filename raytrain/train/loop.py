@@ -231,11 +231,11 @@ class TrainingLoop:
         self._nonfinite.reset_longest()
         return row.longest_failed
 
-    def _name_nonfinite(self, step: int, loss: float, aux_loss: float) -> None:
+    def _name_nonfinite(self, step: int, loss: float, aux_loss: float | None) -> None:
         """Report what was not finite in the step that was just skipped; its gradients are still in the buffers."""
         if not math.isfinite(loss):
             self._culprit = f"the loss was {loss}"
-        elif not math.isfinite(aux_loss):
+        elif aux_loss is not None and not math.isfinite(aux_loss):
             self._culprit = f"the auxiliary loss was {aux_loss}"
         else:
             names = self.step.reduction.nonfinite() or ["experts in other processes"]
