@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from cluster.devices.inventory import local_inventory
+from jobs.driver.runtime import cluster_address
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.spec import LoadedSpec, load_spec, refuse_later
 from raytrain.errors import InputError, RunError
 from raytrain.runs.folder import RunFolder
 from raytrain.runs.sweep import SweepFolder
+
+if TYPE_CHECKING:
+    from jobs.tuning.command import TuneCommand
 
 __all__ = ["TuneResult", "run_tune"]
 
@@ -71,7 +77,7 @@ def run_tune(
         refuse_later(loaded.spec, "tune")
         command = TuneCommand(loaded, sweep=sweep, signals=signals, verbose=verbose, console=console)
         try:
-            folder = command.run()
+            folder = _run(command)
         except KeyboardInterrupt as error:  # `Interrupted` is one
             if command.sweep is None:
                 raise Interrupted("before the search folder was created") from error
@@ -89,6 +95,24 @@ def run_tune(
         return TuneResult(folder.path, "done", folder.best)
     finally:
         signals.restore()
+
+
+def _run(command: TuneCommand) -> SweepFolder:
+    """Check the job, plan and run the trials, decide, and write the result. Returns the search folder.
+
+    Raises:
+        InputError, RunError, Interrupted.
+    """
+    from jobs.driver.checks import check_on_driver  # imports torch
+    from jobs.tuning.batch.command import run_batch
+    from jobs.tuning.space.command import run_space
+
+    address = cluster_address(command.spec.cluster.address)
+    checked = check_on_driver(command.spec)
+    if checked.note is not None:
+        command.print_line(checked.note)
+    run = run_batch if command.spec.tune.space is None else run_space
+    return run(command, checked, address=address, inventory=local_inventory())
 
 
 def open_sweep(resume: str, path: Path | None, overrides: Sequence[str]) -> tuple[SweepFolder, LoadedSpec]:

@@ -18,7 +18,6 @@ from cluster.config import ClusterConfig, Section, TelemetryConfig
 from experts.config import ExpertsConfig
 from experts.plan.sizes import check_section, check_used
 from jobs.job.job_file import RECIPES, read_job, recipe_named
-from jobs.job.reference import as_reference
 from raytrain.config.decode import apply_overrides, decode, dump_yaml, encode, load_yaml, parse_override
 from raytrain.config.messages import describe
 from raytrain.config.sections import (
@@ -315,3 +314,37 @@ def may_change_on_resume(key: str) -> bool:
     parts = key.split(".")
     owners = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
     return key != "save.dir" and not owners.isdisjoint(RESUME_MAY_CHANGE)
+
+
+#: The reference path (`loop.reference`) disables every optimization of speed or memory at once, to find out whether one
+#: of them causes a problem. Each also has a key of its own; the values of this table override those of the job.
+REFERENCE: dict[str, Any] = {
+    "loop.compile": "off",
+    "loop.activation_checkpointing": False,
+    "loop.cudnn_benchmark": False,
+    "loop.mask_cache_mb": 0.0,
+    "optim.fused": False,
+    "data.storage": "stream",
+    "experts.inflight": 1,
+    "scale.overlap": False,
+    "precision.dtype": "fp32",
+    "precision.fp32_layers": [],
+}
+"""Key -> its value on the reference path. `precision.dtype: fp64` is kept, since it is more exact still."""
+
+
+def as_reference(spec: JobSpec) -> tuple[JobSpec, set[str]]:
+    """The job on the reference path, and the keys whose values changed."""
+    changed: set[str] = set()
+    has_experts = (spec.model.builder or "").startswith("experts.") or spec.experts.num_experts is not None
+    for key, reference in REFERENCE.items():
+        section, name = key.split(".")
+        if section == "experts" and not has_experts:
+            continue
+        current = getattr(spec, section)
+        value = getattr(current, name)
+        if value == reference or value == "fp64":
+            continue
+        changed.add(key)
+        spec = spec.model_copy(update={section: current.model_copy(update={name: reference})})
+    return spec, changed

@@ -17,7 +17,7 @@ from lab import GPT, MLP, class_rows, digest, make_session, token_rows, train
 from torch import nn
 
 from jobs.bench.harness.sessions import SavedForBackward
-from jobs.job.reference import PLAIN
+from jobs.job.spec import REFERENCE
 from raytrain.checkpoint.reader import load
 from raytrain.checkpoint.writer import CheckpointWriter
 from raytrain.runs.folder import RunFolder
@@ -223,7 +223,7 @@ FAST: dict[str, Any] = {
     "optim": {"fused": True},
     "data": {"storage": "resident"},
 }
-OFF = [key for key in PLAIN if key.split(".")[1] in FAST.get(key.split(".")[0], {})]
+OFF = [key for key in REFERENCE if key.split(".")[1] in FAST.get(key.split(".")[0], {})]
 
 
 def losses_of(loop: dict[str, Any], optim: dict[str, Any], data: dict[str, Any]) -> tuple[list[float], Session]:
@@ -243,7 +243,7 @@ def test_each_switch_off_and_all_of_them_give_the_reference_losses() -> None:
         sections = {name: dict(section) for name, section in FAST.items()}
         if key is not None:
             section, name = key.split(".")
-            sections[section][name] = PLAIN[key]
+            sections[section][name] = REFERENCE[key]
         losses, session = losses_of(**sections)
         parts = session.switches.compiled
         compiled = parts is not None and parts.status()["achieved"] == "1 of 1 parts"

@@ -29,7 +29,7 @@ from raytrain.runs.storage import join
 
 if TYPE_CHECKING:
     from jobs.driver.checks import Checked
-    from jobs.tuning.batch.command import BatchSearch
+    from jobs.tuning.batch.search import BatchSearch
 
 FOLDER = "tune_cache"
 

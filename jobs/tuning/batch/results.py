@@ -30,7 +30,7 @@ from raytrain.report.tune_figures import batch_spec
 
 if TYPE_CHECKING:
     from jobs.tuning.batch.cache import Caches
-    from jobs.tuning.batch.command import BatchSearch
+    from jobs.tuning.batch.search import BatchSearch
     from jobs.tuning.command import TuneCommand
 
 WORTH_SAYING = 0.02

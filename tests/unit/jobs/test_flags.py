@@ -42,7 +42,7 @@ from jobs.driver.runtime import Cluster
 from jobs.driver.signals import StopSignals
 from jobs.job.spec import JobSpec, LoadedSpec, load_spec, refuse_later
 from jobs.tuning.batch.cache import Cache
-from jobs.tuning.batch.command import find_search
+from jobs.tuning.batch.search import find_search
 from jobs.tuning.space.points import find_points
 from raytrain.config.decode import dump_yaml, encode, parse_override
 from raytrain.config.messages import key_rows

@@ -12,7 +12,7 @@ from cluster.devices.inventory import Inventory, Node
 from jobs.driver.checks import check_on_driver
 from jobs.job.spec import load_spec
 from jobs.tuning.batch.cache import Cache, cache_key, gate_key
-from jobs.tuning.batch.command import find_search
+from jobs.tuning.batch.search import find_search
 from raytrain.autotune.search.measurement import Candidate, Measurement
 from raytrain.autotune.search.precision import GateReport, gate_refusal
 
