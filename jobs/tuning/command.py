@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from rich.console import Console
 
@@ -14,7 +15,7 @@ from jobs.driver.runtime import Cluster
 from jobs.driver.signals import Interrupted, StopSignals
 from jobs.job.paths import absolute_path, resolved
 from jobs.job.spec import LoadedSpec
-from jobs.tuning.space.points import whole_mapping
+from raytrain.config.decode import encode
 from raytrain.errors import InputError
 from raytrain.runs.lease import this_process
 from raytrain.runs.records import event
@@ -55,12 +56,19 @@ class TuneCommand:
             raise InputError(key, seen=failed.seen, expected=failed.expected, remedy=failed.remedy)
         if self.sweep is None:
             save_dir = absolute_path(self.spec.save.dir)
-            job = whole_mapping(self.loaded, self.spec)
+            job = self.job_mapping()
             self.sweep = SweepFolder.create(save_dir, f"{self.spec.name}-tune", job=job, latest=False)
             self.sweep.write_text(self.sweep.job, self.loaded.text)
         self.sweep.next_attempt(this_process())
         self.sweep.append_event(event("driver_start", pid=os.getpid(), trials=len(self.sweep.ended())))
         self.sweep.write_json(self.sweep.environment, environment_record())
+
+    def job_mapping(self) -> dict[str, Any]:
+        """The job as given, with absolute model and data paths, so that it runs from any directory."""
+        given, sections = self.loaded.mapping, encode(self.spec)
+        paths = {key: sections["model"][key] for key in ("init_from", "path") if key in given["model"]}
+        data = {key: sections["data"][key] for key in given.get("data") or {}}
+        return {**given, "model": {**given["model"], **paths}, "data": data}
 
     def storage(self, cluster: Cluster) -> str:
         """The directory for Ray's own experiment state."""

@@ -12,7 +12,6 @@ from jobs.tuning.batch.device_kinds import of_kind
 from jobs.tuning.batch.known import KnownMeasurements, still_needed, with_noise_scale
 from jobs.tuning.batch.loaders import KEY, chosen_loaders
 from jobs.tuning.best import best_mapping, best_text
-from jobs.tuning.space.points import whole_mapping
 from jobs.tuning.space.results import close, draw, header_of, print_files
 from jobs.tuning.table import bytes_text, number_text, print_table
 from raytrain.autotune.search.batch_size import BatchDecision, decide
@@ -79,7 +78,7 @@ def write_batch(command: TuneCommand, search: BatchSearch, caches: Caches) -> No
         values[KEY], reasons[KEY] = loaders.value, loaders.reason
     found = measured(answer, caches, search)
     memory = memory_used(found["peak_bytes"], next(k.budget_bytes for k in search.kinds if k.name == answer.binding))
-    job = best_mapping(whole_mapping(command.loaded, spec), values, found=found)
+    job = best_mapping(command.job_mapping(), values, found=found)
     header = "; ".join(filter(None, [header_of(command), unsteady_warning(known)]))
     sweep.write_text(sweep.best, best_text(job, reasons, header=header))
     advice = advice_lines(decision, chosen, known, search, spec.loop.global_batch_size)

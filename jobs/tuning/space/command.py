@@ -9,7 +9,7 @@ from jobs.driver.checks import Checked
 from jobs.driver.plan import show_only_picked
 from jobs.driver.runtime import Cluster, connected
 from jobs.tuning.command import TuneCommand
-from jobs.tuning.space.points import Points, find_points, whole_mapping
+from jobs.tuning.space.points import Points, find_points
 from jobs.tuning.table import WHOLE_COLUMNS, SweepTable, counted, values_text
 from raytrain.errors import InputError
 from raytrain.plan.rules.devices import choose_devices
@@ -63,9 +63,7 @@ def _try(command: TuneCommand, points: Points, inventory: Inventory, cluster: Cl
         trials = WholeTrials(points.trials, sweep=sweep, table=table, metric=command.spec.tune.metric, private=private)
         channel = open_channel()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        settings = WholeTrialSettings(
-            whole_mapping(command.loaded, command.spec), sweep.path, os.getcwd(), visible, channel
-        )
+        settings = WholeTrialSettings(command.job_mapping(), sweep.path, os.getcwd(), visible, channel)
 
         def stop() -> None:
             trials.stopping = True

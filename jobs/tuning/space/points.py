@@ -198,14 +198,6 @@ def _value(plan: Plan, name: str) -> Any:
     return plan.value(name, None)
 
 
-def whole_mapping(loaded: LoadedSpec, spec: JobSpec) -> dict[str, Any]:
-    """The job as given, with the absolute model and data paths of `spec`, so that it runs from any directory."""
-    sections, model = encode(spec), loaded.mapping["model"]
-    paths = {key: sections["model"][key] for key in ("init_from", "path") if key in model}
-    data = {key: sections["data"][key] for key in loaded.mapping.get("data") or {}}
-    return {**loaded.mapping, "model": {**model, **paths}, "data": data}
-
-
 class Builds:
     """Builds each distinct model of a space once, on the meta device where it can be.
 

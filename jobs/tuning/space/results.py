@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jobs.tuning.best import best_mapping, best_text
-from jobs.tuning.space.points import Points, whole_mapping
+from jobs.tuning.space.points import Points
 from jobs.tuning.table import SweepTable, counted, print_table, values_text
 from raytrain.errors import RunError
 from raytrain.report.tune_figures import whole_spec
@@ -35,7 +35,7 @@ def write_whole(command: TuneCommand, trials: WholeTrials, points: Points, table
     best, reason = found
     reasons = dict.fromkeys(best["values"], "")
     reasons[next(iter(reasons))] = reason
-    job = best_mapping(whole_mapping(command.loaded, command.spec), best["values"], found=None)
+    job = best_mapping(command.job_mapping(), best["values"], found=None)
     header = f"{header_of(command)}\nTrial {best['trial']}: {values_text(best['values'])}; its run is {best['run']}"
     sweep.write_text(sweep.best, best_text(job, {key: why for key, why in reasons.items() if why}, header=header))
     draw(command, whole_spec(rows, curves_of(rows), best=best["trial"], metric=trials.metric, name=command.spec.name))
