@@ -151,7 +151,8 @@ def test_three_non_finite_steps_roll_back_past_the_data_and_raise_the_precision(
     assert "3 steps in a row" in decision["reason"] and "row 108" in decision["reason"]
     assert [step for step, _ in run.losses()] == list(range(1, 11))
     assert len(run.events("attempt")) == 1
-    tried, *windows = [json.loads(line) for line in seen.read_text().splitlines()]
+    passes = [json.loads(line) for line in seen.read_text().splitlines()]
+    tried, *windows = [rows for rows in passes if len(rows) == 12]  # the driver's trace has fewer
     assert tried == windows[0], "the driver runs the first micro-batch before anything starts"
     assert len(windows) == 9 + 2, "nine steps, the last three of them lost; then two more, on rows not seen before"
     drawn = [row for window in windows for row in window]

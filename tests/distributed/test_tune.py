@@ -185,7 +185,7 @@ def check_best(sweep: Path, limit: int, text: str) -> None:
     assert "rows/s" in words and " times as fast as " in words and "of what a process may take" in words
     assert (sweep / "tune.png").read_bytes()[:4] == b"\x89PNG"
     assert f"its peak is {share:.1%} of what a process may take" in words and f"memory      {share:.1%} used" in text
-    assert "predicted peak: " in text and " at 2x of this micro-batch" in text
+    assert "predicted peak: " in text and " at 2x this micro-batch" in text
 
 
 @pytest.mark.timeout(590)

@@ -280,6 +280,7 @@ def session_of(scene: Scene, rank: int) -> Session:
     }  # fmt: skip
     sections["optim"] = {"max_grad_norm": 0.3, **sections.get("optim", {})}
     sections["precision"] = {"dtype": scene.precision}
+    sections["experts"] = {"hosts": scene.hosts, **sections.get("experts", {})}
     job, source = make_job(MOE, DATA, world_size=scene.workers, **sections)
     if scene.hosts != 0:
         connection = GangConnection(scene, rank, group)

@@ -84,7 +84,7 @@ def test_our_run_in_ray_equals_ddp_under_torchrun_and_both_rates_are_reported(
     assert done.code == 0, done.text
     document = json.loads(out.read_text())
     (gate,) = document["gate"]["checks"]
-    assert document["gate"]["passed"] and "DDP" in gate["name"] and "2 losses" in gate["detail"]
+    assert document["gate"]["passed"] and "DDP" in gate["name"] and "3 losses" in gate["detail"]
     ratio = next(row for row in document["ratios"] if row["name"] == "plain DDP / ours, 2 worker(s)")
     values = document["values"]["2 worker(s)"]
     ours, theirs = (document["arms"][f"{name}, 2 worker(s)"]["values"] for name in ("ours", "plain DDP"))

@@ -45,7 +45,7 @@ class BlockTimer:
         """Count a step; at the end of a block, send the answer and wait for the next block."""
         self._number += 1
         self._left -= 1
-        if self._number % LOG_EVERY == 0:
+        if self._number == 1 or self._number % LOG_EVERY == 0:
             self._losses.append(loss.item())
         if self._left == 0:
             seconds, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu

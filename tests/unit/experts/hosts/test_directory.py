@@ -70,7 +70,12 @@ class PlayedRay:
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(current_actor=None)
 
+    def __init__(self) -> None:
+        self.ended = False
+
     def get(self, asked: Callable[[], Any]) -> Any:
+        if self.ended:
+            raise Died("the test has ended")
         return asked()
 
     def wait(self, asked: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
@@ -138,9 +143,15 @@ class Directory(ExpertDirectory):
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "ray", PlayedRay())
+    played = PlayedRay()
+    monkeypatch.setattr(module, "ray", played)
     monkeypatch.setattr(module, "PING_EVERY_S", 0.02)
     yield
+    played.ended = True  # the threads of the directory must not go on with the real Ray: it would start a cluster
+    while watching := [one for one in threading.enumerate() if one.name in ("death-watch", "host-pulse")]:
+        for host in Directory.newest.made:
+            host.dead.set()
+        watching[0].join(0.1)
 
 
 def test_a_host_that_can_never_start_is_given_up_and_reported() -> None:

@@ -22,7 +22,7 @@ class Died(ray.exceptions.RayError):
 
 
 def plan_of(hosts: Any) -> Any:
-    values = {"hosts": hosts, "device": "cpu", "threads": 2, "workers": 3}
+    values = {"hosts": hosts, "device": "cpu", "threads": 2, "workers": 3, "precision": "fp32"}
     return SimpleNamespace(**{name: Resolved(value, "a test") for name, value in values.items()})
 
 

@@ -318,4 +318,5 @@ def test_exactly_three_steps_in_a_row_that_are_not_finite_end_the_loop(
     session = bad_in(steps, session_of(run, loop={"max_steps": 20, "log_every": log_every}))
     _, outcome = train(session)
     assert outcome.kind == kind and (kind == "done" or outcome.bad_steps == 3)
-    assert session.state.step == at if log_every == 1 else session.state.step in (10, 20)
+    late = 2 if kind != "done" and log_every > 1 else 0  # without a row in between, noticed two steps later
+    assert session.state.step == at + late

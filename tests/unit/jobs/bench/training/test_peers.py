@@ -38,7 +38,7 @@ class FakeConnection:
         self.answers.append(message)
 
 
-def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_the_loop() -> None:
+def test_a_block_ends_after_its_steps_with_the_first_and_every_tenth_loss_and_zero_steps_end_the_loop() -> None:
     connection = FakeConnection(20, 10, 0)
     timer = BlockTimer(connection)  # type: ignore[arg-type]
     timer.begin()
@@ -47,7 +47,7 @@ def test_a_block_ends_after_its_steps_with_every_tenth_loss_and_zero_steps_end_t
         steps += 1
         timer.end_step(torch.tensor(float(steps)))
     assert steps == 30 and not connection.steps
-    assert [answer["losses"] for answer in connection.answers] == [[10.0, 20.0], [30.0]]
+    assert [answer["losses"] for answer in connection.answers] == [[1.0, 10.0, 20.0], [30.0]]
     assert all(answer["seconds"] > 0 for answer in connection.answers)
 
 
