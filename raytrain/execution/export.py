@@ -17,7 +17,7 @@ from raytrain.infer.generate import language_sample
 from raytrain.models.huggingface.tokenizer import open_tokenizer
 from raytrain.models.weights.stored import export_weights
 from raytrain.runs.folder import RunFolder
-from raytrain.runs.storage import open_store
+from raytrain.runs.storage import join, open_store, split
 from raytrain.train.build import load_module
 from raytrain.train.session import Session
 from raytrain.train.state import LoopState
@@ -47,7 +47,7 @@ def export(session: Session, module: nn.Module, run: RunFolder) -> None:
             reason = f"the checkpoint of the best evaluation, step {best}, cannot be read: {error}"
             session.say("decision", what="export", value="last", step=step, reason=reason)
     write_weights(
-        module.state_dict(), os.path.dirname(run.weights), own=session.trainable.export,
+        module.state_dict(), split(run.weights)[0], own=session.trainable.export,
         tokenizer=session.source.tokenizer, notes=notes_of(state, step=step),
     )  # fmt: skip
     if session.source.decode is None:
@@ -86,7 +86,7 @@ def write_weights(
         notes: metadata of the safetensors file.
     """
     if own is None and tokenizer is None:
-        export_weights(state, f"{target}/{NAME}", metadata=notes)
+        export_weights(state, join(target, NAME), metadata=notes)
         return
     store = open_store(target)
     store.make_dir("")

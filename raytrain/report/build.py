@@ -28,6 +28,7 @@ from raytrain.report.page.style import esc, page
 from raytrain.report.page.tables import label, shown, table
 from raytrain.report.records import RunRecords, read_records, series
 from raytrain.runs.folder import RunFolder
+from raytrain.runs.storage import join
 
 _COMPARED = (
     "status", "mode", "devices", "strategy", "precision", "effective_batch", "micro_batch", "accumulation",
@@ -62,14 +63,14 @@ def build_report(run: RunFolder) -> str:
     }
     for name, data in files.items():
         run.store.write_bytes(f"report/{name}", data)
-    return f"{run.report_dir}/report.html"
+    return join(run.report_dir, "report.html")
 
 
 def compare(runs: Sequence[RunFolder]) -> str:
     """Writes `report/compare.html` in the first run: key figures in columns, loss curves in one chart."""
     records = [read_records(run) for run in runs]
     runs[0].store.write_bytes("report/compare.html", _bytes(compare_page(records)))
-    return f"{runs[0].report_dir}/compare.html"
+    return join(runs[0].report_dir, "compare.html")
 
 
 def history_csv(records: RunRecords) -> bytes:
