@@ -155,7 +155,7 @@ class ExpertDirectory:
         """Ask a host again and again whether it responds; report it if it does not, and end it after a while."""
         about = self._places[index].about or {}
         while True:
-            asked, since, said = host.ping.remote(), time.monotonic(), False
+            asked, since, reported = host.ping.remote(), time.monotonic(), False
             at = time.strftime("%H:%M:%S")
             who = f"expert host {self._rank_of(index)} on {about.get('node')} (pid {about.get('pid')})"
             while not ray.wait([asked], timeout=min(PING_EVERY_S, self._host_silence_s / 4))[0]:
@@ -165,8 +165,8 @@ class ExpertDirectory:
                         self._replace(index, host, why=f"no response for {silent:.0f} s", silent=True)
                     ray.kill(host)
                     return
-                if silent >= min(SAY_SILENT_S, self._host_silence_s / 2) and not said:
-                    said = True
+                if silent >= min(SAY_SILENT_S, self._host_silence_s / 2) and not reported:
+                    reported = True
                     self._lines.append(
                         f"{who} has not responded since {at}; after {self._host_silence_s:g} s it is replaced "
                         "(retry.host_silence_s)"
@@ -175,7 +175,7 @@ class ExpertDirectory:
                 ray.get(asked)
             except ray.exceptions.RayError:  # it died, which `_await_death` notices
                 return
-            if said:
+            if reported:
                 self._lines.append(f"{who} responds again, after {time.monotonic() - since:.0f} s")
             time.sleep(PING_EVERY_S)
 

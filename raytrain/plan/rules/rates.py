@@ -91,7 +91,7 @@ def rates_of(
     name = dtype if dtype != "fp16" and (dtype != "bf16" or flags) else "fp32"
     flops = one.product_flops(name, width=width) or one.product_flops("fp32", width=width) or 1.0
     near = len(inventory.nodes) == 1
-    said = f"{flops / 1e9:.0f} GFLOP/s per process of {threads} threads in {name}"
+    rate_text = f"{flops / 1e9:.0f} GFLOP/s per process of {threads} threads in {name}"
     link = f"{known.wire_bytes_per_s / 1e9:.1f} GB/s and {1e3 * known.round_trip_s:.2g} ms on loopback"
     link = link if near else f"{NODES_WIRE / 1e9:.1f} GB/s between nodes, assumed"
     how = "assumed: no run has measured this machine yet" if measured is None else "measured on this machine"
@@ -99,7 +99,7 @@ def rates_of(
     return ProcessRates(
         flops, one.elementwise_bytes_per_s, one.memory_bytes_per_s, one.operation_s,
         known.round_trip_s if near else NODES_TRIP_S, known.wire_bytes_per_s if near else NODES_WIRE,
-        max(1.0, inventory.cpus / threads), f"{said}, {link}, {how}",
+        max(1.0, inventory.cpus / threads), f"{rate_text}, {link}, {how}",
     )  # fmt: skip
 
 

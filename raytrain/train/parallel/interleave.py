@@ -58,7 +58,7 @@ class Interleaver:
             BaseException: the exception of the pass that failed first; the other pass ends at its next turn.
         """
         if self._thread is None:  # get_num_threads makes the new thread adopt torch's thread count
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns", initializer=torch.get_num_threads)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="interleaved", initializer=torch.get_num_threads)
         self._going, self._turn, self._failed = [True, True], 0, False
         self._wake = [threading.Semaphore(1), threading.Semaphore(0)]
         running = self._thread.submit(self._run, 0, first)
