@@ -10,7 +10,7 @@ from torch import Tensor
 from experts.exchange.worker import ExpertClient
 from experts.member.layer import rows_by_rank
 from experts.routing.routes import Route
-from experts.transport.protocol import DTYPES, Op
+from experts.transport.protocol import DTYPES, Channel, Op
 
 
 class ExpertCall:
@@ -117,15 +117,21 @@ class ExpertCall:
     def _send_rows(self, rows: Tensor) -> None:
         """The pending exchange keeps the rows alive until the results are here."""
         group = self.client.group
-        self._arriving = group.exchange(rows, self._to_holders, rows_by_rank(self._sources, group.size))
+        receive = rows_by_rank(self._sources, group.size)
+        self._arriving = group.exchange(rows, self._to_holders, receive, channel=Channel.TO_HOLDERS)
         self._unsent = None
 
     def _receive_results(self) -> None:
         group = self.client.group
         assert self._results is not None
-        self._returning = group.exchange(self._results[:0], [0] * group.size, self._to_holders, into=self._results)
+        nothing, into = self._results[:0], self._results
+        self._returning = group.exchange(
+            nothing, [0] * group.size, self._to_holders, channel=Channel.TO_WORKERS, into=into
+        )
 
     def _return(self, rows: Tensor) -> None:
         group = self.client.group
         sources = rows_by_rank(self._sources, group.size)
-        self._returning = group.exchange(rows, sources, self._to_holders, into=self._results)
+        self._returning = group.exchange(
+            rows, sources, self._to_holders, channel=Channel.TO_WORKERS, into=self._results
+        )

@@ -21,7 +21,7 @@ from experts.member.shard import ExpertShard
 from experts.member.vote import VoteLayout, sum_shortages
 from experts.placement.values import Placement
 from experts.shapes import LayerShape
-from experts.transport.protocol import HEADER_SIZE, Header, Op, Transport
+from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, Transport
 from raytrain.config.sections import OptimConfig
 from raytrain.train.memory.oom import Shortage, run_or_shortage
 
@@ -185,10 +185,12 @@ class HostServer:
         if isinstance(rows, Shortage):  # the step is dropped: releasing what backward needs makes room
             self.shard.ran_out(rows)
             rows = allocate()
-        return self.group.exchange(rows[:0], [0] * self.group.size, receive, into=rows).wait()
+        nothing, none = rows[:0], [0] * self.group.size
+        return self.group.exchange(nothing, none, receive, channel=Channel.TO_HOLDERS, into=rows).wait()
 
     def _send(self, rows: Tensor, sources: list[list[int]]) -> None:
-        self.group.exchange(rows, rows_by_rank(sources, self.group.size), [0] * self.group.size).wait()
+        send, none = rows_by_rank(sources, self.group.size), [0] * self.group.size
+        self.group.exchange(rows, send, none, channel=Channel.TO_WORKERS).wait()
 
 
 def header_size(placement: Placement) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experts.member.layer import rows_by_rank
 from experts.member.shard import ExpertShard
-from experts.transport.protocol import HEADER_SIZE, Header, Op, PendingExchange, Transport, read_headers
+from experts.transport.protocol import HEADER_SIZE, Channel, Header, Op, PendingExchange, Transport, read_headers
 
 
 class ActiveWorkers:
@@ -156,8 +156,9 @@ class OomDropout:
         while self.header is not None and self.header.op is not Op.PASSES_DONE:
             rows = rows_by_rank(shard.sources(self.header.layer, counts), group.size)
             empty = torch.empty((0, self.header.width), dtype=self.header.payload_dtype, device=shard.device)
-            received = group.exchange(empty, [0] * group.size, rows).wait()
-            replies.append(group.exchange(received, rows, [0] * group.size))
+            none = [0] * group.size
+            received = group.exchange(empty, none, rows, channel=Channel.TO_HOLDERS).wait()
+            replies.append(group.exchange(received, rows, none, channel=Channel.TO_WORKERS))
             counts = self._receive()
         for reply in replies:
             reply.wait()

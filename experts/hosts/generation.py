@@ -10,16 +10,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from experts.placement.values import HostSpec, Placement
-from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_group, gloo, nccl
+from experts.transport.nccl import nccl
+from experts.transport.process_group import RENDEZVOUS_S, JointGroup, abort_groups, gloo, uses_nccl
 from raytrain.errors import RunError, StateLost, first_line
 from raytrain.train.parallel.collectives import WorkersGroup
 from raytrain.trainable import Death
@@ -39,7 +40,7 @@ class GenerationSpec:
     Attributes:
         number: of the generation. workers, hosts: number of members of each kind.
         address: host and port of the store.
-        interface: of gloo; None lets gloo choose.
+        interface: of gloo and NCCL; None lets them choose.
         device: "cpu" or "cuda", of the hosts.
         placement: in force at the start.
         specs: of the hosts.
@@ -88,6 +89,7 @@ def open_group(spec: GenerationSpec, *, rank: int, lost: Reason = lambda: None) 
             device=torch.device(spec.device),
             interface=spec.interface,
             watched=True,
+            lost=lost,
         )
     except RuntimeError as error:  # from torch; our own errors are no RuntimeErrors
         reason = lost()
@@ -162,33 +164,49 @@ def join_as_worker(
     if spec.workers == 1:
         return group, None, watch.reason
     try:
-        payload, flags = _workers_groups(spec, rank=rank, device=group.device)
+        payload, flags = _workers_groups(spec, rank=rank, device=group.device, lost=watch.reason)
     except RuntimeError as error:  # all workers were connected just before, so one of them has died
         raise StateLost(watch.reason() or f"the workers could not connect: {first_line(error)}") from error
     for one in {id(one): one for one in (payload, flags)}.values():
-        watch.abort_at_end(AbortableGroup(one))
+        watch.abort_at_end(PlainGroup(one))
     return group, WorkersGroup(payload, flags, watch.reason), watch.reason
 
 
-def _workers_groups(spec: GenerationSpec, *, rank: int, device: torch.device) -> tuple[Any, Any]:
+def _workers_groups(spec: GenerationSpec, *, rank: int, device: torch.device, lost: Reason) -> tuple[Any, Any]:
     """(payload, flags) groups over the workers of one generation."""
     store = connect(spec.address, who=spec.title_of(rank), limit=RENDEZVOUS_S)
     name = f"generation-{spec.number}/workers"
     flags = gloo(store, f"{name}/flags", rank, spec.workers, interface=spec.interface, timeout_s=1800.0)
-    if device.type != "cuda":
+    if not uses_nccl(device):
         return flags, flags
-    return nccl(store, f"{name}/payload", rank, spec.workers, timeout_s=1800.0), flags
+    payload = nccl(
+        store, f"{name}/payload", rank, spec.workers, device=device, interface=spec.interface, timeout_s=1800.0,
+        limit_s=RENDEZVOUS_S, lost=lost,
+    )  # fmt: skip
+    return payload, flags
 
 
-class AbortableGroup:
-    """A process group with the `abort(reason)` of a joint group."""
+class Abortable(Protocol):
+    """Process groups that end with a generation, such as a `JointGroup`."""
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups of torch."""
+        ...
+
+    def mark(self, reason: str) -> None:
+        """Have every later call raise the reason."""
+        ...
+
+
+class PlainGroup:
+    """A process group of torch; implements `Abortable`."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.groups = [group]
 
-    def abort(self, _reason: str) -> None:
-        """End its waiting calls."""
-        abort_group(self._group)
+    def mark(self, reason: str) -> None:
+        """Its calls raise torch's errors, which `Workers` translates."""
 
 
 class GenerationWatch:
@@ -201,7 +219,7 @@ class GenerationWatch:
     def __init__(self, wait: Callable[[], str]) -> None:
         self._wait = wait
         self._lock = threading.Lock()
-        self._groups: list[Any] = []
+        self._groups: list[Abortable] = []
         self._reason: str | None = None
         threading.Thread(target=self._watch, daemon=True, name="generation-watch").start()
 
@@ -209,17 +227,23 @@ class GenerationWatch:
         """Why the generation is over; None while it lives."""
         return self._reason
 
-    def abort_at_end(self, group: Any) -> None:
+    def abort_at_end(self, group: Abortable) -> None:
         """Abort this group at the end, at once if the generation is already over."""
         with self._lock:
             self._groups.append(group)
             reason = self._reason
         if reason is not None:
-            group.abort(reason)
+            _abort([group], reason)
 
     def _watch(self) -> None:
         reason = self._wait()
         with self._lock:
             self._reason, groups = reason, list(self._groups)
-        for group in groups:
-            group.abort(reason)
+        _abort(groups, reason)
+
+
+def _abort(groups: Sequence[Abortable], reason: str) -> None:
+    """End all of them together: no group has to wait until another has ended."""
+    for group in groups:
+        group.mark(reason)
+    abort_groups([own for group in groups for own in group.groups])

@@ -1,4 +1,8 @@
-"""The weights of a complete layer: from rank 0 to the experts' holders at the start, and from the homes to rank 0."""
+"""The weights of a complete layer: from rank 0 to the experts' holders at the start, and from the homes to rank 0.
+
+They are sent as CPU tensors over the control channel: this happens once in a run, and rank 0 may have no room on its
+device for all experts of a layer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 from experts.member.shard import ExpertShard
 from experts.routing.routes import LayerRoutes
 from experts.shapes import LayerShape
-from experts.transport.protocol import Transport
+from experts.transport.protocol import Channel, Transport
 
 
 def scatter_layer(
@@ -63,7 +67,8 @@ def gather_layer(
         sizes = [[shape.numel(expert) for expert in held] for held in homes]
         for rank, each in zip(group.holders, sizes, strict=True):
             receive[rank] = sum(each)
-    received = group.exchange(sent, [len(sent)] + [0] * (group.size - 1), receive).wait()
+    send = [len(sent)] + [0] * (group.size - 1)
+    received = group.exchange(sent, send, receive, channel=Channel.CONTROL).wait()
     if group.rank:
         return None
     experts: dict[int, dict[str, Tensor]] = {}
@@ -80,13 +85,14 @@ def to_holders(group: Transport, pieces: list[Tensor], *, empty: Tensor) -> None
         for rank, piece in zip(group.holders, pieces, strict=True):
             send[rank] = len(piece)
         sent = torch.cat(pieces)
-    group.exchange(sent, send, [0] * group.size).wait()
+    group.exchange(sent, send, [0] * group.size, channel=Channel.CONTROL).wait()
 
 
 def from_first(group: Transport, count: int, *, dtype: torch.dtype) -> Tensor:
     """The hosts' side of `to_holders`: receive `count` elements."""
     receive = [count] + [0] * (group.size - 1)
-    return group.exchange(torch.empty(0, dtype=dtype), [0] * group.size, receive).wait()
+    empty = torch.empty(0, dtype=dtype)
+    return group.exchange(empty, [0] * group.size, receive, channel=Channel.CONTROL).wait()
 
 
 def split_weights(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

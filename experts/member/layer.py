@@ -99,7 +99,7 @@ def stacked_names(name: str, layer: int, shape: LayerShape) -> dict[str, list[st
 
 def by_slot(rows: Tensor, sources: list[list[int]]) -> Tensor:
     """Reorder rows from worker-major (within it by slot) to slot-major (within it by worker)."""
-    if len(sources) == 1:
+    if len(sources) == 1 or not sources[0]:  # a host may hold no expert of a layer
         return rows
     pieces = rows.split([count for source in sources for count in source])
     slots = len(sources[0])
@@ -108,7 +108,7 @@ def by_slot(rows: Tensor, sources: list[list[int]]) -> Tensor:
 
 def by_source(rows: Tensor, sources: list[list[int]]) -> Tensor:
     """The inverse of `by_slot`."""
-    if len(sources) == 1:
+    if len(sources) == 1 or not sources[0]:  # a host may hold no expert of a layer
         return rows
     slots, workers = len(sources[0]), len(sources)
     pieces = rows.split([source[slot] for slot in range(slots) for source in sources])

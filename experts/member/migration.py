@@ -26,7 +26,7 @@ from experts.member.replicas import Transfer
 from experts.member.shard import ExpertShard
 from experts.placement.values import Placement
 from experts.shapes import Key
-from experts.transport.protocol import PendingExchange, Transport, bytes_tensor
+from experts.transport.protocol import Channel, PendingExchange, Transport, bytes_tensor
 
 DIGEST_WORDS = 2
 
@@ -116,7 +116,8 @@ class Migration:
             send = [0] + [size] * (group.size - 1)
         else:
             receive[0] = size
-        received = group.exchange(bytes_tensor((announcement or b"") * (group.size - 1)), send, receive).wait()
+        sent = bytes_tensor((announcement or b"") * (group.size - 1))
+        received = group.exchange(sent, send, receive, channel=Channel.CONTROL).wait()
         return announcement if announcement is not None else bytes(received.numpy())
 
     def _send(self, shard: ExpertShard | None, transfers: list[Transfer]) -> None:
@@ -135,12 +136,14 @@ class Migration:
         for source in sources:
             receive[group.holders[source]] = 1
         own = torch.tensor([[len(data), *_digest(data)] for data in packed.values()], dtype=torch.int64)
-        incoming = group.exchange(own.view(-1, 1 + DIGEST_WORDS), send, receive).wait().tolist()
+        rows = own.view(-1, 1 + DIGEST_WORDS)
+        incoming = group.exchange(rows, send, receive, channel=Channel.CONTROL).wait().tolist()
         self._incoming = dict(zip(sources, incoming, strict=True))
         counts = [0] * group.size
         for source, (size, *_) in self._incoming.items():
             counts[group.holders[source]] = size
-        self._pending = group.exchange(bytes_tensor(b"".join(packed.values())), sizes, counts)
+        data = bytes_tensor(b"".join(packed.values()))
+        self._pending = group.exchange(data, sizes, counts, channel=Channel.CONTROL)
 
 
 def _pack(shard: ExpertShard, keys: list[Key]) -> bytes:

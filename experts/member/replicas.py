@@ -1,6 +1,6 @@
 """Replicas in a step: the homes sum their gradients before the vote and send them new weights after the commit.
 
-Each is one exchange of all members, and happens only where the placement has replicas.
+Each is one exchange of the members that hold experts, and happens only where the placement has replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from experts.member.gather import split_weights
 from experts.member.shard import ExpertShard
 from experts.placement.values import Placement
 from experts.shapes import Key
-from experts.transport.protocol import Transport
+from experts.transport.protocol import Channel, Transport
 
 ViewsOf = Callable[[ExpertShard, Key], dict[str, Tensor]]
 
@@ -41,7 +41,7 @@ def gradient_transfers(now: Placement, then: Placement) -> list[Transfer]:
 
 
 def send_fresh_weights(group: Transport, shard: ExpertShard | None, placement: Placement) -> None:
-    """Send the homes' weights to their replicas. Collective over all members."""
+    """Send the homes' weights to their replicas. Collective over the holders; nothing happens on other members."""
     transfers = [
         Transfer((layer, expert), hosts[0], host)
         for layer, placed in enumerate(placement.layers)
@@ -62,7 +62,7 @@ def gradients_of(shard: ExpertShard, key: Key) -> dict[str, Tensor]:
 def exchange_along(
     group: Transport, shard: ExpertShard | None, transfers: list[Transfer], *, views_of: ViewsOf
 ) -> list[tuple[Key, list[Tensor]]]:
-    """Carry out the transfers in one exchange of all members.
+    """Carry out the transfers in one exchange of the holders; other members have nothing to send or receive.
 
     Args:
         views_of: `views_of(shard, key)` are the tensors of an expert to send, by name.
@@ -70,28 +70,24 @@ def exchange_along(
     Returns:
         for each transfer that ends here, in their order, its tensors.
     """
-    if not transfers:
+    if not transfers or shard is None:
         return []
-    own = None if shard is None else shard.host
     pieces: list[Tensor] = []
     send, receive = [0] * group.size, [0] * group.size
     for target, rank in enumerate(group.holders):
         for transfer in transfers:
-            if shard is not None and (transfer.source, transfer.target) == (own, target):
+            if (transfer.source, transfer.target) == (shard.host, target):
                 pieces += [view.reshape(-1) for view in views_of(shard, transfer.key).values()]
                 send[rank] += shard.numel(transfer.key)
     for transfer in transfers:
-        if shard is not None and transfer.target == own:
+        if transfer.target == shard.host:
             receive[group.holders[transfer.source]] += shard.numel(transfer.key)
-    dtype, device = (torch.float32, "cpu") if shard is None else (shard.dtype, shard.device)
-    sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
-    parts = group.exchange(sent, send, receive).wait().split(receive)
-    if shard is None:
-        return []
+    sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=shard.dtype, device=shard.device)
+    parts = group.exchange(sent, send, receive, channel=Channel.TO_HOLDERS).wait().split(receive)
     left = {host: parts[rank] for host, rank in enumerate(group.holders)}
     received = []
     for transfer in transfers:
-        if transfer.target != own:
+        if transfer.target != shard.host:
             continue
         layer, expert = transfer.key
         flat, left[transfer.source] = left[transfer.source].tensor_split([shard.numel(transfer.key)])

@@ -224,13 +224,14 @@ class ExpertShard:
         return next(own for own, group in groups if any(parameter is one for one in group["params"]))
 
     def _load_slot(self, parameter: nn.Parameter, name: str, place: int, value: Tensor) -> None:
-        held = self._optimizer_of(parameter).state[parameter]
+        optimizer = self._optimizer_of(parameter)
+        held = optimizer.state[parameter]
         if value.ndim:
             if name not in held:
                 held[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             held[name][place].copy_(value)
         else:
-            held[name] = value.clone().to(self.device if value.is_cuda else value.device)
+            held[name] = _scalar_for(optimizer, parameter, value)
 
     # -- switch to another placement ----------------------------------------------------------------
 
@@ -291,6 +292,18 @@ def _separate_graph() -> torch.autograd.graph.saved_tensors_hooks:
     """Keep the tensors saved by this graph apart. Where experts are colocated, an outer block under activation
     checkpointing would otherwise count them as its own."""
     return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
+
+
+def _scalar_for(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """A copy of a scalar of the optimizer state, such as the step count, as this optimizer keeps it.
+
+    Fused kernels read the step on the parameter's device, always in float32; other kernels read it on the CPU. It comes
+    from a checkpoint or another host, whose device may differ. `load_state_dict` of torch has the same rule.
+    """
+    group = next(group for group in optimizer.param_groups if any(parameter is one for one in group["params"]))
+    if group.get("fused") or group.get("capturable"):
+        return value.detach().to(dtype=torch.float32, device=parameter.device, copy=True)
+    return value.detach().to(device="cpu", copy=True)
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts.transport.protocol import Aborted
+from experts.transport.nccl import abort_nccl, exchange_pairs, nccl
+from experts.transport.protocol import Aborted, Channel
 from raytrain.train.parallel.collectives import ABORT_REASON_TIMEOUT_S
 
 HEADERS, ROWS, END = 0, 1, 2
@@ -35,9 +36,10 @@ class JointGroup:
         rank, size: of this member, and of the group; workers come first.
         workers: number of workers among the members.
         holders: ranks that own experts: those after the workers, or the workers where experts are colocated.
-        device: of payloads; a CUDA device uses NCCL for them, and gloo for headers and votes.
-        interface: network interface for gloo, such as "lo"; None lets gloo choose.
+        device: of the rows; a CUDA device uses NCCL for them, and gloo for everything else.
+        interface: network interface, such as "lo"; None lets gloo and NCCL choose.
         timeout_s: of every call; `abort` reports a death long before.
+        lost: polled until all members are connected: why the generation is over, None while it lives.
         watched: another thread calls `abort` with the reason when a member dies; if a call fails first, wait for that.
     """
 
@@ -54,6 +56,7 @@ class JointGroup:
         interface: str | None = None,
         timeout_s: float = 1800.0,
         watched: bool = False,
+        lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.rank, self.size, self.workers, self.holders = rank, size, workers, holders
         self.device = device
@@ -61,9 +64,19 @@ class JointGroup:
         self.timeout = timedelta(seconds=timeout_s)
         self._aborted, self._watched = "", watched
         self._control = gloo(store, f"{name}/control", rank, size, interface=interface, timeout_s=timeout_s)
-        self._payload = None
-        if device.type == "cuda":
-            self._payload = nccl(store, f"{name}/payload", rank, size, timeout_s=timeout_s)
+        self._others = [(rank + step) % size for step in range(1, size)]  # members start with different peers
+        self._payload: dict[Channel, Any] = {}
+        if uses_nccl(device):
+            for channel in (Channel.TO_HOLDERS, Channel.TO_WORKERS):
+                self._payload[channel] = nccl(
+                    store, f"{name}/{channel.value}", rank, size, device=device, interface=interface,
+                    timeout_s=timeout_s, limit_s=RENDEZVOUS_S, lost=lost,
+                )  # fmt: skip
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups of this member."""
+        return [self._control, *self._payload.values()]
 
     def headers(self, rows: Tensor | None, size: int, *, dropped: Set[int] = frozenset()) -> list[list[int]]:
         """See `Transport`; `rows` on the CPU."""
@@ -76,19 +89,28 @@ class JointGroup:
         return received.tolist()
 
     def exchange(
-        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
-    ) -> Exchange:
-        """See `Transport`."""
+        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, channel: Channel,
+        into: Tensor | None = None,
+    ) -> Exchange:  # fmt: skip
+        """See `Transport`.
+
+        Raises:
+            ValueError: the tensors are on another device than the channel's.
+        """
+        device = "cpu" if channel is Channel.CONTROL else self.device.type
+        if any(tensor.device.type != device for tensor in (send, send if into is None else into)):
+            raise ValueError(
+                f"the channel {channel.value!r} of this group carries tensors on {device}, got {send.device}"
+            )
         received = send.new_empty((sum(receive_counts), *send.shape[1:])) if into is None else into
-        send = send.contiguous()
-        if send.device.type == "cpu":
+        send, payload = send.contiguous(), self._payload.get(channel)
+        if payload is None:
             works = self._send_pairwise(send, received, send_counts, receive_counts, ROWS)
             return Exchange(self, works, send, received)
-        payload: Any = self._payload
-        work = self._timed(
-            lambda: payload.alltoall_base(received, send, receive_counts, send_counts, dist.AllToAllOptions())
-        )
-        return Exchange(self, [work], send, received)
+        incoming, outgoing = received.split(receive_counts), send.split(send_counts)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        works = self._timed(lambda: exchange_pairs(payload, incoming, outgoing, others=self._others))
+        return Exchange(self, works, send, received, on_device=True)
 
     def _send_pairwise(
         self, sent: Tensor, received: Tensor, send_counts: list[int], receive_counts: list[int], tag: int
@@ -101,10 +123,9 @@ class JointGroup:
         incoming = received.split(receive_counts)
         outgoing = sent.split(send_counts)
         incoming[self.rank].copy_(outgoing[self.rank])
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # members start with different peers
 
         def start() -> list[Any]:
-            control = self._control
+            control, others = self._control, self._others
             waits = [control.recv([incoming[rank]], rank, tag) for rank in others if incoming[rank].numel()]
             return waits + [control.send([outgoing[rank]], rank, tag) for rank in others if outgoing[rank].numel()]
 
@@ -116,16 +137,17 @@ class JointGroup:
 
     def abort(self, reason: str = "the group was aborted") -> None:
         """See `Transport`: every waiting or later call of this member raises `Aborted` with the reason."""
-        if self._aborted:
-            return
-        self._aborted = reason
-        self._leave()
+        if not self._aborted:
+            self.mark(reason)
+            self._leave()
+
+    def mark(self, reason: str) -> None:
+        """Have every later call raise `Aborted` with the reason, the first one given; ends no waiting call."""
+        self._aborted = self._aborted or reason
 
     def _leave(self) -> None:
         """End all waiting calls here, and close the connections, which wakes the members that wait for this one."""
-        for group in (self._control, self._payload):
-            if group is not None:
-                abort_group(group)
+        abort_groups(self.groups)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         """Add up the seconds. Torch raises a plain RuntimeError for every failure, a dead member's included."""
@@ -151,8 +173,11 @@ class JointGroup:
 class Exchange:
     """An exchange in flight; keeps the sent tensor alive until it has ended."""
 
-    def __init__(self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor) -> None:
+    def __init__(
+        self, group: JointGroup, works: list[Any], sent: Tensor, received: Tensor, *, on_device: bool = False
+    ) -> None:
         self._group, self._works, self._sent, self._received = group, works, sent, received
+        self._on_device = on_device
 
     def wait(self) -> Tensor:
         """Return the rows received, in the order of the ranks."""
@@ -164,7 +189,12 @@ class Exchange:
     def _finish(self, works: list[Any]) -> None:
         for work in works:
             # gloo's messages do not use the group's timeout; given one, NCCL would wait for the device
-            work.wait(self._group.timeout) if self._received.device.type == "cpu" else work.wait()
+            work.wait() if self._on_device else work.wait(self._group.timeout)
+
+
+def uses_nccl(device: torch.device) -> bool:
+    """Whether rows on this device are exchanged over NCCL (on ROCm, RCCL)."""
+    return device.type == "cuda"
 
 
 def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, timeout_s: float) -> Any:
@@ -180,22 +210,21 @@ def gloo(store: Any, name: str, rank: int, size: int, *, interface: str | None, 
     return group
 
 
-def nccl(store: Any, name: str, rank: int, size: int, *, timeout_s: float) -> Any:
-    """As `gloo`, for device tensors."""
-    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+def abort_groups(groups: Sequence[Any]) -> None:
+    """End every waiting and every later call of this member in these process groups; callable from any thread.
 
-
-def abort_group(group: Any) -> None:
-    """End every waiting and every later call of this member in a process group; callable from any thread.
-
-    gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out, though, ends all
-    of this member's calls in the group and closes its connections.
+    gloo's groups first: that is immediate, and releases the members and threads that wait on the CPU.
     """
     kind: type = dist.ProcessGroupGloo
-    if not isinstance(group, kind):
-        group.abort()
-    elif group.size() > 1:
+    for group in groups:
+        if isinstance(group, kind):
+            _abort_gloo(group)
+    abort_nccl([group for group in groups if not isinstance(group, kind)])
+
+
+def _abort_gloo(group: Any) -> None:
+    """gloo's own abort wakes no waiting call (torch 2.13) while the peer lives. A receive that times out, though, ends
+    all of this member's calls in the group and closes its connections."""
+    if group.size() > 1:
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), END).wait(timedelta(milliseconds=1))

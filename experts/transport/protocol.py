@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Protocol
 
 import torch
@@ -24,6 +24,18 @@ HEADER_SIZE = len(FIELDS)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Of the payload; the header holds the index."""
+
+
+class Channel(Enum):
+    """Over which connections an exchange goes. The caller names it, the same on every member.
+
+    It cannot be read off a tensor: a member without rows may hold an empty tensor on another device than the members
+    that have rows, and the two sides would wait for each other on different connections.
+    """
+
+    CONTROL = "control"  # tensors on the CPU, over gloo
+    TO_HOLDERS = "to holders"  # on the group's device: over NCCL on a GPU, over gloo on a CPU
+    TO_WORKERS = "to workers"  # the same, by a communicator of its own: results return while other rows are sent
 
 
 class Op(IntEnum):
@@ -138,11 +150,15 @@ class Transport(Protocol):
         ...
 
     def exchange(
-        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, into: Tensor | None = None
-    ) -> PendingExchange:
+        self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, channel: Channel,
+        into: Tensor | None = None,
+    ) -> PendingExchange:  # fmt: skip
         """Start an uneven all-to-all over the first dimension, in the order of the ranks.
 
+        Only members with rows for each other communicate: a member without any need not call it.
+
         Args:
+            channel: equal on all members that take part.
             into: receives the rows; allocated if None.
         """
         ...

@@ -20,6 +20,7 @@ import ray.train
 from ray.train import UserCallback, WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
 
+from cluster.environment import interface_environment
 from raytrain.errors import RunError
 from raytrain.execution.driver_channel import RESTARTING, SETTING_UP
 from raytrain.execution.ray_private import DEATH_ERRORS, end_workers
@@ -196,7 +197,7 @@ _STORE: dict[str, Any] = {}
 def _set_interface(interface: str | None) -> str:
     """Worker: choose the network interface of the collectives; returns the id of this node."""
     if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ.update(interface_environment(interface))
     return ray.get_runtime_context().get_node_id()
 
 

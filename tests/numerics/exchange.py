@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import nccl_stand_in
 from lab import MOE, Rows, make_job, token_rows, train
 
 from experts.exchange.host import HostServer
@@ -55,6 +56,7 @@ class Scene:
         inject: an infinite gradient, ("worker" or "expert", at that step).
         moves: {step: seed}, at whose vote another random placement is sent.
         spoil: the host for which the bytes of a move are corrupted.
+        nccl: rows travel by a stand-in with the rules of NCCL; set by `on_nccl`, in all members' processes.
     """
 
     workers: int
@@ -72,6 +74,7 @@ class Scene:
     inject: tuple[str, int] = ("", 0)
     moves: tuple[tuple[int, int], ...] = ()
     spoil: int | None = None
+    nccl: bool = False
 
     @property
     def size(self) -> int:
@@ -152,6 +155,8 @@ class GangConnection:
 
 
 def joint_group(scene: Scene, rank: int) -> JointGroup:
+    if scene.nccl:
+        nccl_stand_in.install()
     colocated = scene.hosts == "colocated"
     return JointGroup(
         dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore(),

@@ -1,0 +1,153 @@
+"""NCCL communicators of a generation: connected within a limit, used in pairs of members, and ended within a limit.
+
+What torch does by default would hang a generation in which a member dies:
+
+- A communicator is created by its first call, in which a death leaves the others waiting. Here it is created and used
+  once while the members meet, in a thread that the meeting does not wait for longer than its limit.
+- Every member must take part in an `alltoall_base`, also in one of no rows. Here only members with rows for each other
+  communicate, in one group of sends and receives, as over gloo.
+- A watchdog ends the process at an error of a communicator. Here errors are left to the generation, which aborts all
+  communicators at a death and starts again.
+- An abort may wait for a peer that is gone. Here each has a thread of its own and a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster.environment import interface_environment
+
+ABORT_S = 10.0
+"""Longest wait for the abort of all communicators of a member; one that takes longer goes on in its thread."""
+POLL_S = 0.02
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Read by the constructor of a process group. Ray sets 1 on workers, torch's default is 3: both end the process."""
+
+
+def nccl(
+    store: Any, name: str, rank: int, size: int, *, device: torch.device, interface: str | None, timeout_s: float,
+    limit_s: float, lost: Callable[[], str | None] = lambda: None,
+) -> Any:  # fmt: skip
+    """Create an NCCL group under `name` in the store; blocks until all members are connected.
+
+    Args:
+        interface: network interface of its connections; None lets NCCL choose.
+        timeout_s: of the calls. limit_s: until all members are connected.
+        lost: polled while waiting: why the generation is over, None while it lives.
+
+    Raises:
+        RuntimeError: as all errors of torch's groups: not connected in time, or the generation is over.
+    """
+    if interface is not None:
+        os.environ.update(interface_environment(interface))
+    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 0  # an abort then also ends a call that waits for a peer
+    with _errors_left_to_us():
+        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # pyright: ignore
+    failed = within(lambda: _connect(group, device), limit_s=limit_s, stop=lambda: lost() is not None)
+    if failed is not None:
+        abort_nccl([group])
+        raise RuntimeError(f"the NCCL communicator {name} was not connected: {failed}")
+    return group
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ERROR_HANDLING]
+        else:
+            os.environ[ERROR_HANDLING] = before
+
+
+def _connect(group: Any, device: torch.device) -> None:
+    """Create the communicator, and use it once: creation returns before the peers are connected."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group.eager_connect_single_device(device)
+    ready = torch.ones(1, device=device)
+    group.allreduce([ready]).wait()
+    if int(ready.item()) != group.size():
+        raise RuntimeError(f"{int(ready.item())} of {group.size()} members took part in its first sum")
+
+
+def within(work: Callable[[], Any], *, limit_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
+    """Run `work` in a thread for at most `limit_s`; afterwards it goes on, and nobody waits for it.
+
+    Args:
+        stop: polled while waiting; true ends the wait.
+
+    Returns:
+        why `work` did not succeed, None if it did.
+    """
+    ended: list[str | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            ended.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=run, daemon=True, name="nccl")
+    thread.start()
+    ends = time.monotonic() + limit_s
+    while thread.is_alive() and time.monotonic() < ends and not stop():
+        thread.join(POLL_S)
+    if ended:
+        return ended[0]
+    return "the generation is over" if stop() else f"still waiting after {limit_s:g} s"
+
+
+def exchange_pairs(
+    group: Any, incoming: Sequence[Tensor], outgoing: Sequence[Tensor], *, others: Iterable[int]
+) -> list[Any]:
+    """Send and receive everything that is not empty, as one call on the device.
+
+    Args:
+        incoming, outgoing: one piece for each member. others: the members, without this one.
+
+    Returns:
+        the pending call; nothing if all pieces are empty.
+    """
+    receives = [rank for rank in others if incoming[rank].numel()]
+    sends = [rank for rank in others if outgoing[rank].numel()]
+    if not receives and not sends:
+        return []
+    group._start_coalescing()
+    for rank in receives:
+        group.recv([incoming[rank]], rank, 0)
+    for rank in sends:
+        group.send([outgoing[rank]], rank, 0)
+    return [group._end_coalescing()]
+
+
+def abort_nccl(groups: Sequence[Any]) -> None:
+    """Abort communicators side by side, and wait for at most `ABORT_S`: one may wait for a kernel of another."""
+    threads = [threading.Thread(target=_abort, args=(group,), daemon=True, name="nccl-abort") for group in groups]
+    for thread in threads:
+        thread.start()
+    ends = time.monotonic() + ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, ends - time.monotonic()))
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # torch's own limit; the communicator is lost in any case
+        group.abort()

@@ -1,0 +1,180 @@
+"""A process group with the rules of NCCL on CPU tensors, over gloo: what hangs with NCCL fails here after a few seconds.
+
+The rules are those of `ProcessGroupNCCL` of torch 2.13 (ProcessGroupNCCL.cpp, torch/csrc/cuda/nccl.cpp):
+
+- A communicator must be created by all members, and each of them must use it from the device it was created for.
+- `alltoall_base` and the other collectives need every member; a message of zero bytes is a message too.
+- Between `_start_coalescing` and `_end_coalescing`, sends and receives become one call. It needs the members named in it
+  only, and ends when all of them have arrived: nothing is buffered.
+- A communicator runs one call at a time, in the order in which they were made. Making one waits for nothing.
+- `abort` ends all calls, and lets every later one fail.
+
+`install` puts it in place of `torch.distributed.ProcessGroupNCCL` in this process. Only code that asks for NCCL gets it,
+and `uses_nccl` is made to ask for it on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import experts.hosts.generation
+import experts.transport.process_group
+from experts.transport.process_group import gloo
+
+CALL_S = 20.0
+"""Longest duration of one call; a hang becomes an error then."""
+MADE: list[NcclStandIn] = []
+"""All groups of this process, for tests to look at."""
+
+
+def install(*, call_s: float = CALL_S) -> None:
+    """From now on, groups of this process exchange rows over the stand-in."""
+    NcclStandIn.call_s = call_s
+    dist.ProcessGroupNCCL = NcclStandIn  # type: ignore[attr-defined]
+    experts.transport.process_group.uses_nccl = experts.hosts.generation.uses_nccl = lambda _device: True
+
+
+class Options:
+    """As `ProcessGroupNCCL.Options`."""
+
+    def __init__(self) -> None:
+        self._timeout = timedelta(minutes=10)
+        self.config = SimpleNamespace(blocking=None)
+
+
+class NcclStandIn:
+    """See the module. Implements the calls of `ProcessGroupNCCL` that this project uses."""
+
+    Options = Options
+    call_s = CALL_S
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._store, self._rank, self._size, self.options = store, rank, size, options
+        self.error_handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        self.interface = os.environ.get("NCCL_SOCKET_IFNAME")
+        self.device: torch.device | None = None
+        self.aborted = False
+        self.calls: list[str] = []
+        self._inner: Any = None
+        self._stream = ThreadPoolExecutor(1, thread_name_prefix="nccl-stream")
+        self._group: list[tuple[str, Tensor, int]] | None = None
+        self._making = threading.Lock()
+        MADE.append(self)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Creates the communicator: all members have to."""
+        self.device = device
+        self._inner = gloo(self._store, "inner", self._rank, self._size, interface="lo", timeout_s=self.call_s)
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int], _options: Any
+    ) -> Work:
+        """Of all members, also where it has no row for anybody."""
+        self._check(received, sent)
+
+        def run() -> None:
+            self._arrive()
+            options = dist.AllToAllOptions()
+            self._inner.alltoall_base(received, sent, receive_counts, send_counts, options).wait()
+
+        return self._make("alltoall", run)
+
+    def allreduce(self, tensors: list[Tensor], *_options: Any) -> Work:
+        self._check(*tensors)
+        return self._make("allreduce", lambda: self._inner.allreduce(tensors).wait())
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
+        self._check(*tensors)
+        return self._make("broadcast", lambda: self._inner.broadcast(tensors, options).wait())
+
+    def _start_coalescing(self) -> None:
+        assert self._group is None, "a call of this communicator is being made in another thread"
+        self._group = []
+
+    def send(self, tensors: list[Tensor], rank: int, _tag: int) -> None:
+        self._add("send", tensors, rank)
+
+    def recv(self, tensors: list[Tensor], rank: int, _tag: int) -> None:
+        self._add("recv", tensors, rank)
+
+    def _add(self, kind: str, tensors: list[Tensor], rank: int) -> None:
+        self._check(*tensors)
+        assert self._group is not None, f"a {kind} outside a group would create a communicator of the two, lazily"
+        assert rank != self._rank
+        self._group.extend((kind, tensor, rank) for tensor in tensors)
+
+    def _end_coalescing(self) -> Work:
+        group, self._group = self._group, None
+        assert group, "a group without a message"
+
+        def run() -> None:
+            calls = [getattr(self._inner, kind)([tensor], rank, 0) for kind, tensor, rank in group]
+            for call in calls:
+                call.wait(timedelta(seconds=self.call_s))
+
+        return self._make("pairs", run)
+
+    def abort(self) -> None:
+        """Ends the waiting calls."""
+        self.aborted = True
+        inner: Any = self._inner
+        if inner is not None and self._size > 1:
+            try:  # a receive that times out ends all calls of gloo's group
+                inner.recv([torch.empty(1)], (self._rank + 1) % self._size, 9).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                return
+
+    # -- rules --------------------------------------------------------------------------------
+
+    def _check(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            if self.device is None:
+                raise RuntimeError("the communicator would be created here, lazily, while another member may be gone")
+            if tensor.device.type != self.device.type:
+                raise RuntimeError(f"no backend type associated with device type {tensor.device.type}")
+            if not tensor.is_contiguous():
+                raise RuntimeError("Tensors must be contiguous")
+
+    def _make(self, kind: str, run: Callable[[], None]) -> Work:
+        if not self._making.acquire(blocking=False):
+            raise RuntimeError("two threads make calls of one communicator at the same time")
+        try:
+            if self.aborted:
+                raise RuntimeError(f"NCCL communicator was aborted on rank {self._rank}")
+            self.calls.append(kind)
+            return Work(self._stream.submit(run))
+        finally:
+            self._making.release()
+
+    def _arrive(self) -> None:
+        """Wait for all members: gloo would let two continue that have no rows for a third."""
+        self._inner.barrier(dist.BarrierOptions()).wait()
+
+
+class Work:
+    """A call that was made."""
+
+    def __init__(self, running: Future[None]) -> None:
+        self._running = running
+
+    def wait(self, *_timeout: Any) -> None:
+        """Until it has run: the CPU reads the rows right away, where a GPU's stream would wait."""
+        self._running.result()

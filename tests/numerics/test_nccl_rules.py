@@ -1,0 +1,87 @@
+"""Experts on GPUs, as far as a CPU shows it: rows travel by a stand-in with the rules of NCCL (`nccl_stand_in`).
+
+What would hang on GPUs is an error here after seconds, and what runs equals the run over gloo to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import expert_shortages
+import numpy as np
+import pytest
+from exchange import Scene, play
+from gang import run_gang
+from test_expert_shortages import COLOCATED, HOSTS, LOOP, MOVES, THREE, TWICE, WORKERS
+
+COLUMNS = ("loss", "aux_loss", "grad_norm", "eval", "counts", "load_imbalance", "loss_scale")
+SCENES = {
+    "2 workers, 2 hosts, replicas and moves": Scene(2, 2, steps=10, seed=2, replicas=3, moves=((2, 11), (5, 12))),
+    "2 workers, 2 hosts, row by row, some without a label": Scene(2, 2, micro=1, steps=4),
+    "2 workers, 2 hosts, two in flight": Scene(2, 2, micro=2, steps=6, sections=(("experts", (("inflight", 2),)),)),
+    "1 worker, 3 hosts, placement with replicas, fp16": Scene(1, 3, seed=1, replicas=5, steps=6, precision="fp16"),
+    "4 workers, colocated, replicas": Scene(4, "colocated", micro=1, seed=5, replicas=2, steps=6),
+    "4 workers, colocated, two in flight": Scene(
+        4, "colocated", micro=1, steps=6, sections=(("experts", (("inflight", 2),)),)
+    ),
+    "2 workers, 2 hosts, activation checkpointing": Scene(
+        2, 2, steps=4, sections=(("loop", (("activation_checkpointing", True),)),)
+    ),
+}
+"""Each of four processes."""
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, list[Any]]:
+    """Name -> for each member what it made over gloo, and by the stand-in."""
+    scenes = [*SCENES.values(), *(replace(scene, nccl=True) for scene in SCENES.values())]
+    members = run_gang(play, scenes, world_size=4)
+    size = len(SCENES)
+    return {name: [(member[at], member[size + at]) for member in members] for at, name in enumerate(SCENES)}
+
+
+@pytest.mark.parametrize("name", list(SCENES))
+def test_rows_by_the_rules_of_nccl_change_nothing(pairs: dict[str, list[Any]], name: str) -> None:
+    for rank, (plain, ruled) in enumerate(pairs[name][: SCENES[name].workers]):
+        for column in (*COLUMNS, *(["in force", "refused"] if "in force" in plain else [])):
+            assert ruled[column] == plain[column], f"rank {rank}: {column}"
+        for key, value in plain["weights"].items():
+            assert np.array_equal(ruled["weights"][key], value), key
+
+
+SHORT = {
+    "2 workers, 2 hosts": (Scene(2, 2, steps=30, sections=LOOP), WORKERS + HOSTS),
+    "2 workers, 2 hosts, two in flight": (Scene(2, 2, steps=30, sections=TWICE), WORKERS + HOSTS),
+    "2 workers, 2 hosts, experts on the move": (
+        Scene(2, 2, steps=30, seed=1, replicas=2, moves=MOVES, sections=LOOP), WORKERS,
+    ),
+    "2 workers, colocated": (Scene(2, "colocated", steps=30, sections=LOOP), COLOCATED),
+    "2 workers, colocated, two in flight": (Scene(2, "colocated", steps=30, sections=TWICE), COLOCATED),
+    "3 workers, colocated": (Scene(3, "colocated", micro=2, steps=30, sections=LOOP), THREE),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short() -> dict[str, list[Any]]:
+    """As `pairs`; scenes of one size share their processes."""
+    made: dict[str, list[Any]] = {}
+    for size in sorted({scene.size for scene, _ in SHORT.values()}):
+        group = {name: told for name, told in SHORT.items() if told[0].size == size}
+        told = [*group.values(), *((replace(scene, nccl=True), fates) for scene, fates in group.values())]
+        members = run_gang(expert_shortages.play, told, world_size=size, timeout=240.0)
+        made |= {name: [(own[at], own[len(group) + at]) for own in members] for at, name in enumerate(group)}
+    return made
+
+
+@pytest.mark.parametrize("name", list(SHORT))
+def test_a_worker_or_host_without_memory_holds_up_nobody(short: dict[str, list[Any]], name: str) -> None:
+    """The others' passes go on while it takes no part, and the run is that of a gang over gloo."""
+    scene, fates = SHORT[name]
+    assert sorted(fate for _, ruled in short[name] for fate in ruled["happened"]) == sorted(fates)
+    for rank, (plain, ruled) in enumerate(short[name][: scene.workers]):
+        for column in COLUMNS:
+            assert ruled[column] == plain[column], f"rank {rank}: {column}"
+        fields = ("step", "during", "who", "micro_batch_size")
+        first, second = ([[event[field] for field in fields] for event in made["events"]] for made in (plain, ruled))
+        assert first == second
