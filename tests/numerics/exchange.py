@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import nccl_stand_in
 import numpy as np
 import torch
 import torch.distributed as dist
-import nccl_stand_in
 from lab import MOE, Rows, make_job, token_rows, train
 
 from experts.exchange.host import HostServer

@@ -1,16 +1,16 @@
-"""A process group with the rules of NCCL on CPU tensors, over gloo: what hangs with NCCL fails here after a few seconds.
+"""A process group with the rules of NCCL on CPU tensors, over gloo: what hangs with NCCL fails here after seconds.
 
 The rules are those of `ProcessGroupNCCL` of torch 2.13 (ProcessGroupNCCL.cpp, torch/csrc/cuda/nccl.cpp):
 
 - A communicator must be created by all members, and each of them must use it from the device it was created for.
 - `alltoall_base` and the other collectives need every member; a message of zero bytes is a message too.
-- Between `_start_coalescing` and `_end_coalescing`, sends and receives become one call. It needs the members named in it
-  only, and ends when all of them have arrived: nothing is buffered.
+- Between `_start_coalescing` and `_end_coalescing`, sends and receives become one call. It needs the members named in
+  it only, and ends when all of them have arrived: nothing is buffered.
 - A communicator runs one call at a time, in the order in which they were made. Making one waits for nothing.
 - `abort` ends all calls, and lets every later one fail.
 
-`install` puts it in place of `torch.distributed.ProcessGroupNCCL` in this process. Only code that asks for NCCL gets it,
-and `uses_nccl` is made to ask for it on a CPU.
+`install` puts it in place of `torch.distributed.ProcessGroupNCCL` in this process, and makes a CPU count as a device
+that needs it.
 """
 
 from __future__ import annotations

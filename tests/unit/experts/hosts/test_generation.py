@@ -51,7 +51,9 @@ def test_a_group_opened_after_the_end_is_aborted_at_once() -> None:
     ended: list[str] = []
 
     class Group:
-        def abort(self, reason: str) -> None:
+        groups = ()
+
+        def mark(self, reason: str) -> None:
             ended.append(reason)
 
     watch = GenerationWatch(lambda: "over")

@@ -96,3 +96,24 @@ def test_data_that_arrives_corrupted_is_refused() -> None:
     data, into = _pack(shard_of(BEFORE, 0), [(0, 1)]), {}
     corrupted = data[:-1] + bytes([data[-1] ^ 1])
     assert not _unpack(corrupted, _digest(data), into=into) and not into
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_step_of_an_expert_that_arrives_is_where_the_optimizer_reads_it(fused: bool) -> None:
+    """From a checkpoint or another host: float32 on the parameter's device for fused kernels, else on the CPU."""
+    source = shard_of(BEFORE, 0)
+    state = {name: value.double() for name, value in source.state_of((0, 1)).items()}
+    there = ExpertShard(
+        SHAPES, BEFORE, 0, optim=OptimConfig(), dtype=torch.float64, device=torch.device("meta")
+    )  # like a GPU, it cannot read what is on the CPU
+    for optimizer in there.optimizers:
+        for group in optimizer.param_groups:
+            group["fused"] = fused
+    there.load_state((0, 1), state)
+    held = [state for optimizer in there.optimizers for state in optimizer.state.values()]
+    assert held and all(state["step"].device.type == ("meta" if fused else "cpu") for state in held)
+    assert all(state["step"].dtype == (torch.float32 if fused else torch.float64) for state in held)
+    assert all(state["exp_avg"].is_meta for state in held)
+    back = shard_of(BEFORE, 0)
+    back.load_state((0, 1), state)  # on this device
+    step(back)
